@@ -1,0 +1,40 @@
+"""LoRA layers for Flax: many adapters on one frozen base.
+
+The names are looked up when they are used, so that `lorafusion_jax.modules.spec` can be imported without jax.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lorafusion_jax.modules.apply import apply_lora as apply_lora
+    from lorafusion_jax.modules.apply import use_adapters as use_adapters
+    from lorafusion_jax.modules.context import LoRAContext as LoRAContext
+    from lorafusion_jax.modules.init import init_adapter as init_adapter
+    from lorafusion_jax.modules.init import init_bank as init_bank
+    from lorafusion_jax.modules.init import init_leaves as init_leaves
+    from lorafusion_jax.modules.lora import LoRALinear as LoRALinear
+    from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
+    from lorafusion_jax.modules.spec import TARGETS as TARGETS
+    from lorafusion_jax.modules.spec import AdapterSpec as AdapterSpec
+    from lorafusion_jax.modules.spec import bank_rank as bank_rank
+    from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
+
+_HOMES = {
+    "apply_lora": "apply", "use_adapters": "apply", "LoRAContext": "context", "init_adapter": "init",
+    "init_bank": "init", "init_leaves": "init", "LoRALinear": "lora", "lora_siblings": "lora", "TARGETS": "spec",
+    "AdapterSpec": "spec", "bank_rank": "spec", "resolve_targets": "spec",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

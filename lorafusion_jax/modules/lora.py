@@ -1,0 +1,117 @@
+"""LoRA linear layers with the weights of many adapters, over `pallas_kernels`.
+
+T packed tokens · K in · N out · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from lorafusion_jax.modules.context import LoRAContext
+from pallas_kernels import multi_lora_linear, multi_lora_linears
+
+
+class LoRALinear(nnx.Module):
+    """A frozen linear layer and the LoRA weights of `num_adapters` adapters.
+
+    y[t] = x[t] W + bias + scale[k] · (drop(x[t]) A[k]) B[k],  k = adapter of row t
+
+    Trainable leaves `lora_a` [A, K, R] and `lora_b` [A, R, N] are float32 `nnx.LoRAParam`; `kernel` [K, N] and `bias`
+    are `nnx.Param`. Rank 0 makes a plain frozen layer without LoRA leaves. A is drawn as in PEFT and B is zero, so a
+    fresh layer computes x W.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        num_adapters: A.
+        rank: R, the largest rank of an adapter; adapters of lower rank have zeros beyond theirs.
+        use_bias: adds a frozen bias.
+        dtype: of the computation; None keeps the input's.
+        param_dtype: of kernel and bias.
+        rngs: draws kernel and A.
+
+    Linen users wrap it, and find the adapters in a collection of their own, `LoRAParam`:
+
+    >>> from flax.nnx import bridge
+    >>> layer = bridge.to_linen(LoRALinear, 8, 4, num_adapters=2, rank=2)
+    >>> context = LoRAContext(tile_adapter=jnp.array([0, 1]), scale=jnp.array([2.0, 0.5]))
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((6, 8)), context)
+    >>> sorted(variables), variables["LoRAParam"]["lora_a"].shape
+    (['LoRAParam', 'params'], (2, 8, 2))
+    >>> layer.apply(variables, jnp.ones((6, 8)), context).shape
+    (6, 4)
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, num_adapters: int, rank: int, use_bias: bool = False,
+                 dtype: Any = None, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        self.in_features, self.out_features = in_features, out_features
+        self.num_adapters, self.rank = num_adapters, rank
+        self.dtype, self.param_dtype = dtype, param_dtype
+        scale = 1 / math.sqrt(in_features)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (in_features, out_features), param_dtype) * scale)
+        self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else nnx.data(None)
+        self.lora_a = self.lora_b = nnx.data(None)
+        if rank:
+            a_AKR = jax.random.uniform(rngs.params(), (num_adapters, in_features, rank), jnp.float32, -scale, scale)
+            self.lora_a = nnx.LoRAParam(a_AKR)
+            self.lora_b = nnx.LoRAParam(jnp.zeros((num_adapters, rank, out_features), jnp.float32))
+
+    def __call__(self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *, site: int = 0) -> Float[Array, "*B N"]:
+        """Applies the layer.
+
+        Args:
+            x: rows; their product is a multiple of the number of tiles in `ctx`.
+            ctx: None leaves the adapters out.
+            site: which dropout of the layer this input gets; equal for projections that share the input.
+        """
+        x, w_KN, bias = self._inputs(x)
+        if ctx is None or self.lora_a is None:
+            return _plain(x, w_KN, bias)
+        return multi_lora_linear(x, w_KN, self.lora_a[...], self.lora_b[...], tile_adapter=ctx.tile_adapter,
+                                 scale=ctx.scale, dropout=ctx.at_site(site), bias=bias,
+                                 implementation=ctx.implementation)
+
+    def _inputs(self, x: Array) -> tuple[Array, Array, Array | None]:
+        dtype = x.dtype if self.dtype is None else self.dtype
+        bias = None if self.bias is None else self.bias[...].astype(dtype)
+        return x.astype(dtype), self.kernel[...].astype(dtype), bias
+
+
+def lora_siblings(x: Float[Array, "*B K"], linears: Sequence[LoRALinear], ctx: LoRAContext | None, *,
+                  site: int = 0) -> tuple[Float[Array, "*B N"], ...]:
+    """Applies projections that share their input (q, k, v; gate, up) as one operation.
+
+    Equal to `tuple(linear(x, ctx, site=site) for linear in linears)`, with one pass over x for all of them.
+
+    Args:
+        x: rows.
+        linears: layers of one compute dtype.
+        ctx: None leaves the adapters out.
+        site: as in `LoRALinear`.
+
+    >>> q, k = (LoRALinear(8, width, num_adapters=1, rank=2, rngs=nnx.Rngs(0)) for width in (8, 4))
+    >>> [y.shape for y in lora_siblings(jnp.ones((6, 8)), (q, k), None)]
+    [(6, 8), (6, 4)]
+    """
+    inputs = [linear._inputs(x) for linear in linears]
+    if ctx is None or all(linear.lora_a is None for linear in linears):
+        return tuple(_plain(*each) for each in inputs)
+    biases = [bias for _, _, bias in inputs]
+    return multi_lora_linears(
+        inputs[0][0], [w_KN for _, w_KN, _ in inputs],
+        [None if linear.lora_a is None else linear.lora_a[...] for linear in linears],
+        [None if linear.lora_b is None else linear.lora_b[...] for linear in linears],
+        tile_adapter=ctx.tile_adapter, scale=ctx.scale, dropout=ctx.at_site(site),
+        biases=None if all(bias is None for bias in biases) else biases, implementation=ctx.implementation)
+
+
+def _plain(x: Array, w_KN: Array, bias: Array | None) -> Array:
+    y = x @ w_KN
+    return y if bias is None else y + bias

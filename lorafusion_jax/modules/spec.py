@@ -1,0 +1,94 @@
+"""What an adapter is: rank, scale, dropout, targets, seed. Never imports jax.
+
+A adapters · R padded rank
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorafusion_jax.errors import ConfigError, raise_all
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """One LoRA adapter: y = x W + scale · (drop(x) A) B in every targeted projection.
+
+    Args:
+        name: unique in a run; the name of its folder.
+        rank: r, columns of A.
+        alpha: numerator of the scale.
+        rslora: scale alpha / sqrt(r) instead of alpha / r.
+        dropout: share of the inputs of A that a training step leaves out.
+        targets: names of the adapted projections, see `resolve_targets`.
+        seed: decides the initial weights and all dropout of this adapter, whoever trains beside it.
+
+    Raises:
+        ConfigError: a number out of range.
+
+    >>> AdapterSpec(name="law", rank=16, alpha=32).scale
+    2.0
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: tuple[str, ...] = TARGETS
+    seed: int = 0
+
+    def __post_init__(self):
+        checks = (
+            (self.rank >= 1, "lora.rank", f"rank={self.rank} is not a whole number from 1."),
+            (math.isfinite(self.alpha) and self.alpha > 0, "lora.alpha", f"alpha={self.alpha} is not above 0."),
+            (0 <= self.dropout < 1, "lora.dropout", f"dropout={self.dropout} is not in [0, 1)."),
+            (bool(self.targets), "lora.no-target", "targets is empty: there is nothing to train."),
+        )
+        raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
+
+    @property
+    def scale(self) -> float:
+        """Factor of the low-rank product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TARGETS) -> tuple[str, ...]:
+    """Turns what a job file says into names of projections, in the order of `available`.
+
+    Args:
+        targets: "all-linear", one name or a list of names.
+        available: the projections of the model.
+
+    Raises:
+        ConfigError: `lora.unknown-target` for a name that the model does not have, `lora.no-target` for an empty list.
+
+    >>> resolve_targets(["v_proj", "q_proj"])
+    ('q_proj', 'v_proj')
+    """
+    names = [targets] if isinstance(targets, str) else list(targets)
+    if names == [ALL_LINEAR]:
+        return tuple(available)
+    if not names:
+        raise ConfigError("lora.no-target", "lora.targets is empty: there is nothing to train.",
+                          fix=f"lora.targets: {ALL_LINEAR}")
+    raise_all([_unknown(name, available) for name in dict.fromkeys(names) if name not in available])
+    return tuple(name for name in available if name in names)
+
+
+def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
+    """R of a projection's stacked weights: the largest rank among the adapters that target it, 0 for none."""
+    return max((spec.rank for spec in adapters if target in spec.targets), default=0)
+
+
+def _unknown(name: str, available: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, [*available, ALL_LINEAR], n=1)
+    return ConfigError("lora.unknown-target", f"there is no projection '{name}'" +
+                       (f"; did you mean '{near[0]}'?" if near else "."),
+                       fix=f"lora.targets: {ALL_LINEAR}   or some of [{', '.join(available)}]")
