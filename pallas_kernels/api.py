@@ -1,0 +1,184 @@
+"""The public ops: a frozen linear layer plus the LoRA of one or many adapters.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import backends, vjp
+from pallas_kernels.backends import Implementation
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tiles import rows_per_tile
+
+
+def lora_linear(
+    x: jax.Array,
+    w: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale: jax.Array | float,
+    dropout: Dropout | None = None,
+    bias: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Applies a frozen linear layer plus the LoRA of one adapter.
+
+    y = x W + scale * (drop(x) A) B (+ bias)
+
+    Args:
+        x: [..., K]; w: [K, N], frozen (it gets no gradient); a: [K, R]; b: [R, N]; bias: [N], frozen.
+        scale: alpha / r or alpha / sqrt(r).
+        dropout: rates and keys with one adapter, row keys for every row of x.
+        implementation: a backend's name; None takes the one that measured fastest.
+    Raises:
+        ValueError: shapes do not fit, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Example:
+        >>> y = lora_linear(jnp.ones((2, 3, 8)), jnp.ones((8, 4)), jnp.ones((8, 2)), jnp.zeros((2, 4)), scale=2.0)
+        >>> y.shape
+        (2, 3, 4)
+    """
+    if dropout is not None:
+        dropout = Dropout(rate=jnp.reshape(dropout.rate, 1), key=jnp.reshape(dropout.key, 1), row_key=dropout.row_key)
+    (y,) = _call(
+        x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(jnp.asarray(scale, jnp.float32), 1), dropout,
+        implementation,
+    )  # fmt: skip
+    return y
+
+
+def multi_lora_linear(
+    x: jax.Array,
+    w: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    tile_adapter: jax.Array,
+    scale: jax.Array,
+    dropout: Dropout | None = None,
+    bias: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Applies a frozen linear layer plus the LoRA of each row's adapter.
+
+    y[t] = x[t] W + scale[k] * (drop(x[t]) A[k]) B[k] (+ bias),  k = adapter of row t's tile
+
+    Rows come in tiles that belong to one adapter, so a tile never mixes adapters and adding an adapter to a
+    microbatch does not change the arithmetic of another one.
+
+    Args:
+        x: [..., K]; the leading dimensions flatten to T rows.
+        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen.
+        tile_adapter: int32 [T / tile]; -1 marks tiles of padding rows (frozen part only, no gradient to a and b).
+        scale: float32 [A].
+        dropout: acts on the LoRA branch only.
+        implementation: a backend's name; None takes the one that measured fastest.
+    Raises:
+        ValueError: shapes do not fit, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Example:
+        >>> a, b = jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
+        >>> table, scale = jnp.array([1, 0, -1]), jnp.array([2.0, 1.0])
+        >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
+        (12, 6)
+    """
+    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation)
+    return y
+
+
+def multi_lora_linears(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    as_: Sequence[jax.Array | None],
+    bs: Sequence[jax.Array | None],
+    *,
+    tile_adapter: jax.Array,
+    scale: jax.Array,
+    dropout: Dropout | None = None,
+    biases: Sequence[jax.Array | None] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, ...]:
+    """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
+
+    y_i[t] = x[t] W_i + scale[k] * (drop(x[t]) A_i[k]) B_i[k] (+ bias_i)
+
+    Args:
+        ws, as_, bs, biases: one entry per projection, as in `multi_lora_linear`; as_[i] and bs[i] are None for a
+            projection without LoRA.  Ranks may differ between projections.  One dropout mask serves them all.
+    Raises:
+        ValueError: shapes do not fit, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Example:
+        >>> w, a, b = jnp.ones((8, 6)), jnp.ones((1, 8, 4)), jnp.zeros((1, 4, 6))
+        >>> table, scale = jnp.array([0, 0]), jnp.array([2.0])
+        >>> q, k = multi_lora_linears(jnp.ones((4, 8)), [w, w], [a, None], [b, None], tile_adapter=table, scale=scale)
+        >>> q.shape, k.shape
+        ((4, 6), (4, 6))
+    """
+    biases = (None,) * len(ws) if biases is None else tuple(biases)
+    return _call(x, tuple(ws), tuple(as_), tuple(bs), biases, tile_adapter, scale, dropout, implementation)
+
+
+def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+    """Checks the shapes, flattens leading dimensions, picks the backend, restores the dimensions."""
+    x_TK = x.reshape(-1, x.shape[-1])
+    single = tile_adapter is None
+    num_adapters = 1 if single else scale.shape[0]
+    tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
+    scale = jnp.asarray(scale, jnp.float32)
+    ops = Operands(
+        x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
+    )
+    _check_shapes(ops, num_adapters)
+    static = Static(
+        tile=rows_per_tile(x_TK.shape[0], tile_adapter),
+        num_adapters=num_adapters,
+        backend=backends.choose(implementation),
+        single=single,
+    )
+    backends.check(static, ops)
+    ys = vjp.apply(static, vjp.vary_like(ops))
+    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+
+
+def _check_shapes(ops: Operands, num_adapters: int) -> None:
+    """Raises one ValueError that lists everything that does not fit."""
+    num_rows, num_in = ops.x.shape
+    wrong = []
+    if not jnp.issubdtype(ops.x.dtype, jnp.floating):
+        wrong.append(f"x is {ops.x.dtype}, not a floating type")
+    if not len(ops.ws) == len(ops.as_) == len(ops.bs) == len(ops.biases):
+        wrong.append(f"{len(ops.ws)} ws, {len(ops.as_)} as_, {len(ops.bs)} bs, {len(ops.biases)} biases: not one each")
+    for i, (w, a, b, bias) in enumerate(zip(ops.ws, ops.as_, ops.bs, ops.biases, strict=False)):
+        rank = None if a is None else a.shape[-1]
+        expected = [("w", w, (num_in, w.shape[-1])), ("bias", bias, (w.shape[-1],))]
+        expected += [("a", a, (num_adapters, num_in, rank)), ("b", b, (num_adapters, rank, w.shape[-1]))]
+        wrong += [
+            f"{name} of projection {i} has shape {array.shape}, expected {shape}"
+            for name, array, shape in expected
+            if array is not None and array.shape != shape
+        ]
+        if (a is None) != (b is None):
+            wrong.append(f"projection {i} has only one of a and b")
+    if ops.scale.shape != (num_adapters,):
+        wrong.append(f"scale has shape {ops.scale.shape}, expected ({num_adapters},)")
+    if ops.dropout is not None:
+        shapes = [("rate", num_adapters), ("key", num_adapters), ("row_key", num_rows)]
+        wrong += [
+            f"dropout.{name} has shape {np.shape(getattr(ops.dropout, name))}, expected ({size},)"
+            for name, size in shapes
+            if np.shape(getattr(ops.dropout, name)) != (size,)
+        ]
+    if wrong:
+        raise ValueError("; ".join(wrong))

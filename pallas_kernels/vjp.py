@@ -1,0 +1,81 @@
+"""Differentiation of the ops: the split graph, with x, S and keys (and packed bits where a backend made them) kept.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import backends
+from pallas_kernels.problem import Operands, Static
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply(static: Static, ops: Operands) -> tuple[jax.Array, ...]:
+    """Evaluates every projection of one call."""
+    return _forward(static, ops)[0]
+
+
+def _forward(static: Static, ops: Operands):
+    ops = _refuse_vmap(ops)
+    ys, ss, bits = backends.load(static.backend).forward(static, ops)
+    ss = tuple(checkpoint_name(s, "lora_s") for s in ss)
+    bits = None if bits is None else checkpoint_name(bits, "lora_bits")
+    return ys, (ops, ss, bits)
+
+
+def _backward(static: Static, residuals, dys: tuple[jax.Array, ...]):
+    ops, ss, bits = residuals
+    dx, das, dbs = backends.load(static.backend).backward(static, ops, ss, bits, tuple(dys))
+    none = (None,) * len(ops.ws)
+    grads = Operands(
+        x=dx.astype(ops.x.dtype),
+        ws=none,  # frozen: symbolic zeros, nothing is ever computed
+        as_=_gradients(das, ops.as_),
+        bs=_gradients(dbs, ops.bs),
+        biases=none,
+        tile_adapter=None,
+        scale=None,
+        dropout=None,
+    )
+    return (grads,)
+
+
+apply.defvjp(_forward, _backward)
+
+
+def _gradients(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
+    return tuple(None if a is None else by_number[i].astype(a.dtype) for i, a in enumerate(banks))
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_vmap(ops: Operands) -> Operands:
+    return ops
+
+
+@_refuse_vmap.def_vmap
+def _vmap_rule(axis_size, in_batched, ops):
+    del axis_size, in_batched, ops
+    raise NotImplementedError(
+        "LoRA layers do not run under jax.vmap: leading dimensions of x are batch dimensions already, "
+        "and several adapters belong into one multi_lora_linear call with a tile_adapter table"
+    )
+
+
+def vary_like(ops: Operands) -> Operands:
+    """Inside shard_map, marks the banks as varying like x, so that their gradients are summed over the mesh axes."""
+    axes = getattr(jax.typeof(ops.x), "vma", frozenset())
+    if not axes:
+        return ops
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(leaf).vma))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, ops)
+
+
