@@ -1,0 +1,55 @@
+"""Which sums of samples can be reached: subset sums as one big integer, bit n set = n tokens can be reached."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from scheduling.packing.problem import bits
+
+EXACT = 18  # samples searched exactly; more would cost time and win nothing (2^18 subsets hit any sum)
+
+
+def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
+    """The subset of the masked samples with the most tokens that fit in `room`; long samples go first among equals.
+
+    Returns:
+        (mask of the subset, its tokens).
+    """
+    pending = [(bit, tokens[bit]) for bit in bits(mask) if tokens[bit] <= room]
+    chosen, taken = 0, 0
+    while len(pending) > EXACT and pending[-1][1] * 4 <= room - taken:
+        bit, length = pending.pop()  # many samples left: the long ones first, the exact search finds the rest
+        chosen, taken = chosen | 1 << bit, taken + length
+        room_left = room - taken
+        while pending and pending[-1][1] > room_left:
+            pending.pop()
+    pending = _spread(pending)
+    more, best = _exact(pending, room - taken)
+    return chosen | more, taken + best
+
+
+def _spread(pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At most EXACT samples, evenly from short to long, the longest always among them."""
+    if len(pending) <= EXACT:
+        return pending
+    step = (len(pending) - 1) / (EXACT - 1)
+    return [pending[round(i * step)] for i in range(EXACT)]
+
+
+def _exact(pending: list[tuple[int, int]], room: int) -> tuple[int, int]:
+    reach = [1]
+    for _, length in pending:
+        reach.append(reach[-1] | reach[-1] << length)
+    best = (reach[-1] & low_bits(room + 1)).bit_length() - 1
+    chosen, left = 0, best
+    for index in range(len(pending) - 1, -1, -1):
+        bit, length = pending[index]
+        if length <= left and reach[index] >> (left - length) & 1:
+            chosen |= 1 << bit
+            left -= length
+    return chosen, best
+
+
+@lru_cache(maxsize=4096)
+def low_bits(count: int) -> int:
+    return (1 << count) - 1

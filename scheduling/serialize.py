@@ -1,0 +1,120 @@
+"""A plan as readable JSON: one line per slot, schema version, digest, statistics; the round trip is exact."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import groupby
+from typing import Any
+
+from scheduling.errors import PlanError
+from scheduling.types import AdapterJob, Plan, SampleRef, Slot
+
+SCHEMA = "lorafusion.plan/1"
+_SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
+
+
+def plan_to_json(plan: Plan) -> str:
+    lines = _content_lines(plan)
+    statistics = {
+        "slots": plan.num_slots,
+        "noops": plan.num_noops,
+        "tokens": plan.tokens,
+        "density": round(plan.density, 6),
+        "gap": round(plan.gap, 6),
+    }
+    head = [
+        "{",
+        f'"schema": {_dump(SCHEMA)},',
+        f'"digest": {_dump(plan.digest)},',
+        f'"statistics": {_dump(statistics)},',
+    ]
+    return "\n".join(head + lines) + "\n}\n"
+
+
+def plan_digest(plan: Plan) -> str:
+    """sha256 over the lines of the file that carry content (not the statistics, which follow from them)."""
+    return hashlib.sha256("\n".join([SCHEMA, *_content_lines(plan)]).encode()).hexdigest()
+
+
+def plan_from_json(text: str) -> Plan:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise PlanError("plan.schema", f"this is not a plan of version {SCHEMA}, but {found!r}", fix="plan again")
+    try:
+        plan = Plan(
+            jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
+            slots=tuple(_slot_from(replicas) for replicas in data["slots"]),
+            stopped=tuple((name, slot) for name, slot in data["stopped"]),
+            **{name: _whole(data["settings"], name) for name in _SETTINGS},
+        )
+    except PlanError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error)) from None
+    if plan.digest != data.get("digest"):
+        raise PlanError(
+            "plan.digest",
+            "the plan was changed after it was written: its digest does not match its content",
+            where=f"digest {str(data.get('digest'))[:12]}, content {plan.digest[:12]}",
+            fix="plan again instead of editing a plan",
+        )
+    return plan
+
+
+def _content_lines(plan: Plan) -> list[str]:
+    jobs = [
+        {field: getattr(job, field) for field in ("name", "global_batch", "epochs", "weight", "max_batches")}
+        | {"sample_tokens": job.sample_tokens}
+        for job in plan.jobs
+    ]
+    lines = [f'"settings": {_dump({name: getattr(plan, name) for name in _SETTINGS})},']
+    lines += [f'"stopped": {_dump(plan.stopped)},', '"jobs": [']
+    lines += _comma_separated([_dump(job) for job in jobs])
+    lines += ["],", '"slots": [']
+    lines += _comma_separated([_dump([_runs(part) for part in slot.replicas]) for slot in plan.slots])
+    return [*lines, "]"]
+
+
+def _runs(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
+    """[adapter, epoch, batch, [samples]] for each run of samples that share the first three."""
+    runs = groupby(samples, key=lambda ref: ref[:3])
+    return [[*key, [ref.sample for ref in refs]] for key, refs in runs]
+
+
+def _slot_from(replicas: list[list[list[Any]]]) -> Slot:
+    return Slot(
+        replicas=tuple(
+            tuple(
+                SampleRef(_text(adapter), int(epoch), int(batch), int(sample))
+                for adapter, epoch, batch, samples in part
+                for sample in samples
+            )
+            for part in replicas
+        )
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"an adapter's name is {value!r}")
+    return value
+
+
+def _whole(settings: dict[str, Any], name: str) -> int:
+    value = settings[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def _comma_separated(lines: list[str]) -> list[str]:
+    return [line + "," for line in lines[:-1]] + lines[-1:]
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

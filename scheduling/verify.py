@@ -1,0 +1,175 @@
+"""Every rule that a plan must keep, checked after the fact and independently of how the plan was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduling.errors import PlanError
+from scheduling.types import AdapterJob, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule."""
+
+    code: str
+    what: str
+
+
+def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
+    """Checks that the plan trains exactly these jobs and keeps every rule.
+
+    Each sample exactly once; batches in order; first slot of batch j+1 ≥ last slot of batch j + S;
+    Σ over adapters of ⌈tokens / tile⌉ · tile ≤ capacity in every microbatch; an adapter's samples side by side.
+
+    Raises:
+        PlanError: code `plan.invalid`, with every violation in `problems`.
+
+    >>> from scheduling import make_plan
+    >>> job = AdapterJob("law", [700, 300, 512], global_batch=2)
+    >>> verify_plan(make_plan([job], capacity_tokens=1024, num_stages=2), [job])
+    """
+    found = find_violations(plan, jobs)
+    if found:
+        raise PlanError(
+            "plan.invalid",
+            f"the plan breaks {len(found)} rules",
+            problems=tuple(f"[{violation.code}] {violation.what}" for violation in found),
+        )
+
+
+def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> list[Violation]:
+    """Lists every violation; empty for a valid plan."""
+    found: list[Violation] = []
+    wanted = plan.jobs if jobs is None else tuple(jobs)
+    if wanted != plan.jobs:
+        found.append(Violation(code="plan.other-jobs", what="the plan was made for other jobs than these"))
+    names = [job.name for job in wanted]
+    index_of = {name: index for index, name in enumerate(names)}
+    if len(index_of) < len(names):
+        found.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
+    found += _replica_counts(plan)
+    table = _Table.of(plan, index_of, found)
+    found += _capacity(plan, wanted, table)
+    for index, job in enumerate(wanted):
+        found += _one_job(plan, job, table.rows_of(index))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """All sample references as columns, in order of execution; references to unknown adapters left out."""
+
+    job: np.ndarray
+    epoch: np.ndarray
+    batch: np.ndarray
+    sample: np.ndarray
+    slot: np.ndarray
+    replica: np.ndarray
+
+    @staticmethod
+    def of(plan: Plan, index_of: dict[str, int], found: list[Violation]) -> _Table:
+        refs, slots, replicas = [], [], []
+        for slot_index, slot in enumerate(plan.slots):
+            for replica_index, part in enumerate(slot.replicas):
+                refs.extend(part)
+                slots.extend([slot_index] * len(part))
+                replicas.extend([replica_index] * len(part))
+        adapters, epochs, batches, samples = zip(*refs, strict=True) if refs else ((), (), (), ())
+        job = np.array([index_of.get(name, -1) for name in adapters], np.int64)
+        columns = [np.array(column, np.int64) for column in (epochs, batches, samples, slots, replicas)]
+        known = job >= 0
+        for row in np.flatnonzero(~known):
+            found.append(Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}"))
+        epoch, batch, sample, slot, replica = (column[known] for column in columns)
+        return _Table(job=job[known], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
+
+    def rows_of(self, index: int) -> _Table:
+        keep = self.job == index
+        return _Table(**{name: getattr(self, name)[keep] for name in self.__dataclass_fields__})
+
+
+def _replica_counts(plan: Plan) -> list[Violation]:
+    return [
+        Violation(code="plan.replicas", what=f"slot {index} has {len(slot.replicas)} microbatches, not {plan.data_parallel}")
+        for index, slot in enumerate(plan.slots)
+        if len(slot.replicas) != plan.data_parallel
+    ]
+
+
+def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
+    """Over-full microbatches, and adapters whose samples are not side by side."""
+    found: list[Violation] = []
+    if table.job.size == 0:
+        return found
+    starts = np.cumsum([0] + [len(job.sample_tokens) for job in jobs])
+    lengths = np.concatenate([np.asarray(job.sample_tokens, np.int64) for job in jobs])
+    within = (table.sample >= 0) & (table.sample < np.diff(starts)[table.job])
+    tokens = np.where(within, lengths[np.where(within, starts[table.job] + table.sample, 0)], 0)
+    microbatch = table.slot * plan.data_parallel + table.replica
+    new_run = np.r_[True, (np.diff(table.job) != 0) | (np.diff(microbatch) != 0)]
+    run = np.cumsum(new_run) - 1
+    run_microbatch, run_job = microbatch[new_run], table.job[new_run]
+    runs, counts = np.unique(np.stack([run_microbatch, run_job]), axis=1, return_counts=True)
+    for at, job in runs[:, counts > 1].T:
+        where = f"slot {at // plan.data_parallel}"
+        found.append(Violation(code="plan.scattered", what=f"{where}: samples of {jobs[job].name} are not side by side"))
+    run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
+    rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
+    for at in np.flatnonzero(rows > plan.capacity_tokens):
+        where = f"slot {at // plan.data_parallel}, replica {at % plan.data_parallel}"
+        found.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {plan.capacity_tokens}"))
+    return found
+
+
+def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
+    position = rows.epoch * len(job.sample_tokens) + rows.sample
+    real = (rows.sample >= 0) & (rows.sample < len(job.sample_tokens)) & (position >= 0) & (position < job.num_samples)
+    real &= rows.batch == position // job.global_batch
+    found = [
+        Violation(
+            code="plan.unknown-sample",
+            what=f"slot {rows.slot[row]}: {job.name} has no sample {rows.sample[row]}"
+            f" in epoch {rows.epoch[row]}, batch {rows.batch[row]}",
+        )
+        for row in np.flatnonzero(~real)
+    ]
+    position, batch, slot = position[real], rows.batch[real], rows.slot[real]
+    return found + _counts(plan, job, position) + _order(plan, job, batch, slot)
+
+
+def _counts(plan: Plan, job: AdapterJob, position: np.ndarray) -> list[Violation]:
+    count = np.bincount(position, minlength=job.num_samples)
+    wrong = count > 1 if job.name in dict(plan.stopped) else count != 1
+    found = []
+    for at in np.flatnonzero(wrong):
+        ref = job.ref(int(at))
+        code = "plan.missing" if count[at] == 0 else "plan.duplicate"
+        name = f"{job.name}: sample {ref.sample} of epoch {ref.epoch} (batch {ref.batch})"
+        found.append(Violation(code=code, what=f"{name} is planned {count[at]} times"))
+    return found
+
+
+def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> list[Violation]:
+    """Batches in order, S slots apart; nothing after a stop."""
+    found: list[Violation] = []
+    stop = dict(plan.stopped).get(job.name)
+    if stop is not None and slot.size and slot.max() >= stop:
+        found.append(Violation(code="plan.stopped", what=f"{job.name} runs in slot {slot.max()}, but stopped before {stop}"))
+    if slot.size == 0:
+        return found
+    first = np.full(job.num_batches, np.iinfo(np.int64).max)
+    last = np.full(job.num_batches, -1)
+    np.minimum.at(first, batch, slot)
+    np.maximum.at(last, batch, slot)
+    present = np.flatnonzero(last >= 0)
+    for earlier, later in zip(present[:-1], present[1:], strict=True):
+        distance = first[later] - last[earlier]
+        if distance < plan.num_stages:
+            what = f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
+            code = "plan.order" if distance < 1 else "plan.distance"
+            found.append(Violation(code=code, what=f"{what}; {plan.num_stages} slots are needed between them"))
+    return found

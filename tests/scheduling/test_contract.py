@@ -1,0 +1,57 @@
+"""The contract that the rest of the product builds on."""
+
+import pytest
+
+from scheduling import AdapterJob, Plan, PlanError, lower_bound, make_plan, verify_plan
+
+JOBS = [
+    AdapterJob("law", [700, 300, 512, 40], global_batch=2, epochs=2),
+    AdapterJob("med", [900, 100, 128], global_batch=3),
+    AdapterJob("chat", [64] * 7, global_batch=4, epochs=3, weight=2),
+]
+LIMITS = {"capacity_tokens": 1024, "num_stages": 3}
+
+
+def test_plan_trains_every_sample_once():
+    plan = make_plan(JOBS, **LIMITS)
+    refs = [ref for slot in plan.slots for ref in slot.samples]
+    assert len(refs) == len(set(refs)) == 8 + 3 + 21
+    verify_plan(plan, JOBS)
+    assert plan.num_slots >= lower_bound(JOBS, **LIMITS) == plan.lower_bound
+    assert plan.tokens == 2 * 1552 + 1128 + 21 * 64
+    assert plan.density == pytest.approx(plan.tokens / (plan.num_slots * 1024))
+
+
+def test_batches_run_over_the_epochs():
+    job = AdapterJob("a", [10, 20, 30], global_batch=2, epochs=2, max_batches=2)
+    refs = [ref for slot in make_plan([job], **LIMITS).slots for ref in slot.samples]
+    assert [tuple(ref) for ref in refs] == [("a", 0, 0, 0), ("a", 0, 0, 1), ("a", 0, 1, 2), ("a", 1, 1, 0)]
+
+
+def test_round_trip_is_exact():
+    plan = make_plan(JOBS, data_parallel=2, **LIMITS)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+    assert again.to_json() == plan.to_json()
+
+
+def test_changed_plan_is_refused():
+    text = make_plan(JOBS, **LIMITS).to_json()
+    with pytest.raises(PlanError, match=r"plan\.digest"):
+        Plan.from_json(text.replace('"num_stages":3', '"num_stages":2'))
+    with pytest.raises(PlanError, match=r"plan\.format"):
+        Plan.from_json(text[:-20])
+    with pytest.raises(PlanError, match=r"plan\.schema"):
+        Plan.from_json(text.replace("lorafusion.plan/1", "lorafusion.plan/0"))
+
+
+def test_same_inputs_same_plan():
+    assert make_plan(JOBS, **LIMITS).digest == make_plan(JOBS, **LIMITS).digest
+
+
+def test_replicas_share_a_slot():
+    plan = make_plan(JOBS, data_parallel=2, **LIMITS)
+    verify_plan(plan, JOBS)
+    assert all(len(slot.replicas) == 2 for slot in plan.slots)
+    assert plan.num_slots <= make_plan(JOBS, **LIMITS).num_slots
