@@ -1,0 +1,39 @@
+# make demo | make test do all set-up themselves: Python >= 3.12, pip and network to the package registry are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+LOCK := requirements.lock
+
+.PHONY: demo test test-oldest lint format types gpu-test lock clean
+
+demo: .venv/.ready
+	$(BIN)/lorafusion demo
+
+test: .venv/.ready
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The suite on the oldest supported jax, in its own environment.
+test-oldest:
+	@$(PYTHON) .ci/setup.py --venv .venv-oldest --oldest
+	.venv-oldest/bin/python -m pytest
+
+# Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu -m gpu
+
+lock: .venv/.ready
+	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --extra dev pyproject.toml -o $(LOCK)
+
+.venv/.ready: $(LOCK) pyproject.toml .ci/setup.py
+	@$(PYTHON) .ci/setup.py --venv .venv
+
+clean:
+	rm -rf .venv .venv-oldest dist build

@@ -1,0 +1,107 @@
+"""Checkpoints of a run: `state/<slot>/` with arrays and position, atomic, the newest few kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from lorafusion_jax.errors import CheckpointError, RunError
+
+HEADROOM = 1.1  # metadata and block rounding on top of the arrays
+
+
+class StateStore:
+    """Saves and restores pytrees of arrays with a small JSON position.
+
+    Args:
+        directory: `state` folder of a run.
+        keep: newest checkpoints that stay.
+    """
+
+    def __init__(self, directory: Path, keep: int = 3):
+        self._directory = directory.absolute()
+        self._keep = keep
+        self._opened: ocp.CheckpointManager | None = None
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+            self._opened = ocp.CheckpointManager(self._directory, options=options)
+        return self._opened
+
+    def latest(self) -> int | None:
+        """Slot of the newest complete checkpoint."""
+        return self._manager.latest_step() if self._directory.is_dir() else None
+
+    def save(self, slot: int, arrays: Any, position: dict[str, Any]) -> None:
+        """Writes one checkpoint; earlier ones stay until it is complete.
+
+        Raises:
+            RunError: the disk is full (`save.no-space`) or cannot be written (`save.failed`).
+        """
+        if self._manager.latest_step() == slot:
+            return
+        self._check_space(arrays)
+        try:
+            self._manager.save(slot, args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays),
+                                                             position=ocp.args.JsonSave(position)))
+        except Exception as problem:  # tensorstore reports a full disk as ValueError
+            if getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem):
+                raise self._no_space(str(problem)) from None
+            raise RunError("save.failed", "the checkpoint could not be written.", where=str(self._directory),
+                           why=str(problem), fix=self._kept()) from problem
+
+    def restore(self, arrays_like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads the newest checkpoint in the shape, dtype and sharding of `arrays_like`.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit.
+        """
+        slot = self.latest()
+        if slot is None:
+            raise CheckpointError("run.no-state", f"there is no checkpoint in {self._directory}.",
+                                  fix="start again with lorafusion train")
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays_like)
+        try:
+            found = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like),
+                                                                        position=ocp.args.JsonRestore()))
+        except Exception as problem:
+            raise CheckpointError("run.bad-state", f"checkpoint {slot} does not fit this run or is damaged.",
+                                  where=str(self._directory / str(slot)), why=str(problem).splitlines()[0][:300],
+                                  fix=f"remove {self._directory / str(slot)} to go on from the checkpoint before") from None
+        return found.arrays, found.position
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def _check_space(self, arrays: Any) -> None:
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) * HEADROOM
+        free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
+        if free < needed:
+            raise self._no_space(f"{needed / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
+
+    def _no_space(self, why: str) -> RunError:
+        return RunError("save.no-space", "there is no space for a checkpoint.", where=str(self._directory), why=why,
+                        fix=f"free some space, then lorafusion resume {self._directory.parent}; {self._kept()}")
+
+    def _kept(self) -> str:
+        slot = self._manager.latest_step()
+        return "no checkpoint was written yet" if slot is None else f"the checkpoint of slot {slot} is intact"
+
+
+def read_position(directory: Path) -> dict[str, Any] | None:
+    """Reads the position of the newest checkpoint without touching arrays or devices."""
+    steps = [int(child.name) for child in directory.iterdir() if child.name.isdigit()] if directory.is_dir() else []
+    for slot in sorted(steps, reverse=True):
+        path = directory / str(slot) / "position" / "metadata"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return None

@@ -1,0 +1,214 @@
+"""Job file → `JobConfig`: overrides, defaults, sweeps and validation, with every mistake reported in one go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lorafusion_jax.config import schema
+from lorafusion_jax.config.explain import explain, unknown_key
+from lorafusion_jax.config.read import Source, parse_value, read_source
+from lorafusion_jax.config.sweep import expand
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.modules.spec import resolve_targets
+
+SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
+    "base": schema.BaseSettings,
+    "batch": schema.BatchSettings,
+    "mesh": schema.MeshSettings,
+    "save": schema.SaveSettings,
+    "train": schema.TrainSettings,
+    "report": schema.ReportSettings,
+}
+DEFAULTS: dict[str, type[BaseModel]] = {  # defaults that every adapter may override
+    "data": schema.DataSettings,
+    "lora": schema.LoraSettings,
+    "optim": schema.OptimSettings,
+}
+SINGLE_DEFAULTS = ("epochs", "seed", "weight")
+ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobConfig:
+    """Reads a job file, applies `key=value` overrides and validates everything.
+
+    Args:
+        path: YAML or TOML file.
+        overrides: dotted settings, e.g. `train.max_steps=20`, `optim.lr=1e-4`, `adapters.law.lora.rank=8`.
+
+    Raises:
+        ConfigError, ErrorList: every mistake of the file, each with its line.
+    """
+    path = Path(path)
+    return parse_config(read_source(path), overrides)
+
+
+def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:
+    """Validates a parsed job file; see `load_config`."""
+    errors: list[LoraFusionError] = list(source.problems)
+    values = copy.deepcopy(source.values)
+    for override in overrides:
+        errors += _override(values, override)
+    errors += [unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
+               for key in values if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")]
+    shared = {key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()}
+    for key, model in DEFAULTS.items():
+        for single in expand({key: values.get(key, {})}):
+            _section(source, (key,), model, single[key], errors, partial=True)
+    adapters = _adapters(source, values, errors)
+    raise_all(_unique(errors))
+    config = schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent))
+    raise_all(_cross_checks(config, source))
+    return config
+
+
+def dump_config(config: schema.JobConfig) -> str:
+    """Writes a resolved configuration as YAML that `read_resolved` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_resolved(path: Path) -> schema.JobConfig:
+    """Reads the `config.yaml` of a run folder."""
+    try:
+        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError, TypeError) as problem:
+        raise ConfigError("run.config", f"{path} is not the configuration of a run.", why=str(problem)) from None
+
+
+def _override(values: dict, override: str) -> list[LoraFusionError]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        return [ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")]
+    keys = key.split(".")
+    place = values
+    for name in keys[:-1]:
+        if isinstance(place, list):
+            place = next((item for item in place if isinstance(item, dict) and item.get("name") == name), None)
+        elif isinstance(place, dict):
+            place = place.setdefault(name, {})
+        if not isinstance(place, dict | list):
+            return [ConfigError("config.override", f"'{override}': there is no '{name}' to set something in.")]
+    if not isinstance(place, dict):
+        return [ConfigError("config.override", f"'{override}' does not name one value.",
+                            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4")]
+    try:
+        place[keys[-1]] = parse_value(text)
+    except yaml.YAMLError:
+        return [ConfigError("config.override", f"'{override}': the value is not YAML.")]
+    return []
+
+
+def _section(source: Source, keys, model: type[BaseModel], values, errors: list, *, partial: bool = False):
+    try:
+        return model.model_validate(values if values is not None else {})
+    except ValidationError as problem:
+        errors += [explain(source, keys, model, detail) for detail in problem.errors()
+                   if not (partial and detail["type"] == "missing")]
+        return None
+
+
+def _adapters(source: Source, values: dict, errors: list) -> list[schema.AdapterConfig]:
+    entries = values.get("adapters")
+    if not isinstance(entries, list) or not entries:
+        errors.append(ConfigError("config.no-adapters", "'adapters' must be a list with at least one adapter.",
+                                  where=source.where(("adapters",)),
+                                  fix="adapters: [{name: law, data: {train: data/law.jsonl}}]"))
+        return []
+    result = []
+    for index, entry in enumerate(entries):
+        keys = ("adapters", index)
+        if not isinstance(entry, dict):
+            errors.append(ConfigError("config.type", f"adapters[{index}] must be a table with a name and data.",
+                                      where=source.where(keys)))
+            continue
+        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in entry if key not in ADAPTER_KEYS]
+        for single in expand(_merged(values, entry)):
+            result += _adapter(source, keys, entry, single, errors)
+    return result
+
+
+def _merged(values: dict, entry: dict) -> dict:
+    merged = {key: values[key] for key in SINGLE_DEFAULTS if key in values}
+    for key in DEFAULTS:
+        merged[key] = values.get(key) or {}
+    if isinstance(values.get("batch"), dict) and "global_samples" in values["batch"]:
+        merged["batch"] = {"global_samples": values["batch"]["global_samples"]}
+    for key, value in entry.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = {**merged[key], **value} if both else value
+    return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
+
+
+def _adapter(source: Source, keys, entry: dict, single: dict, errors: list) -> list[schema.AdapterConfig]:
+    batch = single.pop("batch", None) or {}
+    own_batch = entry.get("batch")
+    if isinstance(own_batch, dict):
+        errors += [ConfigError("config.shared-key", f"'{key}' is shared by all adapters of a run.",
+                               where=source.where((*keys, "batch", key)), fix=f"set batch.{key} at the top of the file")
+                   for key in own_batch if key != "global_samples"]
+    if isinstance(batch, dict) and "global_samples" in batch:
+        single["global_samples"] = batch["global_samples"]
+    try:
+        return [schema.AdapterConfig.model_validate(single)]
+    except ValidationError as problem:
+        errors += [explain(source, keys, schema.AdapterConfig, detail) for detail in problem.errors()
+                   if detail["type"] == "missing" or _given(entry, detail["loc"])]
+        return []
+
+
+def _given(entry: dict, location) -> bool:
+    """Tells whether the adapter itself, not a shared default, holds the value at `location`."""
+    if location[:1] == ("global_samples",):
+        location = ("batch", "global_samples")
+    value = entry
+    for key in location:
+        if not isinstance(value, dict) or key not in value:
+            return isinstance(value, list)  # a swept value
+        value = value[key]
+    return True
+
+
+def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
+    return list({str(error): error for error in errors}.values())  # a sweep repeats the mistakes of its entry
+
+
+def _cross_checks(config: schema.JobConfig, source: Source) -> list[LoraFusionError]:
+    errors: list[LoraFusionError] = []
+    names = [adapter.name for adapter in config.adapters]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        errors.append(ConfigError("config.duplicate-name", f"two adapters are called '{name}'.",
+                                  where=source.where(("adapters",)), fix="give each adapter its own name"))
+    capacity, tile = config.batch.capacity_tokens, config.batch.tile_tokens
+    if capacity % tile:
+        errors.append(ConfigError("config.capacity", f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
+                                  where=source.where(("batch", "capacity_tokens")),
+                                  fix=f"batch.capacity_tokens: {-(-capacity // tile) * tile}"))
+    for adapter in config.adapters:
+        if adapter.data.max_length > capacity:
+            errors.append(ConfigError(
+                "config.max-length", f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit "
+                f"into a microbatch of {capacity} tokens.", where=str(source.path),
+                fix=f"batch.capacity_tokens: {-(-adapter.data.max_length // tile) * tile}   or   "
+                    f"data.max_length: {capacity}"))
+        try:
+            resolve_targets(adapter.lora.targets)
+        except LoraFusionError as problem:
+            errors.append(problem)
+    return _unique(errors)
+
+
+def ineffective(config: schema.JobConfig) -> list[str]:
+    """Names settings that were given but have no effect in the chosen mode."""
+    notes = []
+    for adapter in config.adapters:
+        given, name = adapter.optim.model_fields_set, adapter.optim.name
+        unused = {"momentum"} if name != "sgd" else {"b1", "b2", "eps"}
+        unused |= {"eps"} if name == "lion" else {"b1", "b2", "eps"} if name == "adafactor" else set()
+        notes += [f"{adapter.name}: optim.{key} has no effect with {name}" for key in sorted(given & unused)]
+        if adapter.optim.schedule == "constant" and "min_lr_ratio" in given:
+            notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a constant schedule")
+    return list(dict.fromkeys(notes))

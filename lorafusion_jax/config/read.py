@@ -1,0 +1,97 @@
+"""Reads job files (YAML or TOML) to plain dictionaries and remembers on which line each key stands."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+
+Keys = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A parsed job file: its values, the line of every key, and keys given twice."""
+
+    path: Path
+    values: dict
+    lines: dict[Keys, int] = field(default_factory=dict)
+    problems: tuple[LoraFusionError, ...] = ()
+
+    def where(self, keys: Keys) -> str:
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{self.path}, line {self.lines[keys]}" if keys else str(self.path)
+
+
+def read_source(path: Path) -> Source:
+    """Reads one job file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML or TOML, or is not a table of keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("config.missing", f"there is no job file {path}.",
+                          fix="lorafusion init > jobs.yaml") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
+    return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
+
+
+def parse_value(text: str):
+    """Reads one override value the way YAML would: `20` is a number, `[1, 2]` a list, `abc` a text."""
+    return yaml.safe_load(text)
+
+
+def _read_toml(path: Path, text: str) -> Source:
+    try:
+        return Source(path=path, values=tomllib.loads(text))
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError("config.syntax", f"{path} is not TOML.", why=str(problem)) from None
+
+
+def _read_yaml(path: Path, text: str) -> Source:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise ConfigError("config.syntax", "the job file is not YAML.", where=where,
+                          why=getattr(problem, "problem", None) or "the text cannot be parsed") from None
+    if not isinstance(values, dict):
+        raise ConfigError("config.empty", f"{path} holds no keys.", fix="lorafusion init > jobs.yaml")
+    lines: dict[Keys, int] = {}
+    problems: list[LoraFusionError] = []
+    _walk(node, (), lines, problems, path)
+    return Source(path=path, values=values, lines=lines, problems=tuple(problems))
+
+
+def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*keys, key.value)
+            line = key.start_mark.line + 1
+            if here in lines:  # YAML keeps the last one silently
+                problems.append(ConfigError("config.twice", f"'{dotted(here)}' is given twice.",
+                                            where=f"{path}, lines {lines[here]} and {line}", fix="keep one of them"))
+            lines[here] = line
+            _walk(value, here, lines, problems, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*keys, index)] = value.start_mark.line + 1
+            _walk(value, (*keys, index), lines, problems, path)
+
+
+def dotted(keys: Keys) -> str:
+    """Writes ("adapters", 1, "optim", "lr") as `adapters[1].optim.lr`."""
+    text = ""
+    for key in keys:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return text

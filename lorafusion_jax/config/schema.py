@@ -1,0 +1,136 @@
+"""What a job file may say: one frozen pydantic model per section, every field with its unit and default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BaseSettings(Section):
+    """The frozen base model."""
+
+    model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class DataSettings(Section):
+    """Where an adapter's samples come from and what it learns of them."""
+
+    train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
+    eval: str | None = Field(None, description="held-out file, same format")
+    format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = "auto"
+    columns: dict[str, str] = Field({}, description="role -> column, e.g. {prompt: question, completion: answer}")
+    max_length: Annotated[int, Field(ge=2)] = 4096
+    on_long: Literal["cut", "drop", "error"] = "cut"
+    loss: Literal["auto", "assistant", "completion", "all"] = "auto"
+
+
+class LoraSettings(Section):
+    """The adapter itself; PEFT's r, lora_alpha, lora_dropout, target_modules, use_rslora."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    alpha: Positive = 32.0
+    dropout: Fraction = 0.05
+    targets: str | list[str] = "all-linear"
+    rslora: bool = False
+    init_from: str | None = Field(None, description="PEFT folder to continue from")
+
+
+class OptimSettings(Section):
+    """The adapter's own optimizer and clock."""
+
+    name: Literal["adamw", "sgd", "adafactor", "lion"] = "adamw"
+    lr: Positive = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.03, description="share of the adapter's steps")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: NotNegative = 0.0
+    clip: NotNegative = Field(1.0, description="largest global gradient norm of the adapter; 0 = off")
+    b1: Fraction = 0.9
+    b2: Fraction | None = Field(None, description="0.999 for adamw, 0.99 for lion")
+    eps: Positive = 1e-8
+    momentum: Fraction = 0.0
+
+
+class BatchSettings(Section):
+    """What is trained together."""
+
+    global_samples: Count = Field(16, description="samples per optimizer step of an adapter")
+    capacity_tokens: Count = Field(8192, description="tokens of one microbatch")
+    tile_tokens: Literal[16, 32, 64, 128, 256] = 128
+
+
+class MeshSettings(Section):
+    stages: Count = 1
+    data: Count = 1
+
+
+class SaveSettings(Section):
+    every_steps: Count | None = Field(None, description="optimizer steps, all adapters counted together")
+    every_minutes: Positive | None = 15.0
+    keep: Count = 3
+
+
+class TrainSettings(Section):
+    max_steps: Count | None = Field(None, description="optimizer steps per adapter, at most")
+    layers: Literal["unroll", "scan"] = "unroll"
+    remat: Literal["none", "full"] = "none"
+    implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
+    attention: Literal["xla", "cudnn"] | None = None
+    loss_chunk: Annotated[int, Field(ge=128)] = Field(16384, description="vocabulary entries per chunk of the loss")
+    eval_every_steps: Count | None = Field(None, description="optimizer steps of an adapter between two evaluations")
+    plan_seconds: Positive = 1.0
+    log_every_s: NotNegative = 2.0
+
+
+class ReportSettings(Section):
+    tensorboard: bool = False
+    wandb: str | None = Field(None, description="project name")
+
+
+class AdapterConfig(Section):
+    """One adapter with everything that is its own, defaults filled in."""
+
+    name: Annotated[str, Field(pattern=ADAPTER_NAME)]
+    data: DataSettings
+    lora: LoraSettings = LoraSettings()
+    optim: OptimSettings = OptimSettings()
+    global_samples: Count = 16
+    epochs: Count = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    weight: Positive = 1.0
+
+    @field_validator("name")
+    @classmethod
+    def _no_dots_only(cls, name: str) -> str:
+        if set(name) <= {"."}:
+            raise ValueError("a name needs a letter or digit")
+        return name
+
+
+class JobConfig(Section):
+    """A whole run: one base model, the adapters, and how they are trained together."""
+
+    base: BaseSettings
+    adapters: tuple[AdapterConfig, ...] = Field(min_length=1)
+    batch: BatchSettings = BatchSettings()
+    mesh: MeshSettings = MeshSettings()
+    save: SaveSettings = SaveSettings()
+    train: TrainSettings = TrainSettings()
+    report: ReportSettings = ReportSettings()
+    directory: str = Field(".", description="folder of the job file; relative paths in it start here")
+
+    def adapter(self, name: str) -> AdapterConfig:
+        return next(adapter for adapter in self.adapters if adapter.name == name)

@@ -1,0 +1,52 @@
+"""List values make several adapters of one entry: `lr: [1e-4, 2e-4]` → chat@lr=1e-4, chat@lr=2e-4."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+from lorafusion_jax.config.read import Keys
+
+SWEPT = ("lora", "optim", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
+LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list itself and never a sweep
+
+
+def expand(entry: dict) -> list[dict]:
+    """Expands one adapter entry to the product of its list values.
+
+    Args:
+        entry: an adapter with defaults merged in.
+
+    Returns:
+        entries with single values, named after the swept values; the entry itself without lists.
+
+    >>> [e["name"] for e in expand({"name": "law", "optim": {"lr": ["1e-4", "2e-4"]}})]
+    ['law@lr=1e-4', 'law@lr=2e-4']
+    """
+    swept = list(_lists({key: entry[key] for key in SWEPT if key in entry}, ()))
+    if not swept:
+        return [entry]
+    result = []
+    for values in itertools.product(*(options for _, options in swept)):
+        single = copy.deepcopy(entry)
+        for (keys, _), value in zip(swept, values, strict=True):
+            _set(single, keys, value)
+        suffix = "+".join(f"{keys[-1]}={value}" for (keys, _), value in zip(swept, values, strict=True))
+        single["name"] = f"{entry.get('name')}@{suffix}"
+        result.append(single)
+    return result
+
+
+def _lists(value: dict, keys: Keys):
+    for key, inner in value.items():
+        here = (*keys, key)
+        if isinstance(inner, dict):
+            yield from _lists(inner, here)
+        elif isinstance(inner, list) and inner and here not in LISTS_BY_NATURE:
+            yield here, inner
+
+
+def _set(entry: dict, keys: Keys, value) -> None:
+    for key in keys[:-1]:
+        entry = entry[key]
+    entry[keys[-1]] = value

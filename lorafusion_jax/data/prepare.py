@@ -1,0 +1,131 @@
+"""Configuration → what the planner and the trainer need of the data: token sets, sample order, jobs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
+from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
+from scheduling import AdapterJob, Plan, make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterData:
+    """An adapter's samples and the order in which it meets them.
+
+    Attributes:
+        order: index into `train` for every position of the adapter's stream; epochs follow each other, each
+            shuffled anew from the adapter's seed. Position i belongs to epoch i // len(train).
+    """
+
+    train: TokenizedSet
+    eval: TokenizedSet | None
+    order: np.ndarray
+
+    def stream_tokens(self) -> np.ndarray:
+        return self.train.lengths[self.order]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.train.digest.encode() + self.order.tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """All data of a run, ready for planning."""
+
+    tokenizer: Tokenizer
+    adapters: dict[str, AdapterData]
+
+    def digests(self) -> dict[str, str]:
+        return {name: data.digest for name, data in self.adapters.items()}
+
+
+def base_directory(config: JobConfig) -> Path:
+    """Finds the base model's directory.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub name that can be resolved.
+    """
+    direct = Path(config.directory) / config.base.model
+    if direct.is_dir():
+        return direct
+    if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
+        return _from_hub(config.base.model)
+    raise CheckpointError("model.missing", f"there is no model directory {direct}.",
+                          fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub")
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError("model.missing", f"'{name}' is no directory, and hub names need the hf extra.",
+                              fix='pip install "lorafusion-jax[hf]"') from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as problem:  # the hub client raises many kinds; each means that there is no model
+        raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None
+
+
+def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text: None) -> Prepared:
+    """Tokenises every adapter's data and fixes the order of samples.
+
+    Raises:
+        DataError, CheckpointError, ErrorList: every problem of every adapter.
+    """
+    tokenizer = load_tokenizer(base_directory(config))
+    errors: list[LoraFusionError] = []
+    adapters: dict[str, AdapterData] = {}
+    for adapter in config.adapters:
+        progress(f"reading {adapter.data.train}")
+        try:
+            adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+        except ErrorList as problem:
+            errors += problem.errors
+        except LoraFusionError as problem:
+            errors.append(problem)
+    raise_all(list({str(error): error for error in errors}.values()))
+    return Prepared(tokenizer=tokenizer, adapters=adapters)
+
+
+def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
+    def load(source: str, settings: DataSettings) -> TokenizedSet:
+        return load_samples(source, settings=settings, tokenizer=tokenizer, adapter=adapter.name,
+                            base_dir=Path(config.directory))
+
+    train = load(adapter.data.train, adapter.data)
+    held_out = load(adapter.data.eval, adapter.data) if adapter.data.eval else None
+    return AdapterData(train=train, eval=held_out, order=sample_order(adapter, len(train.lengths), config.train.max_steps))
+
+
+def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None = None) -> np.ndarray:
+    """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
+
+    A function of the adapter's own seed and size, so company cannot change it.
+    """
+    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in range(adapter.epochs)]
+    order = np.concatenate(epochs)
+    return order if max_steps is None else order[: max_steps * adapter.global_samples]
+
+
+def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
+    """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
+    return [AdapterJob(name=adapter.name, sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
+                       global_batch=adapter.global_samples, epochs=1, weight=adapter.weight)
+            for adapter in config.adapters]
+
+
+def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
+    """Plans the run; the plan is verified by the planner."""
+    return make_plan(train_jobs(config, prepared), capacity_tokens=config.batch.capacity_tokens,
+                     num_stages=config.mesh.stages, data_parallel=config.mesh.data,
+                     tile_tokens=config.batch.tile_tokens, time_limit_s=config.train.plan_seconds, seed=0)
+

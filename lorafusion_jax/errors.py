@@ -1,0 +1,90 @@
+"""Errors that users see: what happened, where, why, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LoraFusionError(Exception):
+    """Base of every error that a user can cause or repair.
+
+    Shown as::
+
+        error[data.empty-loss] med: 2412 of 2500 rows have no token to learn from.
+          where: data/med.jsonl, row 0
+          because data.max_length=4096 cuts the answer
+          fix: data.max_length: 16384
+
+    Args:
+        code: stable, searchable name, `room.problem`.
+        what: one sentence.
+        where: file, row, key or tensor.
+        why: cause, if known.
+        fix: what to type or change.
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, what: str, *, where: str = "", why: str = "", fix: str = ""):
+        self.code, self.what, self.where, self.why, self.fix = code, what, where, why, fix
+        super().__init__(str(self))
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.code, self.what, self.where, self.why, self.fix)
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}] {self.what}"]
+        lines += [f"  where: {self.where}"] if self.where else []
+        lines += [f"  because {self.why}"] if self.why else []
+        lines += [f"  fix: {self.fix}"] if self.fix else []
+        return "\n".join(lines)
+
+
+class ConfigError(LoraFusionError, ValueError):
+    """A job file says something that cannot be done."""
+
+    exit_code = 2
+
+
+class DataError(LoraFusionError, ValueError):
+    """A data set cannot be read or has nothing to learn from."""
+
+    exit_code = 2
+
+
+class CheckpointError(LoraFusionError, ValueError):
+    """A model, adapter or run folder is incomplete or does not fit."""
+
+    exit_code = 2
+
+
+class RunError(LoraFusionError, RuntimeError):
+    """A run cannot go on."""
+
+
+class ErrorList(LoraFusionError, ValueError):
+    """Several errors found in one go."""
+
+    def __init__(self, errors: Sequence[LoraFusionError]):
+        self.errors = tuple(errors)
+        self.exit_code = max(error.exit_code for error in self.errors)
+        Exception.__init__(self, str(self))
+        self.code = self.errors[0].code
+
+    def __reduce__(self):
+        return ErrorList, (self.errors,)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+def raise_all(errors: Sequence[LoraFusionError]) -> None:
+    """Raises nothing for none, the error itself for one, an `ErrorList` for several."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ErrorList(errors)
+
+
+def _rebuild(kind, code, what, where, why, fix):
+    return kind(code, what, where=where, why=why, fix=fix)

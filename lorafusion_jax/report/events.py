@@ -1,0 +1,40 @@
+"""What a run says while it goes on: one kind of message, sent to any number of listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "phase",  # text: what is being done before the first step
+    "compiled",  # program, seconds
+    "started",  # the run's sizes
+    "slot",  # a microbatch is done: throughput and time left
+    "step",  # an adapter took an optimizer step: loss, grad_norm, lr
+    "eval",  # an adapter was evaluated: eval_loss, eval_tokens
+    "saved",  # a checkpoint is on disk
+    "exported",  # an adapter folder is on disk
+    "adapter-done", "adapter-failed",
+    "finished", "interrupted",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One message of a run.
+
+    Attributes:
+        slot: slots of the plan that are done.
+        adapter, step: whose step, where it applies.
+        values: numbers and texts of this kind of message.
+    """
+
+    kind: Kind
+    slot: int = 0
+    adapter: str | None = None
+    step: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+Listener = Callable[[Event], None]

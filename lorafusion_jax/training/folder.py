@@ -1,0 +1,110 @@
+"""The folder of a run: where everything lies, and what must be there before a run goes on.
+
+    config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests
+    metrics.jsonl  events.jsonl            numbers and changes of state
+    state/<slot>/                          checkpoints
+    adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorafusion_jax.config.load import dump_config, read_resolved
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError
+from scheduling import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "run.json"
+
+    def adapter_step(self, name: str, step: int) -> Path:
+        return self.path / "adapters" / name / f"step-{step:06d}"
+
+    def latest(self, name: str) -> Path | None:
+        """Newest exported folder of an adapter."""
+        steps = sorted((self.path / "adapters" / name).glob("step-*"))
+        return steps[-1] if steps else None
+
+    def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
+        """Starts a run folder.
+
+        Raises:
+            CheckpointError: the folder already holds a run (`run.exists`), also one of another plan (`run.other-plan`).
+        """
+        if self.plan_file.exists():
+            other = self.read_plan().digest
+            if other != plan.digest:
+                raise CheckpointError("run.other-plan", f"{self.path} holds a run of another plan.",
+                                      why=f"its plan is {other}, this one is {plan.digest}",
+                                      fix="choose another --out, or lorafusion resume to go on with that run")
+            raise CheckpointError("run.exists", f"{self.path} already holds this run.",
+                                  fix=f"lorafusion resume {self.path}   or another --out")
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        self.record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        self.plan_file.write_text(plan.to_json(), encoding="utf-8")  # last: its presence means that the folder is complete
+
+    def read_config(self) -> JobConfig:
+        self._need("config.yaml")
+        return read_resolved(self.path / "config.yaml")
+
+    def read_plan(self) -> Plan:
+        """Reads the plan.
+
+        Raises:
+            CheckpointError: it is missing or was changed.
+        """
+        self._need("plan.json")
+        try:
+            return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise CheckpointError("run.plan", f"{self.plan_file} is damaged.", why=str(problem)) from None
+
+    def read_record(self) -> dict:
+        self._need("run.json")
+        try:
+            return json.loads(self.record_file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as problem:
+            raise CheckpointError("run.record", f"{self.record_file} is damaged.", why=str(problem)) from None
+
+    def write_record(self, record: dict) -> None:
+        part = self.record_file.with_suffix(".part")
+        part.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        part.replace(self.record_file)
+
+    def mark_latest(self, name: str, keep: int) -> None:
+        """Points `latest` to the newest exported folder and removes all but the newest few."""
+        home = self.path / "adapters" / name
+        steps = sorted(home.glob("step-*"))
+        for old in steps[:-keep]:
+            shutil.rmtree(old)
+        link = home / "latest.part"
+        link.unlink(missing_ok=True)
+        os.symlink(steps[-1].name, link)
+        link.replace(home / "latest")
+
+    def _need(self, file: str) -> None:
+        if not (self.path / file).is_file():
+            raise CheckpointError("run.missing", f"{self.path} is no run folder: {file} is not there.",
+                                  fix="lorafusion train jobs.yaml --out runs/NAME starts one")
