@@ -68,14 +68,18 @@ def _vmap_rule(axis_size, in_batched, ops):
 
 def vary_like(ops: Operands) -> Operands:
     """Inside shard_map, marks the banks as varying like x, so that their gradients are summed over the mesh axes."""
-    axes = getattr(jax.typeof(ops.x), "vma", frozenset())
+    axes = _varying_axes(ops.x)
     if not axes:
         return ops
 
     def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(leaf).vma))
+        missing = tuple(sorted(axes - _varying_axes(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, ops)
 
 
+def _varying_axes(array: jax.Array) -> frozenset[str]:
+    aval = jax.typeof(array)
+    manual = getattr(aval, "manual_axis_type", None)  # jax 0.12; before, the set itself under `vma`
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
