@@ -1,0 +1,9 @@
+"""Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 as configurations of one decoder."""
+
+from .attention import AttentionImplementation as AttentionImplementation
+from .attention import attention as attention
+from .config import ModelConfig as ModelConfig
+from .config import RopeScaling as RopeScaling
+from .decoder import Decoder as Decoder
+from .segments import Segments as Segments
+from .segments import segment_bucket as segment_bucket

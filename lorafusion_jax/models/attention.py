@@ -1,0 +1,111 @@
+"""Packed causal attention behind one call, isolated between segments.
+
+Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .attention_cudnn import cudnn_attention, on_hopper_or_later, why_not
+from .attention_xla import xla_attention
+from .segments import Segments
+
+AttentionImplementation = Literal["xla", "cudnn"]
+
+
+def attention(
+    q: Float[Array, "T H C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T K C"],
+    segments: Segments,
+    *,
+    implementation: AttentionImplementation | None = None,
+) -> Float[Array, "T H C"]:
+    """Attends to the earlier rows of the same segment; groups of H / K query heads share a key head.
+
+    o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
+
+    A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward. A product with a zero weight
+    would spread it (0 · NaN = NaN), so bad values are cut out before the kernel and come back as NaN in the rows that depend on them.
+
+    Args:
+        implementation: "cudnn" (Hopper or later, bfloat16 or float16), "xla" (everywhere), None = the faster one that serves these inputs.
+    Raises:
+        NotImplementedError: "cudnn" was asked for and cannot serve these inputs.
+
+    Example:
+        >>> x = jnp.ones((8, 2, 16))
+        >>> attention(x, x[:, :1], x[:, :1], Segments.from_lengths([3, 5], 8)).shape
+        (8, 2, 16)
+    """
+    return _isolated(implementation or default_implementation(q), q, k, v, segments)
+
+
+def default_implementation(q: jax.Array) -> AttentionImplementation:
+    """The fastest implementation for this device, dtype and head width."""
+    return "cudnn" if not why_not(q) and on_hopper_or_later() else "xla"
+
+
+def _kernel(implementation: str, segments: Segments) -> Callable[..., jax.Array]:
+    if implementation == "xla":
+        return partial(xla_attention, ids_T=segments.ids)
+    if implementation == "cudnn":
+        return partial(cudnn_attention, segments=segments)
+    raise ValueError(f"implementation={implementation!r} is none of 'xla', 'cudnn'")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _isolated(implementation, q, k, v, segments):
+    return _isolated_fwd(implementation, q, k, v, segments)[0]
+
+
+def _isolated_fwd(implementation, q, k, v, segments):
+    bad_q, bad_kv = _bad_rows(q), _bad_rows(k) | _bad_rows(v)
+    clean = (_clean(q), _clean(k), _clean(v))
+    o, pullback = jax.vjp(_kernel(implementation, segments), *clean)
+    o = _poison(o, bad_q | _reached(bad_kv, segments.ids))
+    return o, (pullback, bad_q | bad_kv, segments)
+
+
+def _isolated_bwd(implementation, residuals, do):
+    del implementation  # unused: the pullback is of it
+    pullback, bad, segments = residuals
+    grads = pullback(_clean(do))
+    # A bad row spoils the gradients of its whole segment: queries after it, keys before it, and through them the rest.
+    spoiled = _whole_segment(bad | _bad_rows(do), segments.ids)
+    return *(_poison(grad, spoiled) for grad in grads), None
+
+
+_isolated.defvjp(_isolated_fwd, _isolated_bwd)
+
+
+def _bad_rows(x_THC: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x_THC).all(axis=(1, 2))
+
+
+def _clean(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _poison(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
+    return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
+
+
+def _reached(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows at or after a bad row of their segment: ids rise, so the last bad row's id tells."""
+    return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
+
+
+def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    after = _reached(bad_T, ids_T)
+    top = jnp.iinfo(jnp.int32).max
+    before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
+    return after | before

@@ -1,0 +1,62 @@
+"""Which rows of a packed microbatch belong together. Dims: `T` packed tokens · `M` segment slots, a static bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+SMALLEST_BUCKET = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Contiguous runs of rows that see only themselves: samples, and runs of padding.
+
+    Attributes:
+        ids: int32 [T], 0, 0, 1, 1, 1, … one number per run, rising.
+        offsets: int32 [M + 1], first row of each run; -1 in unused slots.
+        lengths: int32 [M], rows of each run; -1 in unused slots.
+    """
+
+    ids: jax.Array | np.ndarray
+    offsets: jax.Array | np.ndarray
+    lengths: jax.Array | np.ndarray
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], total: int, *, bucket: int | None = None) -> Segments:
+        """Lays runs side by side on the host; rows left over at the end become a run of their own.
+
+        Args:
+            lengths: rows of each run, in order; every one at least 1.
+            total: T.
+            bucket: M; default the smallest of 8, 16, 32, … that fits. A tight bucket matters: the time of
+                cuDNN's backward grows with it, not with the rows in use.
+        Raises:
+            ValueError: the runs do not fit into `total` rows or into `bucket` slots.
+
+        Example:
+            >>> Segments.from_lengths([2, 3], 8).ids.tolist()
+            [0, 0, 1, 1, 1, 2, 2, 2]
+        """
+        runs = np.asarray(lengths, np.int32).reshape(-1)
+        used = int(runs.sum())
+        if used > total or np.any(runs < 1):
+            raise ValueError(f"runs of {runs.tolist()} rows do not fit into {total} rows")
+        if used < total:
+            runs = np.append(runs, np.int32(total - used))
+        slots = bucket or segment_bucket(len(runs))
+        if len(runs) > slots:
+            raise ValueError(f"{len(runs)} runs do not fit into {slots} segment slots")
+        offsets_M, lengths_M = np.full(slots + 1, -1, np.int32), np.full(slots, -1, np.int32)
+        offsets_M[: len(runs)] = np.cumsum(runs) - runs
+        lengths_M[: len(runs)] = runs
+        return cls(ids=np.repeat(np.arange(len(runs), dtype=np.int32), runs), offsets=offsets_M, lengths=lengths_M)
+
+
+def segment_bucket(num_runs: int) -> int:
+    """The number of slots to compile for: the smallest of 8, 16, 32, … that holds `num_runs`."""
+    return max(SMALLEST_BUCKET, 1 << max(num_runs - 1, 0).bit_length())
