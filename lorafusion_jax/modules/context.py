@@ -21,7 +21,7 @@ SITES_PER_LAYER = 8  # room for the dropout sites of one layer: inputs of qkv, o
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAContext:
     """Everything that a LoRA layer must know of a microbatch besides x.
 

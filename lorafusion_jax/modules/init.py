@@ -40,7 +40,7 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
 
 
 def init_bank(adapters: Sequence[AdapterSpec], path: str, in_features: int, out_features: int,
-              rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+              rank: int | None = None, members: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Stacks the initial weights of all adapters in one projection.
 
     Adapters of lower rank, and those that do not target the projection, have zeros there; zero columns of A beside
@@ -48,10 +48,11 @@ def init_bank(adapters: Sequence[AdapterSpec], path: str, in_features: int, out_
 
     Args:
         adapters: in stacking order.
-        path: the projection; its last part is the name that `targets` speak of.
+        path: the projection.
         in_features: K.
         out_features: N.
         rank: R, if not the largest rank among the adapters that target the projection.
+        members: indices of those adapters, if not the ones whose `targets` name the last part of the path.
 
     Returns:
         a [A, K, R], b [A, R, N], float32.
@@ -60,9 +61,9 @@ def init_bank(adapters: Sequence[AdapterSpec], path: str, in_features: int, out_
     rank = bank_rank(adapters, name) if rank is None else rank
     a_AKR = np.zeros((len(adapters), in_features, rank), np.float32)
     b_ARN = np.zeros((len(adapters), rank, out_features), np.float32)
-    for index, spec in enumerate(adapters):
-        if name in spec.targets:
-            a_AKR[index, :, : spec.rank], b_ARN[index, : spec.rank] = init_adapter(spec, path, in_features, out_features)
+    for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
+        rank = adapters[index].rank
+        a_AKR[index, :, :rank], b_ARN[index, :rank] = init_adapter(adapters[index], path, in_features, out_features)
     return a_AKR, b_ARN
 
 
