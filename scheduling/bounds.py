@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,24 +18,98 @@ def lower_bound(
     data_parallel: int = 1,
     tile_tokens: int = 128,
 ) -> int:
-    """Counts slots that no plan can do without.
+    """Counts slots that no plan can do without: the largest of three relaxations.
 
-    max( ⌈tiles of all batches / tiles of a slot⌉ ,  max over adapters Σ_batches n + (S - 1)·(batches - 1) ),
-    n = max(1, ⌈tiles of the batch / tiles of a slot⌉)
+    * chain: Σ_batches n + (S - 1)·(batches - 1) of one adapter alone, n = slots that its batch needs alone;
+    * long samples: those that cannot share a microbatch, plus what the room beside them cannot hold;
+    * one machine: min head + ⌈Σ tiles / tiles of a slot⌉ + min tail over every set of batches, where a batch's head and
+      tail are the slots that its adapter needs before and after it (solved exactly, as a preemptive schedule).
+      The set of all batches gives ⌈all tiles / tiles of a slot⌉.
 
     >>> lower_bound([AdapterJob("law", [600, 600, 600], 1)], capacity_tokens=1024, num_stages=4)
     9
     """
-    slot_tiles = capacity_tokens // tile_tokens * data_parallel
-    all_tiles, longest = 0, 0
-    for job in jobs:
-        tiles = -(-batch_tokens(job) // tile_tokens)
-        slots = np.maximum(1, -(-tiles // slot_tiles))
-        all_tiles += int(tiles.sum())
-        longest = max(longest, int(slots.sum()) + (num_stages - 1) * (len(slots) - 1))
-    return max(longest, -(-all_tiles // slot_tiles))
+    batches = [batch_tokens(job) for job in jobs]
+    counts = [
+        slots_of_batches(job, tokens, capacity_tokens, data_parallel, tile_tokens)
+        for job, tokens in zip(jobs, batches, strict=True)
+    ]
+    tiles = [-(-tokens // tile_tokens) for tokens in batches]
+    microbatch_tiles = capacity_tokens // tile_tokens
+    lengths = np.concatenate([job.stream for job in jobs])
+    bins = -(-_bins_for(lengths, microbatch_tiles * tile_tokens) // data_parallel)
+    return max(bins, _one_machine(tiles, counts, microbatch_tiles * data_parallel, num_stages))
+
+
+def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int) -> int:
+    """The plain textbook bound, without tiles: max(⌈tokens / capacity⌉, longest adapter alone). Never above `lower_bound`."""
+    batches = [batch_tokens(job) for job in jobs]
+    alone = [
+        int(np.maximum(1, -(-tokens // capacity_tokens)).sum()) + (num_stages - 1) * (len(tokens) - 1) for tokens in batches
+    ]
+    return max(*alone, -(-int(sum(tokens.sum() for tokens in batches)) // capacity_tokens))
 
 
 def batch_tokens(job: AdapterJob) -> np.ndarray:
     """Tokens of each global batch, int64[num_batches]."""
     return np.add.reduceat(job.stream, np.arange(0, job.num_samples, job.global_batch))
+
+
+def slots_of_batches(
+    job: AdapterJob, tokens: np.ndarray, capacity_tokens: int, data_parallel: int, tile_tokens: int
+) -> np.ndarray:
+    """Fewest slots that each batch needs even if it has the machine for itself."""
+    microbatch_tiles = capacity_tokens // tile_tokens
+    by_tiles = -(-(-(-tokens // tile_tokens)) // (microbatch_tiles * data_parallel))
+    halves = (2 * job.stream > microbatch_tiles * tile_tokens).astype(np.int64)  # no two of these share a microbatch
+    by_halves = -(-np.add.reduceat(halves, np.arange(0, job.num_samples, job.global_batch)) // data_parallel)
+    return np.maximum(1, np.maximum(by_tiles, by_halves))
+
+
+def _bins_for(lengths: np.ndarray, room: int) -> int:
+    """Martello and Toth's bound L2: microbatches for these samples, whatever their order."""
+    ordered = np.sort(lengths)
+    prefix = np.r_[0, np.cumsum(ordered)]
+    shortest = np.unique(ordered[ordered * 2 <= room])
+    if shortest.size > 256:  # any subset of thresholds gives a valid bound
+        shortest = shortest[np.linspace(0, shortest.size - 1, 256).astype(int)]
+    best = int((ordered * 2 > room).sum())
+    for threshold in np.r_[0, shortest]:
+        small = np.searchsorted(ordered, threshold)  # shorter than the threshold: left out
+        half = np.searchsorted(ordered, room // 2, side="right")
+        large = np.searchsorted(ordered, room - threshold, side="right")  # these leave no room for a middle one
+        beside = (large - half) * room - (prefix[large] - prefix[half])
+        excess = int(prefix[half] - prefix[small] - beside)
+        best = max(best, int(len(ordered) - half) + max(0, -(-excess // room)))
+    return best
+
+
+def _one_machine(tiles: list[np.ndarray], counts: list[np.ndarray], slot_tiles: int, num_stages: int) -> int:
+    """Jackson's preemptive schedule: always run the waiting batch with the longest tail. Time is counted in tiles."""
+    arrivals = []
+    longest = 0
+    for work, slots in zip(tiles, counts, strict=True):
+        heads = np.r_[0, np.cumsum(slots[:-1] + num_stages - 1)]
+        total = int(slots.sum()) + (num_stages - 1) * (len(slots) - 1)
+        longest = max(longest, total)
+        tails = total - heads - slots
+        arrivals += zip((heads * slot_tiles).tolist(), (-tails * slot_tiles).tolist(), work.tolist(), strict=True)
+    arrivals.sort()
+    now, finish, index = 0, 0, 0
+    waiting: list[list[int]] = []
+    while waiting or index < len(arrivals):
+        if not waiting:
+            now = max(now, arrivals[index][0])
+        while index < len(arrivals) and arrivals[index][0] <= now:
+            heapq.heappush(waiting, [arrivals[index][1], arrivals[index][2]])
+            index += 1
+        tail, work = waiting[0]
+        until = arrivals[index][0] if index < len(arrivals) else now + work
+        step = min(work, until - now)
+        now += step
+        if step == work:
+            heapq.heappop(waiting)
+            finish = max(finish, now - tail)
+        else:
+            waiting[0][1] -= step
+    return max(longest, -(-finish // slot_tiles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,13 @@ import numpy as np
 from scheduling.bounds import lower_bound
 from scheduling.errors import PlanError
 from scheduling.packing.greedy import greedy
+from scheduling.packing.search import Budget, search
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
+
+
+EVALUATIONS_PER_S = 80_000  # two thirds of what one quiet core does, so that the clock seldom decides
 
 
 def make_plan(
@@ -42,9 +47,12 @@ def make_plan(
     }
     check_jobs(jobs, **limits)
     limits = {name: int(value) for name, value in limits.items()}
+    deadline = time.monotonic() + time_limit_s
     problem = make_problem(jobs, **limits)
-    slots = to_slots(problem, greedy(problem))
-    plan = Plan(jobs=jobs, slots=slots, seed=seed, lower_bound=lower_bound(jobs, **limits), **limits)
+    bound = lower_bound(jobs, **limits)
+    budget = Budget(evaluations=EVALUATIONS_PER_S * time_limit_s, deadline=deadline)
+    filling = search(problem, incumbent=greedy(problem), bound=bound, budget=budget, seed=seed)
+    plan = Plan(jobs=jobs, slots=to_slots(problem, filling), seed=seed, lower_bound=bound, **limits)
     verify_plan(plan, jobs)
     return plan
 

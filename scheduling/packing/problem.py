@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 
 from scheduling.types import AdapterJob, SampleRef, Slot
 
@@ -14,15 +15,19 @@ Filling = list[tuple[Microbatch, ...]]  # per slot, per replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One global batch (or what is left of it), samples in ascending order of length."""
+    """One global batch (or what is left of it), samples in ascending order of length.
+
+    Args:
+        slots: fewest slots that it needs alone.
+        tail: fewest slots from its last slot (not counted) to the last slot of its job.
+    """
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
     total: int
-
-    @property
-    def full_mask(self) -> int:
-        return (1 << len(self.tokens)) - 1
+    full_mask: int
+    slots: int
+    tail: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,57 +35,82 @@ class Problem:
     """What is left to plan, and under which limits.
 
     Args:
+        jobs: with their samples; `batches` may cover a part of them.
         batches: per job, in order.
-        ready: per job, the first slot in which its first batch may run (more than 0 when re-planning).
-        first_batch: per job, the number of its first batch (more than 0 when re-planning).
-        weights: per job.
+        ready: per job, the first slot in which its first batch may run (more than 0 when planning again).
         tiles: capacity of one microbatch in tiles.
     """
 
     jobs: tuple[AdapterJob, ...]
     batches: tuple[tuple[Batch, ...], ...]
     ready: tuple[int, ...]
-    first_batch: tuple[int, ...]
     tiles: int
     tile_tokens: int
     num_stages: int
     data_parallel: int
-    memo: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def num_samples(self) -> int:
-        return sum(len(batch.tokens) for batches in self.batches for batch in batches)
+    def slot_tokens(self) -> int:
+        return self.tiles * self.tile_tokens * self.data_parallel
+
+    @property
+    def weighted(self) -> bool:
+        """Equal weights mean no preference: the planner is free to share so that the run is shortest."""
+        return len({job.weight for job in self.jobs}) > 1
 
 
 def make_problem(
-    jobs: Sequence[AdapterJob], *, capacity_tokens: int, tile_tokens: int, num_stages: int, data_parallel: int
+    jobs: Sequence[AdapterJob],
+    *,
+    capacity_tokens: int,
+    tile_tokens: int,
+    num_stages: int,
+    data_parallel: int,
+    left: Sequence[Sequence[int]] | None = None,
+    ready: Sequence[int] | None = None,
 ) -> Problem:
-    """All samples of all jobs, free to start in slot 0."""
+    """All samples of all jobs, free to start in slot 0; or only the positions in `left`, from the slots in `ready` on."""
+    tiles = capacity_tokens // tile_tokens
+    left = [range(job.num_samples) for job in jobs] if left is None else left
     return Problem(
         jobs=tuple(jobs),
-        batches=tuple(tuple(_batches(job, range(job.num_samples))) for job in jobs),
-        ready=(0,) * len(jobs),
-        first_batch=(0,) * len(jobs),
-        tiles=capacity_tokens // tile_tokens,
+        batches=tuple(
+            _batches(job, positions, tile_tokens, tiles * data_parallel, num_stages)
+            for job, positions in zip(jobs, left, strict=True)
+        ),
+        ready=tuple(ready) if ready is not None else (0,) * len(jobs),
+        tiles=tiles,
         tile_tokens=tile_tokens,
         num_stages=num_stages,
         data_parallel=data_parallel,
     )
 
 
-def _batches(job: AdapterJob, positions: Sequence[int]):
-    """Groups positions of the stream (ascending) into their global batches."""
-    lengths, count, g = job.sample_tokens, len(job.sample_tokens), job.global_batch
-    start = 0
-    while start < len(positions):
-        end = start
-        batch = positions[start] // g
-        while end < len(positions) and positions[end] // g == batch:
-            end += 1
-        ordered = sorted((lengths[p % count], p) for p in positions[start:end])
+def _batches(
+    job: AdapterJob, positions: Sequence[int], tile_tokens: int, slot_tiles: int, num_stages: int
+) -> tuple[Batch, ...]:
+    """Groups positions of the stream (ascending) into their global batches; from last to first, for the tails."""
+    lengths, count = job.sample_tokens, len(job.sample_tokens)
+    groups = [list(group) for _, group in groupby(positions, key=lambda p: p // job.global_batch)]
+    batches: list[Batch] = []
+    tail = 0
+    for group in reversed(groups):
+        ordered = sorted((lengths[p % count], p) for p in group)
         tokens = tuple(n for n, _ in ordered)
-        yield Batch(tokens=tokens, positions=tuple(p for _, p in ordered), total=sum(tokens))
-        start = end
+        total = sum(tokens)
+        slots = max(1, -(-(-(-total // tile_tokens)) // slot_tiles))
+        batches.append(
+            Batch(
+                tokens=tokens,
+                positions=tuple(p for _, p in ordered),
+                total=total,
+                full_mask=(1 << len(tokens)) - 1,
+                slots=slots,
+                tail=tail,
+            )
+        )
+        tail += slots + num_stages - 1
+    return tuple(reversed(batches))
 
 
 def to_slots(problem: Problem, filling: Filling) -> tuple[Slot, ...]:
@@ -99,9 +129,4 @@ def _refs(problem: Problem, parts: Microbatch) -> tuple[SampleRef, ...]:
 
 def bits(mask: int) -> list[int]:
     """Indices of the set bits, ascending."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
+    return [index for index, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]

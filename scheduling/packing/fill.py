@@ -1,0 +1,60 @@
+"""Filling one microbatch: whole rests of batches while they fit, then the subset that fills the room best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from scheduling.packing.problem import Microbatch, Problem
+from scheduling.packing.subsets import fullest
+
+Choose = Callable[[int, int, int, int], tuple[int, int]]  # (job, batch, mask, room) -> (chosen mask, tokens)
+
+
+def chooser(problem: Problem) -> Choose:
+    """Picks by exact subset sums."""
+
+    def choose(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
+        return fullest(problem.batches[job][batch].tokens, mask, room)
+
+    return choose
+
+
+def remembering(choose: Choose) -> Choose:
+    """The same answers; a search asks the same question many times."""
+    known: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+
+    def remembered(*question: int) -> tuple[int, int]:
+        answer = known.get(question)
+        if answer is None:
+            answer = known[question] = choose(*question)
+        return answer
+
+    return remembered
+
+
+def fill_microbatch(
+    problem: Problem, order: Sequence[int], batch: Sequence[int], mask: list[int], tokens: list[int], choose: Choose
+) -> Microbatch:
+    """Takes samples of the jobs in `order` until the microbatch is full; changes `mask` and `tokens` in place.
+
+    Args:
+        batch: per job, its current batch.
+        mask: per job, which samples of the current batch are left.
+        tokens: per job, their tokens.
+    """
+    tile, tiles = problem.tile_tokens, problem.tiles
+    parts = []
+    for job in order:
+        take, taken = mask[job], tokens[job]
+        if not take:
+            continue
+        if -(-taken // tile) > tiles:
+            take, taken = choose(job, batch[job], take, tiles * tile)
+        if take:
+            parts.append((job, batch[job], take))
+            mask[job] ^= take
+            tokens[job] -= taken
+            tiles -= -(-taken // tile)
+            if not tiles:
+                break
+    return tuple(parts)
