@@ -33,11 +33,13 @@ def attention(
 
     o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
 
-    A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward. A product with a zero weight
-    would spread it (0 · NaN = NaN), so bad values are cut out before the kernel and come back as NaN in the rows that depend on them.
+    A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward. A product
+    with a zero weight would spread it (0 · NaN = NaN), so bad values are cut out before the kernel and come back as
+    NaN in the rows that depend on them.
 
     Args:
-        implementation: "cudnn" (Hopper or later, bfloat16 or float16), "xla" (everywhere), None = the faster one that serves these inputs.
+        implementation: "cudnn" (Hopper or later, bfloat16 or float16), "xla" (everywhere), None = the faster one that
+            serves these inputs.
     Raises:
         NotImplementedError: "cudnn" was asked for and cannot serve these inputs.
 

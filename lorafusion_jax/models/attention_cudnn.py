@@ -1,4 +1,4 @@
-"""Packed causal attention by cuDNN. The only file that touches jax's private function: its signature moves between versions.
+"""Packed causal attention by cuDNN: the only file that touches jax's private function, which moves between versions.
 
 Dims: `T` packed tokens · `H` heads · `K` key heads · `C` head width · `M` segment slots.
 """

@@ -1,9 +1,10 @@
 """Packed causal attention in plain jnp: blocks along a band below the diagonal, for every device.
 
-Rows are cut into blocks; step d of the loop lets every block of queries see the block of keys d blocks before it, with the
-running softmax of flash attention. The number of steps is the reach of the longest segment, known at run time, so short segments
-cost a few small products and not T x T, and no more than T x block scores exist at once.
-Dims: `T` rows, a multiple of the block · `n` blocks · `B` rows a block · `H` heads = `K` key heads x `G` · `C` head width.
+Rows are cut into blocks; step d of the loop lets every block of queries see the block of keys d blocks before it,
+with the running softmax of flash attention. The number of steps is the reach of the longest segment, known at run
+time, so short segments cost a few small products and not T x T, and no more than T x block scores exist at once.
+Dims: `T` rows, a multiple of the block · `n` blocks · `B` rows a block · `H` heads = `K` key heads x `G` · `C` head
+    width.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _banded(q, k, v, ids):
 
 
 def _forward(q_nKGBC, k_KTC, v_KTC, ids_T):
-    n, K, G, B, C = q_nKGBC.shape
+    n, K, G, B, _ = q_nKGBC.shape
     k_pad, v_pad, ids_pad = _before(k_KTC, v_KTC, ids_T)
 
     def step(d, carry):
@@ -69,7 +70,7 @@ def _banded_fwd(q, k, v, ids):
 
 def _banded_bwd(residuals, do_nKGBC):
     q_nKGBC, k_KTC, v_KTC, ids_T, o, lse = residuals
-    n, K, G, B, C = q_nKGBC.shape
+    n, _, _, B, C = q_nKGBC.shape
     k_pad, v_pad, ids_pad = _before(k_KTC, v_KTC, ids_T)
     delta = (do_nKGBC.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     do_nKGBC = do_nKGBC.astype(q_nKGBC.dtype)

@@ -1,4 +1,4 @@
-"""What a decoder looks like: one dataclass for Llama, Mistral, Qwen2 and Qwen3, read from a Hugging Face config.json."""
+"""What a decoder looks like: one dataclass for all families, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class ModelConfig:
         """Reads a model directory, a config.json or its dictionary.
 
         Raises:
-            CheckpointError: no readable config.json, an unknown architecture, or options that this decoder lacks, all in one message.
+            CheckpointError: no readable config.json, an unknown architecture, or options that this decoder lacks, all
+                in one message.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
         problems: list[str] = []
@@ -122,7 +123,10 @@ class ModelConfig:
             "sliding_window": self.sliding_window,
         }
         if self.family in ("qwen2", "qwen3"):
-            out |= {"use_sliding_window": self.sliding_window is not None, "max_window_layers": 0 if self.sliding_window else self.num_layers}
+            out |= {
+                "use_sliding_window": self.sliding_window is not None,
+                "max_window_layers": 0 if self.sliding_window else self.num_layers,
+            }
         if self.family == "qwen2":
             return out
         return out | {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
@@ -144,7 +148,8 @@ class ModelConfig:
         if self.sliding_window is not None and longest > self.sliding_window:
             raise CheckpointError(
                 "model.sliding-window",
-                f"the longest sample has {longest} tokens, but this model attends to the last {self.sliding_window} only.",
+                f"the longest sample has {longest} tokens, but this model attends to the last "
+                f"{self.sliding_window} only.",
                 where=where,
                 why="sliding-window attention is not implemented; within the window it is the same as full attention",
                 fix=f"data.max_length: {self.sliding_window}",
@@ -157,10 +162,15 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            "model.not-found", "there is no model here.", where=str(file), fix="base.model: a folder that holds config.json"
+            "model.not-found",
+            "there is no model here.",
+            where=str(file),
+            fix="base.model: a folder that holds config.json",
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError("model.bad-config", "config.json cannot be read.", where=str(file), why=str(error)) from None
+        raise CheckpointError(
+            "model.bad-config", "config.json cannot be read.", where=str(file), why=str(error)
+        ) from None
     if not isinstance(raw, dict):
         raise CheckpointError("model.bad-config", "config.json is not a JSON object.", where=str(file))
     return raw, str(file)
@@ -239,7 +249,10 @@ def _rope(raw: dict[str, Any], problems: list[str]) -> tuple[float, RopeScaling 
         problems.append("partial_rotary_factor is not 1")
     if kind == "default":
         return float(theta), None
-    wanted = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    wanted = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
     if kind not in wanted:
         problems.append(f"rope_type {kind!r} (known: default, linear, llama3)")
         return 0.0, None

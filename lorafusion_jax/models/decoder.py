@@ -34,7 +34,9 @@ class Table(nnx.Module):
     """A [V, D] matrix with a row per token: the embedding, and the head as Hugging Face stores it."""
 
     def __init__(self, vocab_size: int, width: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab_size, width), dtype) * jnp.asarray(width**-0.5, dtype))
+        self.weight = nnx.Param(
+            jax.random.normal(rngs.params(), (vocab_size, width), dtype) * jnp.asarray(width**-0.5, dtype)
+        )
 
 
 class Decoder(nnx.Module):
@@ -47,7 +49,8 @@ class Decoder(nnx.Module):
         config: shape and arithmetic.
         adapters: whose LoRA weights the projections hold, in this order; drawn from each adapter's own seed.
         dtype: of the base weights and of the computation.
-        layers: "unroll" keeps a list of layers; "scan" keeps one layer whose leaves have a leading axis of L. Same numbers;
+        layers: "unroll" keeps a list of layers; "scan" keeps one layer whose leaves have a leading axis of L. Same
+            numbers;
             scanning compiles faster, unrolling runs faster.
         remat: "full" recomputes each layer in the backward pass and keeps only its input.
         rngs: draws the base weights. Build the model outside `jit`, or under `nnx.eval_shape` for shapes only.

@@ -58,7 +58,8 @@ class _Linears:
 
 
 class Attention(nnx.Module):
-    """o_proj(attention(rope(q_proj x), rope(k_proj x), v_proj x)), with q and k normalised per head where the family does."""
+    """o_proj(attention(rope(q_proj x), rope(k_proj x), v_proj x)), with q and k normalised per head where the family
+    does."""
 
     def __init__(self, config: ModelConfig, linear: _Linears):
         D, C = config.hidden_size, config.head_dim
@@ -71,10 +72,13 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(C, eps=config.norm_eps, dtype=linear.dtype) for _ in range(2))
 
-    def __call__(self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None) -> jax.Array:
+    def __call__(
+        self, x_TD: jax.Array, inputs: LayerInputs, implementation: AttentionImplementation | None
+    ) -> jax.Array:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
-            y.reshape(y.shape[0], -1, self.head_dim) for y in lora_siblings(x_TD, projections, inputs.lora, site=ATTENTION_INPUT)
+            y.reshape(y.shape[0], -1, self.head_dim)
+            for y in lora_siblings(x_TD, projections, inputs.lora, site=ATTENTION_INPUT)
         )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

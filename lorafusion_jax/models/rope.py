@@ -34,7 +34,9 @@ def _llama3(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
-def rope_tables(config: ModelConfig, positions_T: Int[Array, " T"]) -> tuple[Float[Array, "T 1 C"], Float[Array, "T 1 C"]]:
+def rope_tables(
+    config: ModelConfig, positions_T: Int[Array, " T"]
+) -> tuple[Float[Array, "T 1 C"], Float[Array, "T 1 C"]]:
     """Cosines and signed sines of every position, made once per forward pass and shared by all layers."""
     angle = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(config)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -1,0 +1,133 @@
+"""The chunked loss against its definition in float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorafusion_jax.objective import adapter_hits, adapter_losses
+from lorafusion_jax.objective.loss import chunk_rows
+
+A = 3
+
+
+def problem(T=300, D=16, V=37, seed=0):
+    rng = np.random.default_rng(seed)
+    row_adapter = np.repeat([0, 1, -1, 2], [100, 80, 20, 100])[:T].astype(np.int32)
+    weights = np.where(rng.random(T) < 0.6, rng.random(T), 0).astype(np.float32)
+    return (rng.normal(size=(T, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32),
+            rng.integers(0, V, T).astype(np.int32), weights, row_adapter)
+
+
+def meaning(hidden, head, targets, weights, row_adapter):
+    """float64: losses [A] and d(losses · (1, 2, 3))/d hidden."""
+    hidden, head, weights = (x.astype(np.float64) for x in (hidden, head, weights))
+    weights = np.where(row_adapter >= 0, weights, 0)
+    logits = hidden @ head
+    log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
+        -1, keepdims=True)
+    rows = np.arange(len(targets))
+    losses = np.array([(-log_p[rows, targets] * weights)[row_adapter == k].sum() for k in range(A)])
+    factor = weights * (np.maximum(row_adapter, 0) + 1)
+    return losses, ((np.exp(log_p) - np.eye(head.shape[1])[targets]) * factor[:, None]) @ head.T
+
+
+def total(hidden, *rest, chunk=16384):
+    losses = adapter_losses(hidden, *rest, A, chunk=chunk)
+    return (losses * jnp.arange(1, A + 1)).sum(), losses
+
+
+value_and_grad = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnames="chunk")
+
+
+@pytest.mark.parametrize("T", [300, 256, 7], ids=["partial last chunk", "whole chunks", "less than a chunk"])
+def test_losses_and_gradient_are_the_definition(T):
+    inputs = problem(T)
+    (_, losses), grad = value_and_grad(*inputs)
+    wanted, wanted_grad = meaning(*inputs)
+    # float32 sums of at most 100 terms of size 1: 1e-6 relative, ten times that for room.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    np.testing.assert_allclose(grad, wanted_grad, atol=1e-5 * np.abs(wanted_grad).max())
+
+
+def test_loss_without_gradient_is_the_same_number():
+    inputs = problem()
+    np.testing.assert_array_equal(adapter_losses(*inputs, A), value_and_grad(*inputs)[0][1])
+
+
+def test_large_logits_do_not_overflow():
+    hidden, head, *rest = problem()
+    (_, losses), grad = value_and_grad(hidden * 1e4, head, *rest)
+    np.testing.assert_allclose(losses, meaning(hidden * 1e4, head, *rest)[0], rtol=1e-5)
+    assert np.isfinite(grad).all()
+
+
+def test_bfloat16_products_add_up_in_float32():
+    hidden, head, *rest = problem(D=64)
+    low = (jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16))
+    (_, losses), grad = value_and_grad(*low, *rest)
+    wanted, wanted_grad = meaning(*(np.asarray(x, np.float64) for x in low), *rest)
+    # Exact inputs, exact products: only the float32 sums round in the loss.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert grad.dtype == jnp.bfloat16
+    # slope and result are rounded to 8 bits each: 2^-8, four times for the sum over the vocabulary.
+    np.testing.assert_allclose(grad.astype(np.float32), wanted_grad, atol=2**-6 * np.abs(wanted_grad).max())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_rows_stay_with_their_adapter(bad):
+    hidden, head, targets, weights, row_adapter = problem()
+    spoiled = hidden.copy()
+    spoiled[120:130] = bad
+    spoiled[185] = bad
+    (_, losses), grad = value_and_grad(spoiled, head, targets, weights, row_adapter)
+    (_, clean), clean_grad = value_and_grad(hidden, head, targets, weights, row_adapter)
+    assert not np.isfinite(losses[1])
+    np.testing.assert_array_equal(losses[np.array([0, 2])], clean[np.array([0, 2])])
+    others = (row_adapter != 1) | (weights == 0)
+    np.testing.assert_array_equal(grad[others], clean_grad[others])
+    assert np.isnan(np.asarray(grad)[120:130][weights[120:130] > 0]).any()
+
+
+def test_rows_that_do_not_count_have_zero_gradient():
+    inputs = problem()
+    grad = value_and_grad(*inputs)[1]
+    assert not np.asarray(grad)[(inputs[3] == 0) | (inputs[4] == -1)].any()
+
+
+def test_nothing_to_learn_costs_nothing_and_gives_zero():
+    hidden, head, targets, weights, row_adapter = problem()
+    (_, losses), grad = value_and_grad(hidden * np.nan, head, targets, weights * 0, row_adapter)
+    assert losses.tolist() == [0.0] * A
+    assert not grad.any()
+
+
+def test_loss_does_not_depend_on_the_place_in_the_microbatch():
+    hidden, head, targets, weights, row_adapter = problem()
+    mine = row_adapter == 1
+    alone = adapter_losses(hidden[mine], head, targets[mine], weights[mine], row_adapter[mine] * 0, 1)
+    together = adapter_losses(hidden, head, targets, weights, row_adapter, A)
+    np.testing.assert_allclose(alone[0], together[1], rtol=1e-6)
+
+
+def test_hits_count_rows_whose_best_token_is_the_target():
+    hidden, head, targets, weights, row_adapter = problem()
+    hit = (hidden @ head).argmax(-1) == targets
+    wanted = [(weights * hit)[row_adapter == k].sum() for k in range(A)]
+    assert max(wanted) > 0
+    np.testing.assert_allclose(adapter_hits(hidden, head, targets, weights, row_adapter, A), wanted, rtol=1e-5)
+
+
+def test_all_logits_never_exist_at_once():
+    T, D, V = 2048, 16, 50_000
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in
+              [((T, D), jnp.float32), ((D, V), jnp.float32), ((T,), jnp.int32), ((T,), jnp.float32), ((T,), jnp.int32)]]
+    memory = value_and_grad.lower(*shapes, chunk=4096).compile().memory_analysis()
+    # A few float32 arrays of 128 x V; all logits would be 16 times as much each.
+    assert memory.temp_size_in_bytes < 4 * 4 * 128 * V
+
+
+@pytest.mark.parametrize(("T", "V", "chunk", "rows"), [
+    (8192, 128_256, 16384, 1024), (8192, 4096, 16384, 1024), (1024, 4096, 16384, 128), (64, 100, 128, 64)])
+def test_chunk_rows(T, V, chunk, rows):
+    assert chunk_rows(T, V, chunk) == rows
