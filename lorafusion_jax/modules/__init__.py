@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.spec import bank_rank as bank_rank
     from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
 
-_HOMES = {
+_HOMES = {  # name: file
     "apply_lora": "apply", "use_adapters": "apply", "LoRAContext": "context", "init_adapter": "init",
     "init_bank": "init", "init_leaves": "init", "LoRALinear": "lora", "lora_siblings": "lora", "TARGETS": "spec",
     "AdapterSpec": "spec", "bank_rank": "spec", "resolve_targets": "spec",

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from lorafusion_jax.errors import ConfigError, RunError
@@ -62,7 +62,7 @@ def apply_lora(model: nnx.Module, adapters: Sequence[AdapterSpec], *, targets: s
     >>> graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     >>> def loss(lora, x):
     ...     return (nnx.merge(graph, lora, frozen)(x) ** 2).sum()
-    >>> grads = jax.grad(loss)(lora, jnp.ones((3, 8)))
+    >>> grads = nnx.grad(loss)(lora, jnp.ones((3, 8)))
     >>> grads["layers"][0]["lora_b"].shape
     (1, 2, 16)
     """
@@ -158,4 +158,4 @@ def _context() -> LoRAContext | None:
 
 def _staging() -> bool:
     """True while a function is being traced for compilation (arrays made now are tracers), False under grad alone."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), Tracer)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from lorafusion_jax.modules.spec import AdapterSpec
-from pallas_kernels import Dropout, fold_key
+from pallas_kernels import Dropout, Implementation, fold_key
 
 SITES_PER_LAYER = 8  # room for the dropout sites of one layer: inputs of qkv, o, gate-up, down
 
@@ -40,15 +39,15 @@ class LoRAContext:
     [2.0, 1.0]
     """
 
-    tile_adapter: Int[Array | np.ndarray, " tiles"]
-    scale: Float[Array | np.ndarray, " A"]
+    tile_adapter: Int[Array, " tiles"]
+    scale: Float[Array, " A"]
     dropout: Dropout | None = None
     layer: int | Int[Array, ""] = 0
-    implementation: str | None = field(default=None, metadata={"static": True})
+    implementation: Implementation | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, adapters: Sequence[AdapterSpec], tile_adapter: Sequence[int] | Int[Array, " tiles"], *,
-           row_key: UInt32[Array, " T"] | None = None, implementation: str | None = None) -> LoRAContext:
+           row_key: UInt32[Array, " T"] | None = None, implementation: Implementation | None = None) -> LoRAContext:
         """Builds the context of some adapters.
 
         Args:

@@ -93,7 +93,7 @@ def _at(path: str, number: int | None) -> str:
 
 
 def _uniform(seed: int, path: str, count: int) -> np.ndarray:
-    """float32 in [0, 1) from raw Philox output, which numpy keeps stable over versions (its distributions it may change)."""
+    """float32 in [0, 1), made of raw Philox output: numpy may change its distributions, not its bit generators."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:16], "little")
     raw = np.random.Philox(key=key).random_raw(-(-count // 2)).view(np.uint32)[:count]
     return (raw >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)

@@ -63,7 +63,8 @@ class LoRALinear(nnx.Module):
             self.lora_a = nnx.LoRAParam(a_AKR)
             self.lora_b = nnx.LoRAParam(jnp.zeros((num_adapters, rank, out_features), jnp.float32))
 
-    def __call__(self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *, site: int = 0) -> Float[Array, "*B N"]:
+    def __call__(self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *,
+                 site: int = 0) -> Float[Array, "*B N"]:
         """Applies the layer.
 
         Args:
@@ -72,7 +73,7 @@ class LoRALinear(nnx.Module):
             site: which dropout of the layer this input gets; equal for projections that share the input.
         """
         x, w_KN, bias = self._inputs(x)
-        if ctx is None or self.lora_a is None:
+        if ctx is None or self.lora_a is None or self.lora_b is None:
             return _plain(x, w_KN, bias)
         return multi_lora_linear(x, w_KN, self.lora_a[...], self.lora_b[...], tile_adapter=ctx.tile_adapter,
                                  scale=ctx.scale, dropout=ctx.at_site(site), bias=bias,

@@ -70,8 +70,10 @@ def _problems(target: str, hits: list[Path], modules: list[tuple[Path, nnx.Modul
         return [ConfigError("lora.unknown-target", f"target '{target}' matches no linear layer of the model.",
                             fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]")]
     missing = [] if allow_partial else _layers_without(hits, [path for path, _ in modules])
+    if not missing:
+        return []
     return [ConfigError("lora.partial-target", f"target '{target}' is present in some layers only.",
-                        where="not in " + ", ".join(missing), fix="allow_partial=True if that is meant")] if missing else []
+                        where="not in " + ", ".join(missing), fix="allow_partial=True if that is meant")]
 
 
 def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
@@ -91,7 +93,9 @@ def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
 def _refusal(path: Path, linear: nnx.Linear) -> ConfigError | None:
     """Names what a layer does that the LoRA layer would not do."""
     why = ""
-    if type(linear).__call__ is not nnx.Linear.__call__:
+    if hasattr(linear, "lora_a"):
+        why = "it already has adapters; give all of them in one call"
+    elif type(linear).__call__ is not nnx.Linear.__call__:
         why = f"{type(linear).__name__} computes in its own way (it overrides __call__)"
     elif linear.kernel.ndim != 2:
         why = f"its kernel has {linear.kernel.ndim} dimensions (stacked by vmap or scan?)"

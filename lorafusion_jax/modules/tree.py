@@ -71,10 +71,10 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _assign(node: Any, key: str | int, value: Any) -> None:
+def _assign(node: Any, key: Any, value: Any) -> None:
     if isinstance(node, nnx.List | nnx.Dict | list | dict):
         node[key] = value
     elif isinstance(value, nnx.Module):
-        setattr(node, str(key), value)
+        setattr(node, key, value)
     else:
-        setattr(node, str(key), nnx.data(value))  # a rebuilt tuple of modules
+        setattr(node, key, nnx.data(value))  # a rebuilt tuple of modules

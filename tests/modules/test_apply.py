@@ -1,0 +1,220 @@
+"""apply_lora on models that know nothing of LoRA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from lorafusion_jax.errors import ConfigError, ErrorList, RunError
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+
+LAW = AdapterSpec(name="law", rank=2, alpha=4, targets=("up", "down"))
+MED = AdapterSpec(name="med", rank=3, alpha=3, targets=("up",), seed=5)
+
+
+class Block(nnx.Module):
+    def __init__(self, seed):
+        self.up = nnx.Linear(8, 12, rngs=nnx.Rngs(seed))
+        self.down = nnx.Linear(12, 8, use_bias=False, rngs=nnx.Rngs(seed + 1))
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Net(nnx.Module):
+    """Linear layers in every kind of container."""
+
+    def __init__(self):
+        self.blocks = nnx.List([Block(0), Block(2)])
+        self.heads = nnx.Dict(price=nnx.Linear(8, 2, rngs=nnx.Rngs(4)))
+        self.pair = nnx.data((nnx.Linear(8, 8, rngs=nnx.Rngs(5)), nnx.Linear(8, 8, rngs=nnx.Rngs(6))))
+        self.table = nnx.data({"mix": [nnx.Linear(8, 8, rngs=nnx.Rngs(7))]})
+
+    def __call__(self, x):
+        for layer in (*self.blocks, *self.pair, *self.table["mix"]):
+            x = layer(x)
+        return self.heads["price"](x)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (4, 3, 8))
+
+
+def paths(model):
+    return {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
+
+
+def randomize(model):
+    """Gives every B numbers in the rows that the adapters have."""
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "lora_b":
+            node = model
+            for part in path[:-1]:
+                node = node[part] if isinstance(part, int) or part in ("mix", "price") else getattr(node, part)
+            used = jnp.any(node.lora_a[...] != 0, axis=1)[:, :, None]
+            node.lora_b[...] = jnp.where(used, jax.random.normal(jax.random.key(len(path)), leaf.shape), 0)
+    return model
+
+
+def test_all_linear_reaches_every_container_shares_kernels_and_changes_no_output(x):
+    model = Net()
+    before, kernels = model(x), [model.pair[0].kernel, model.blocks[1].down.kernel]
+    assert apply_lora(model, [LAW], targets="all-linear") is model
+    assert paths(model) == {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "heads.price", "pair.0",
+                            "pair.1", "table.mix.0"}
+    assert model.pair[0].kernel is kernels[0]
+    assert model.blocks[1].down.kernel is kernels[1]
+    # B is zero; the two matmuls may be scheduled differently, hence a few units in the last place
+    np.testing.assert_allclose(model(x), before, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_keep_their_own_targets_and_ranks():
+    model = apply_lora(Net(), [LAW, MED])
+    up, down = model.blocks[0].up, model.blocks[0].down
+    assert up.lora_a.shape == (2, 8, 3)
+    assert down.lora_b.shape == (2, 2, 8)
+    assert not up.lora_a[...][0, :, 2:].any()
+    assert up.lora_a[...][1].all()
+    assert not down.lora_a[...][1].any()
+    alone = apply_lora(Net(), [LAW])
+    np.testing.assert_array_equal(alone.blocks[0].up.lora_a[...][0], up.lora_a[...][0, :, :2])
+
+
+def test_rows_follow_the_table_and_default_to_the_first_adapter(x):
+    specs = [LAW, MED]
+    joint, alone = randomize(apply_lora(Net(), specs)), {}
+    for index, spec in enumerate(specs):
+        alone[index] = apply_lora(Net(), [spec], targets=("up", "down"))
+        for block, source in zip(alone[index].blocks, joint.blocks, strict=True):
+            for name in ("up", "down"):
+                a, b = getattr(source, name).lora_a[...], getattr(source, name).lora_b[...]
+                getattr(block, name).lora_a[...] = jnp.zeros((1, a.shape[1], spec.rank)).at[:, :, : a.shape[2]].set(
+                    a[index : index + 1, :, : spec.rank])
+                getattr(block, name).lora_b[...] = jnp.zeros((1, spec.rank, b.shape[2])).at[:, : b.shape[1]].set(
+                    b[index : index + 1, : spec.rank])
+
+    @nnx.jit
+    def forward(model, x, table):
+        with use_adapters(LoRAContext.of(specs, table)):
+            return model(x)
+
+    for table in ([0, 1, 1, 0], [1, 1, 0, 0]):
+        mixed = forward(joint, x, jnp.array(table))
+        for example, index in enumerate(table):
+            # same arithmetic on padded and unpadded ranks, summed in float32
+            np.testing.assert_allclose(mixed[example], alone[index](x)[example], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(joint(x), alone[0](x), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_acts_only_with_row_keys(x):
+    spec = AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)
+    model = randomize(apply_lora(Net(), [spec], targets=["up"]))
+    rows = jnp.arange(12, dtype=jnp.uint32)
+    with use_adapters(LoRAContext.of([spec], [0])):
+        plain = model(x)
+    with use_adapters(LoRAContext.of([spec], [0], row_key=rows)):
+        dropped, again = model(x), model(x)
+    np.testing.assert_allclose(plain, model(x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(dropped, again)
+    assert (dropped != plain).any()
+
+
+def test_split_and_optax_train_the_adapters_and_nothing_else(x):
+    model = apply_lora(Net(), [LAW], targets="all-linear")
+    frozen_before = jax.tree.map(np.asarray, nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2),
+                                         argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, x)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Not(nnx.LoRAParam)), frozen_before)
+
+
+def test_a_shared_module_stays_shared(x):
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.second = self.first
+
+    model = apply_lora(Twice(), [LAW], targets=["second"])
+    assert model.first is model.second
+    assert model.first.rank == 2
+
+
+def test_a_model_that_is_a_linear_layer_and_subclasses_without_own_arithmetic():
+    class Named(nnx.Linear):
+        pass
+
+    assert apply_lora(Named(8, 4, rngs=nnx.Rngs(0)), [LAW], targets="all-linear").lora_a.shape == (1, 8, 2)
+
+
+def refused(model, **more):
+    with pytest.raises((ConfigError, ErrorList)) as caught:
+        apply_lora(model, more.pop("adapters", [LAW]), **more)
+    return getattr(caught.value, "errors", (caught.value,))
+
+
+def test_a_target_that_matches_nothing_is_told_with_the_names_there_are():
+    (error,) = refused(Net(), targets=["up", "q_proj"])
+    assert error.code == "lora.unknown-target"
+    assert "'q_proj'" in error.what
+    assert "down" in error.fix
+
+
+def test_a_target_in_some_layers_only_is_an_error_unless_allowed():
+    model = Net()
+    (error,) = refused(model, targets=r"blocks\.0\.up")
+    assert error.code == "lora.partial-target"
+    assert "blocks.1.up" in error.where
+    apply_lora(model, [LAW], targets=r"blocks\.0\.up", allow_partial=True)
+    assert paths(model) == {"blocks.0.up"}
+
+
+def test_layers_that_compute_otherwise_are_refused_by_name():
+    class Scaled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    model = nnx.Dict(own=Scaled(8, 4, rngs=nnx.Rngs(0)), attn=nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0)),
+                     exact=nnx.Linear(8, 4, precision="highest", rngs=nnx.Rngs(0)))
+    errors = refused(model, targets=["own", "exact"])
+    assert [(error.code, error.where) for error in errors] == [("lora.unsupported-linear", "own"),
+                                                               ("lora.unsupported-linear", "exact")]
+    (error,) = refused(model, targets=["attn"])
+    assert error.code == "lora.not-linear"
+    assert "LinearGeneral" in error.what
+
+
+def test_stacked_layers_and_second_applications_are_refused():
+    stack = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    stack.kernel = nnx.Param(jnp.zeros((3, 8, 4)))
+    (error,) = refused(nnx.Dict(stack=stack), targets=["stack"])
+    assert error.code == "lora.unsupported-linear"
+    assert "3 dimensions" in error.why
+    first, second = refused(apply_lora(Net(), [LAW], targets=["up"]), targets=["up"])
+    assert "already" in first.why
+    assert second.where == "blocks.1.up"
+
+
+def test_adapters_need_different_names():
+    assert refused(Net(), adapters=[LAW, LAW])[0].code == "lora.adapters"
+    assert refused(Net(), adapters=[])[0].code == "lora.adapters"
+
+
+def test_a_table_around_a_jitted_function_is_refused_in_both_of_its_lives(x):
+    model = apply_lora(Net(), [LAW], targets=["up"])
+    forward = nnx.jit(lambda model, x: model(x))
+    with pytest.raises(RunError, match="outside-jit"), use_adapters(LoRAContext.of([LAW], [0])):
+        forward(model, x)
+    forward(model, x)
+    with pytest.raises(RunError, match="context-unused"), use_adapters(LoRAContext.of([LAW], [0])):
+        forward(model, x)

@@ -1,0 +1,128 @@
+"""LoRALinear: the equation, the rows of each adapter, what stays zero, Linen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.nnx import bridge
+
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_siblings
+
+WIDE = AdapterSpec(name="wide", rank=4, alpha=8)
+THIN = AdapterSpec(name="thin", rank=2, alpha=3, rslora=True, targets=("k_proj",), seed=1)
+SPECS = (WIDE, THIN)
+TABLE = [1, 0, -1, 1]  # tiles of 3 rows
+
+
+def layer_of(name, *, out_features=6, seed=0, **more):
+    layer = LoRALinear(8, out_features, num_adapters=2, rank=4, rngs=nnx.Rngs(seed), **more)
+    a, b = init_bank(SPECS, f"layers.0.self_attn.{name}", 8, out_features, rank=4)
+    layer.lora_a[...], layer.lora_b[...] = jnp.asarray(a), jnp.asarray(b)
+    return layer
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(1), (12, 8))
+
+
+def with_b(layer):
+    """Gives B numbers where the adapters have rank."""
+    used = jnp.any(layer.lora_a[...] != 0, axis=1)[:, :, None]
+    layer.lora_b[...] = jnp.where(used, jax.random.normal(jax.random.key(2), layer.lora_b.shape), 0)
+    return layer
+
+
+def test_each_row_gets_its_own_adapter(x):
+    layer = with_b(layer_of("k_proj", use_bias=True))
+    layer.bias[...] = jnp.arange(6.0)
+    expected = np.asarray(x, np.float64) @ np.asarray(layer.kernel[...], np.float64) + np.arange(6.0)
+    for tile, adapter in enumerate(TABLE):
+        if adapter >= 0:
+            rows = slice(3 * tile, 3 * tile + 3)
+            low = np.asarray(x[rows], np.float64) @ np.asarray(layer.lora_a[...][adapter], np.float64)
+            expected[rows] += SPECS[adapter].scale * low @ np.asarray(layer.lora_b[...][adapter], np.float64)
+    # float32 sums of 8 products each: a few units of 2^-24 relative to values of about 10
+    np.testing.assert_allclose(layer(x, LoRAContext.of(SPECS, TABLE)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_context_adapters_are_left_out(x):
+    layer = with_b(layer_of("k_proj"))
+    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])
+
+
+def test_rank_zero_has_no_lora_leaves_and_ignores_the_context(x):
+    layer = LoRALinear(8, 6, num_adapters=2, rank=0, rngs=nnx.Rngs(0))
+    assert not nnx.to_flat_state(nnx.state(layer, nnx.LoRAParam))
+    np.testing.assert_array_equal(layer(x, LoRAContext.of(SPECS, TABLE)), layer(x))
+
+
+def test_computes_in_its_dtype_and_keeps_float32_master_weights(x):
+    layer = layer_of("k_proj", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert layer(x, LoRAContext.of(SPECS, TABLE)).dtype == layer.kernel[...].dtype == jnp.bfloat16
+    assert layer.lora_a[...].dtype == layer.lora_b[...].dtype == jnp.float32
+    assert isinstance(layer.lora_a, nnx.LoRAParam)
+    assert not isinstance(layer.kernel, nnx.LoRAParam)
+
+
+def test_siblings_equal_separate_layers_bit_for_bit(x):
+    layers = (with_b(layer_of("q_proj")), with_b(layer_of("k_proj", out_features=4, seed=1, use_bias=True)),
+              LoRALinear(8, 4, num_adapters=2, rank=0, rngs=nnx.Rngs(2)))
+    specs = [AdapterSpec(name=spec.name, rank=spec.rank, alpha=spec.alpha, dropout=0.25) for spec in SPECS]
+    context = LoRAContext.of(specs, TABLE, row_key=jnp.arange(12, dtype=jnp.uint32))
+    for together, linear in zip(lora_siblings(x, layers, context, site=2), layers, strict=True):
+        np.testing.assert_array_equal(together, linear(x, context, site=2))
+
+
+def test_dropout_differs_between_layers_and_sites_and_repeats(x):
+    layer = with_b(layer_of("k_proj"))
+    specs = [AdapterSpec(name=name, rank=4, alpha=8, dropout=0.5) for name in "ab"]
+    context = LoRAContext.of(specs, [0, 1, 0, 1], row_key=jnp.arange(12, dtype=jnp.uint32))
+    draws = [layer(x, context.at_layer(number), site=site) for number, site in ((0, 0), (1, 0), (0, 1))]
+    assert all((draws[i] != draws[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
+    np.testing.assert_array_equal(draws[0], layer(x, context.at_layer(jnp.int32(0)), site=0))
+
+
+def test_padding_stays_zero_over_steps_and_each_adapter_trains_its_targets_only(x):
+    layer = layer_of("q_proj")  # not a target of "thin"
+    other = layer_of("k_proj", seed=1)
+    graph, lora, frozen = nnx.split(nnx.List([layer, other]), nnx.LoRAParam, ...)
+    tx = optax.adamw(0.1, weight_decay=0.1)
+
+    @jax.jit
+    def step(lora, state):
+        def loss(lora):
+            outputs = lora_siblings(x, nnx.merge(graph, lora, frozen), LoRAContext.of(SPECS, TABLE))
+            return sum(jnp.sum((y - 1) ** 2) for y in outputs)
+
+        changes, state = tx.update(jax.grad(loss)(lora), state, lora)
+        return optax.apply_updates(lora, changes), state
+
+    trained, state = lora, tx.init(lora)
+    for _ in range(3):
+        trained, state = step(trained, state)
+    q, k = nnx.merge(graph, trained, frozen)
+    assert not q.lora_a[...][1].any()
+    assert not q.lora_b[...][1].any()
+    assert not k.lora_a[...][1, :, 2:].any()
+    assert not k.lora_b[...][1, 2:].any()
+    assert k.lora_b[...][1, :2].all()
+    assert q.lora_b[...][0].all()
+    assert k.lora_b[...][0].all()
+
+
+def test_linen_users_wrap_it_and_find_adapters_in_their_own_collection(x):
+    linen = bridge.to_linen(LoRALinear, 8, 6, num_adapters=2, rank=4)
+    context = LoRAContext.of(SPECS, TABLE)
+    variables = linen.init(jax.random.key(0), x, context)
+    assert set(variables) == {"LoRAParam", "params"}
+    assert variables["LoRAParam"]["lora_b"].shape == (2, 4, 6)
+
+    def loss(adapters):
+        return jnp.sum(linen.apply({**variables, "LoRAParam": adapters}, x, context) ** 2)
+
+    grads = jax.grad(loss)(variables["LoRAParam"])
+    assert grads["lora_b"].any()
+    assert not grads["lora_a"].any()

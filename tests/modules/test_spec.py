@@ -1,0 +1,53 @@
+"""What an adapter is, and how targets are named."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lorafusion_jax.errors import ConfigError, ErrorList
+from lorafusion_jax.modules.spec import TARGETS, AdapterSpec, bank_rank, resolve_targets
+
+
+def test_scale_is_alpha_over_rank_or_over_its_root():
+    assert AdapterSpec(name="a", rank=16, alpha=32).scale == 2.0
+    assert AdapterSpec(name="a", rank=16, alpha=32, rslora=True).scale == 8.0
+
+
+def test_all_wrong_numbers_are_told_at_once():
+    with pytest.raises(ErrorList) as caught:
+        AdapterSpec(name="a", rank=0, alpha=float("nan"), dropout=1.0, targets=())
+    codes = [error.code for error in caught.value.errors]
+    assert codes == ["lora.rank", "lora.alpha", "lora.dropout", "lora.no-target"]
+
+
+def test_targets_come_in_the_order_of_the_model():
+    assert resolve_targets("all-linear") == TARGETS
+    assert resolve_targets(["down_proj", "q_proj", "q_proj"]) == ("q_proj", "down_proj")
+    assert resolve_targets("v_proj") == ("v_proj",)
+
+
+def test_unknown_targets_are_told_with_a_guess_and_the_names_there_are():
+    with pytest.raises(ErrorList) as caught:
+        resolve_targets(["qproj", "v_proj", "fc1"])
+    first, second = caught.value.errors
+    assert first.code == second.code == "lora.unknown-target"
+    assert "did you mean 'q_proj'" in first.what
+    assert "did you mean" not in second.what
+    assert all(name in first.fix for name in TARGETS)
+
+
+def test_empty_list_of_targets_is_an_error():
+    with pytest.raises(ConfigError) as caught:
+        resolve_targets([])
+    assert caught.value.code == "lora.no-target"
+
+
+def test_rank_of_a_projection_is_the_largest_that_targets_it():
+    specs = [AdapterSpec(name="a", rank=4, alpha=4), AdapterSpec(name="b", rank=16, alpha=4, targets=("q_proj",))]
+    assert [bank_rank(specs, name) for name in ("q_proj", "v_proj", "lm_head")] == [16, 4, 0]
+
+
+def test_the_specification_is_importable_without_jax():
+    code = "import sys; from lorafusion_jax.modules.spec import AdapterSpec; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
