@@ -13,7 +13,7 @@ from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain, unknown_key
 from lorafusion_jax.config.read import Source, parse_value, read_source
 from lorafusion_jax.config.sweep import expand
-from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
 
 SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
@@ -60,10 +60,11 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
         for single in expand({key: values.get(key, {})}):
             _section(source, (key,), model, single[key], errors, partial=True)
     adapters = _adapters(source, values, errors)
+    if shared["batch"] is not None:
+        errors += _lengths_fit(shared["batch"], adapters, source)
+    errors += _names_differ(adapters, source) + _targets_exist(adapters)
     raise_all(_unique(errors))
-    config = schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent))
-    raise_all(_cross_checks(config, source))
-    return config
+    return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))
 
 
 def dump_config(config: schema.JobConfig) -> str:
@@ -176,29 +177,43 @@ def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
     return list({str(error): error for error in errors}.values())  # a sweep repeats the mistakes of its entry
 
 
-def _cross_checks(config: schema.JobConfig, source: Source) -> list[LoraFusionError]:
+def _names_differ(adapters: Sequence[schema.AdapterConfig], source: Source) -> list[LoraFusionError]:
+    names = [adapter.name for adapter in adapters]
+    return [ConfigError("config.duplicate-name", f"two adapters are called '{name}'.", where=source.where(("adapters",)),
+                        fix="give each adapter its own name")
+            for name in sorted({name for name in names if names.count(name) > 1})]
+
+
+def _lengths_fit(batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig],
+                 source: Source) -> list[LoraFusionError]:
+    capacity, tile = batch.capacity_tokens, batch.tile_tokens
     errors: list[LoraFusionError] = []
-    names = [adapter.name for adapter in config.adapters]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        errors.append(ConfigError("config.duplicate-name", f"two adapters are called '{name}'.",
-                                  where=source.where(("adapters",)), fix="give each adapter its own name"))
-    capacity, tile = config.batch.capacity_tokens, config.batch.tile_tokens
     if capacity % tile:
-        errors.append(ConfigError("config.capacity", f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
-                                  where=source.where(("batch", "capacity_tokens")),
-                                  fix=f"batch.capacity_tokens: {-(-capacity // tile) * tile}"))
-    for adapter in config.adapters:
-        if adapter.data.max_length > capacity:
-            errors.append(ConfigError(
-                "config.max-length", f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit "
-                f"into a microbatch of {capacity} tokens.", where=str(source.path),
-                fix=f"batch.capacity_tokens: {-(-adapter.data.max_length // tile) * tile}   or   "
-                    f"data.max_length: {capacity}"))
+        errors.append(ConfigError(
+            "config.capacity", f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
+            where=source.where(("batch", "capacity_tokens")), fix=f"batch.capacity_tokens: {_round_up(capacity, tile)}"))
+    return errors + [
+        ConfigError("config.max-length", f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
+                    f"microbatch of {capacity} tokens.", where=str(source.path),
+                    fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   "
+                        f"data.max_length: {capacity}")
+        for adapter in adapters if adapter.data.max_length > capacity]
+
+
+def _targets_exist(adapters: Sequence[schema.AdapterConfig]) -> list[LoraFusionError]:
+    errors: list[LoraFusionError] = []
+    for adapter in adapters:
         try:
             resolve_targets(adapter.lora.targets)
+        except ErrorList as problem:
+            errors += problem.errors
         except LoraFusionError as problem:
             errors.append(problem)
-    return _unique(errors)
+    return errors
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def ineffective(config: schema.JobConfig) -> list[str]:

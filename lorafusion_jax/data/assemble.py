@@ -54,11 +54,6 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def adapter_key(seed: int) -> int:
-    """uint32 dropout key of an adapter, a function of its seed alone."""
-    return mix64(seed) >> 32
-
-
 def sample_key(epoch: int, sample: int) -> int:
     """64-bit key of a sample in an epoch; with the adapter's key it decides all dropout of the sample."""
     return mix64(mix64(epoch) ^ sample)

@@ -95,12 +95,15 @@ class Loop:
         self._meter.pause()
         with self._interruptible():
             for batch in prefetch(self._batch, range(self._state.slot, len(self._plan.slots))):
-                slot = self._state.slot
+                slot, called = self._state.slot, time.perf_counter()
                 self._state.sums, running = self._programs.accumulate(
                     self._state.lora, self._state.sums, self._frozen, batch)
                 if losses is not None:
                     np.asarray(losses)  # waits for the slot before, while this one computes
                     self._meter.slot_done(slot - 1)
+                else:  # the first call compiles before it returns
+                    self._emit(Event(kind="compiled", slot=slot, values={
+                        "program": "training step", "seconds": round(time.perf_counter() - called, 3)}))
                 self._look_at(taken)
                 taken = [self._step(name, number) for name, number in self._completes[slot]
                          if self._state.adapters[name].status == "running"]

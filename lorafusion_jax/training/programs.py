@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
 from lorafusion_jax.config.schema import AdapterConfig, TrainSettings
-from lorafusion_jax.data.assemble import Microbatch, adapter_key
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import Segments
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -24,7 +23,6 @@ from lorafusion_jax.objective import adapter_losses
 from lorafusion_jax.training import leaves as lv
 from lorafusion_jax.training.leaves import Leaves, Parts
 from lorafusion_jax.training.optim import Hyper, transformation
-from pallas_kernels import Dropout
 
 
 class Sums(NamedTuple):
@@ -60,9 +58,6 @@ class Programs:
     def __init__(self, parts: Parts, adapters: Sequence[AdapterConfig], specs: Sequence[AdapterSpec],
                  settings: TrainSettings):
         self._join, self._adapters, self._specs, self._settings = parts.join, tuple(adapters), tuple(specs), settings
-        self._scale = np.array([spec.scale for spec in specs], np.float32)
-        self._rate = np.array([spec.dropout for spec in specs], np.float32)
-        self._key = np.array([adapter_key(spec.seed) for spec in specs], np.uint32)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=(1,))
         self.evaluate = jax.jit(self._evaluate)
         self._updates: dict[tuple, Any] = {}
@@ -107,11 +102,9 @@ class Programs:
     def _losses(self, lora: Leaves, frozen: Any, batch: Microbatch, *, dropout: bool) -> Array:
         model = self._join(lora, frozen)
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
-        drop = None
-        if dropout and self._rate.any():
-            drop = Dropout(rate=jnp.asarray(self._rate), key=jnp.asarray(self._key), row_key=batch.row_key)
-        context = LoRAContext(tile_adapter=batch.tile_adapter, scale=jnp.asarray(self._scale), dropout=drop,
-                              implementation=self._settings.implementation)
+        row_key = batch.row_key if dropout and any(spec.dropout for spec in self._specs) else None
+        context = LoRAContext.of(self._specs, batch.tile_adapter, row_key=row_key,
+                                 implementation=self._settings.implementation)
         hidden_TD = model.hidden(batch.tokens, batch.positions, segments, context, attention=self._settings.attention)
         return adapter_losses(hidden_TD, model.head(), batch.targets, batch.weights, batch.row_adapter,
                               len(self._specs), chunk=self._settings.loss_chunk)

@@ -20,11 +20,11 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, start_from_folders
-from lorafusion_jax.training.folder import RunFolder
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.training.leaves import Parts, take_apart
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.programs import Programs
-from lorafusion_jax.training.record import check_record, make_record
+from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.training.state import AdapterProgress, RunState
 from scheduling import Plan, PlanError, verify_plan
 

@@ -1,0 +1,3 @@
+"""The command line: one file per command."""
+
+from lorafusion_jax.cli.main import main as main

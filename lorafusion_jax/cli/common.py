@@ -1,0 +1,46 @@
+"""What several commands share: options, consoles, the last line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
+Overrides = Annotated[list[str] | None, typer.Argument(
+    metavar="[KEY=VALUE]...", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+def out() -> Console:
+    """Console of standard output; wide when it is not a terminal, so that tables are not cut in logs."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def errors_to() -> Console:
+    return Console(stderr=True)
+
+
+def next_command(console: Console, command: str) -> None:
+    """Prints the command to type next, as the last line."""
+    console.print(f"next: {command}", style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(console: Console, texts: list[str]) -> None:
+    if texts:
+        console.print("warnings", style="bold yellow")
+        for text in texts:
+            console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs; only compilations of a second or more are worth the disk."""
+    import jax
+    import platformdirs
+
+    jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("lorafusion") + "/programs")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

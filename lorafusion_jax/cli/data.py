@@ -1,0 +1,41 @@
+"""lorafusion data preview: what an adapter will learn, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out
+from lorafusion_jax.config import load_config
+from lorafusion_jax.data.preview import render_preview
+from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.data.tokenized import load_samples
+from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Looks at training data.")
+
+
+@app.callback()
+def _group() -> None:
+    """Looks at training data."""
+
+
+@app.command("preview")
+def preview(jobs: JobFile, overrides: Overrides = None,
+            adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
+            rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3) -> None:
+    """Shows tokens coloured by loss mask. Example: lorafusion data preview jobs.yaml --adapter law --rows 3"""
+    config = load_config(jobs, overrides or ())
+    names = [one.name for one in config.adapters]
+    if adapter is not None and adapter not in names:
+        raise ConfigError("config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}")
+    tokenizer, console = load_tokenizer(base_directory(config)), out()
+    for one in config.adapters:
+        if adapter in (None, one.name):
+            samples = load_samples(one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name,
+                                   base_dir=Path(config.directory))
+            console.print(render_preview(samples, tokenizer, rows=rows, title=one.name))
+    next_command(console, f"lorafusion plan {jobs}")

@@ -1,0 +1,79 @@
+"""lorafusion demo: the main job on data and a tiny model that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorafusion_jax.cli.common import next_command, out
+from lorafusion_jax.config import load_config
+from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.report.format import count, duration, percent
+
+NAME = "demo"
+
+
+def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; runs/demo, runs/demo-2, … when absent")] = None,
+            ) -> int:
+    """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify. Example: lorafusion demo"""
+    from lorafusion_jax.cli.running import watch
+    from lorafusion_jax.report.comparison import slots_one_after_another
+    from lorafusion_jax.training import train
+    from lorafusion_jax.training.verify import verify_exports
+
+    jobs = examples_directory() / "demo.yaml"
+    folder, console = out_dir or _new_folder(Path("runs/demo")), out()
+    config = load_config(jobs)
+    console.print(f"[bold]lorafusion demo[/bold]: {len(config.adapters)} adapters of one {Path(config.base.model).name} model, "
+                  f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n", highlight=False)
+    result = watch(console, folder, config.report, lambda listeners: train(config, folder, listeners=listeners))
+    checks = verify_exports(folder)
+    _table(console, config, result, checks)
+    alone = slots_one_after_another(result.plan)
+    _totals(console, result, alone)
+    if bad := [name for name, check in checks.items() if not check.same]:
+        console.print(f"[red]exported folders differ from the trained weights: {', '.join(bad)}[/red]")
+        return 1
+    first = config.adapters[0].name
+    next_command(console, f"lorafusion export {folder} {first} --to out/{first}   "
+                          "(or: lorafusion init > jobs.yaml, and your own data)")
+    return result.exit_code
+
+
+def _new_folder(wanted: Path) -> Path:
+    number, folder = 1, wanted
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def _table(console: Console, config, result, checks) -> None:
+    from lorafusion_jax.report.summary import final_rows
+
+    rows = final_rows(result.folder)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("adapter", "rank", "lr", "batch", "epochs", "steps", "held-out loss", "→", "after", "exported folder"):
+        table.add_column(title, justify="left" if title in ("adapter", "exported folder") else "right", no_wrap=True)
+    for adapter in config.adapters:
+        row = rows[adapter.name]
+        note = "re-read: equal" if checks[adapter.name].same else f"[red]differs by {checks[adapter.name].delta:.1e}[/red]"
+        table.add_row(adapter.name, f"{adapter.lora.rank}", f"{adapter.optim.lr:g}", f"{adapter.global_samples}",
+                      f"{adapter.epochs}", f"{result.adapters[adapter.name].step}", f"{row['before']:.3f}", "→",
+                      f"[green]{row['after']:.3f}[/green]", note)
+    console.print()
+    console.print(table)
+
+
+def _totals(console: Console, result, alone: int) -> None:
+    from lorafusion_jax.report.summary import throughput
+
+    speed, slots = throughput(result.folder), result.plan.num_slots
+    console.print(f"\n{count(speed['useful_tokens_per_s'])} useful tokens/s, capacity used {percent(result.plan.density)}, "
+                  f"{slots} microbatches in {duration(result.seconds)}", highlight=False)
+    console.print(f"one after another: {alone} microbatches of the same cost, {duration(alone * result.seconds / slots)}: "
+                  f"together is {alone / slots:.2f}× faster", highlight=False)

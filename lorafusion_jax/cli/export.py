@@ -1,0 +1,61 @@
+"""lorafusion export: one adapter of a run as a PEFT folder, or merged into a full model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.common import RunPath, next_command, out
+from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.errors import CheckpointError, ConfigError
+
+NAME = "export"
+
+
+def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of the adapter")],
+            to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
+            merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
+            step: Annotated[int | None, typer.Option(help="which exported step; the newest when absent")] = None) -> None:
+    """Writes an adapter for the Hugging Face ecosystem. Example: lorafusion export runs/exp1 law --to out/law"""
+    folder = RunFolder(run)
+    config = folder.read_config()
+    source = _source(folder, [one.name for one in config.adapters], adapter, step)
+    if to.exists() and any(to.iterdir()):
+        raise CheckpointError("export.exists", f"{to} is not empty.", fix="choose another --to")
+    console = out()
+    if merge:
+        from lorafusion_jax.checkpoint.merge import merge_adapter
+
+        report = merge_adapter(base_directory(config), source, to)
+        console.print(f"merged {adapter} (step {_step(source)}) into a full model: {to}", highlight=False)
+        console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
+        next_command(console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\"")
+        return
+    from lorafusion_jax.checkpoint.peft import read_adapter
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, to, dirs_exist_ok=True)
+    spec, arrays = read_adapter(to)
+    console.print(f"exported {adapter} (step {_step(source)}): {to}", highlight=False)
+    console.print(f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, {len(arrays)} projections", highlight=False)
+    next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
+
+
+def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:
+    if adapter not in names:
+        raise ConfigError("export.unknown-adapter", f"there is no adapter '{adapter}' in {folder.path}.",
+                          fix=f"one of: {', '.join(names)}")
+    source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
+    if source is None or not source.is_dir():
+        raise CheckpointError("export.no-step", f"{adapter} has no exported weights" + (f" of step {step}." if step else " yet."),
+                              fix=f"lorafusion resume {folder.path}")
+    return source
+
+
+def _step(source: Path) -> int:
+    return json.loads((source / "run.json").read_text(encoding="utf-8"))["step"]

@@ -1,0 +1,50 @@
+"""lorafusion init: a commented job file to start from."""
+
+from __future__ import annotations
+
+import sys
+
+NAME = "init"
+
+TEXT = """\
+# lorafusion job file. Every key but base.model, adapters[].name and data.train has a default; these are the defaults.
+# PEFT's words: rank = r, alpha = lora_alpha, dropout = lora_dropout, targets = target_modules, rslora = use_rslora.
+
+base:    {model: path/to/model, dtype: bfloat16}   # HF directory, or org/name of a hub (hf extra)
+
+# Shared defaults; every adapter may override any of them.
+data:
+  max_length: 4096           # tokens of one sample
+  on_long: cut               # cut | drop | error
+  loss: auto                 # auto | assistant | completion | all: which tokens are learned
+lora:    {rank: 16, alpha: 32, dropout: 0.05, targets: all-linear, rslora: false}
+optim:   {name: adamw, lr: 2e-4, schedule: cosine, warmup: 0.03, weight_decay: 0.0, clip: 1.0}
+epochs:  1
+seed:    0
+
+# The whole run.
+batch:
+  global_samples: 16         # samples per optimizer step of an adapter (an adapter may override it)
+  capacity_tokens: 8192      # tokens of one microbatch; memory depends on it, results do not
+  tile_tokens: 128
+save:    {every_minutes: 15, keep: 3}
+train:   {remat: none}       # full: much less memory, about a third more time
+
+adapters:
+  - name: law
+    data: {train: data/law.jsonl, eval: data/law_eval.jsonl}
+  - name: chat
+    data: {train: data/chat.jsonl}
+    lora: {rank: 32, alpha: 64}
+    optim: {lr: [1e-4, 2e-4]}      # a list makes several adapters: chat@lr=1e-4, chat@lr=2e-4
+    batch: {global_samples: 8}
+    epochs: 3
+"""
+
+
+def command() -> None:
+    """Prints a commented job file: lorafusion init > jobs.yaml"""
+    print(TEXT, end="")
+    if sys.stdout.isatty():
+        return
+    print("next: lorafusion check jobs.yaml", file=sys.stderr)

@@ -1,0 +1,45 @@
+"""Entry point: collects the commands and turns errors into one clear message and an exit code.
+
+0 all adapters done · 1 run error · 2 config or data error · 3 some adapters failed · 130 interrupted, state saved
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from lorafusion_jax.cli import check, data, demo, doctor, export, init, plan, resume, status, train
+from lorafusion_jax.cli.common import errors_to
+from lorafusion_jax.errors import LoraFusionError
+from scheduling import PlanError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
+)
+for command in (demo, init, check, plan, train, resume, status, export, doctor):
+    app.command(command.NAME)(command.command)
+app.add_typer(data.app, name="data")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits with its code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
+    except (LoraFusionError, PlanError) as problem:
+        errors_to().print(str(problem), style="red", highlight=False, markup=False, soft_wrap=True)
+        return getattr(problem, "exit_code", 2)
+    except click.ClickException as problem:
+        problem.show()
+        return problem.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # `lorafusion init | head`
+        return 0

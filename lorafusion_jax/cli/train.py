@@ -1,0 +1,32 @@
+"""lorafusion train: a job file to finished adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.cli.common import JobFile, Overrides, out, use_compilation_cache, warn
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.load import ineffective
+
+NAME = "train"
+
+
+def command(jobs: JobFile, overrides: Overrides = None,
+            out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
+            plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
+            ) -> int:
+    """Trains all adapters of a job file. Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20"""
+    from lorafusion_jax.cli.running import follow, read_plan
+    from lorafusion_jax.training import train
+
+    config = load_config(jobs, overrides or ())
+    console = out()
+    warn(console, ineffective(config))
+    use_compilation_cache()
+    chosen = read_plan(plan) if plan else None
+    return follow(console, out_dir, config.report, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))
+
+

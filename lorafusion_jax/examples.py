@@ -1,0 +1,12 @@
+"""Where the example jobs, data sets and the tiny base model lie: beside the sources, or inside the wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def examples_directory() -> Path:
+    """Folder with `demo.yaml`, `data/` and `base/`."""
+    here = Path(__file__).resolve().parent
+    packed = here / "_examples"
+    return packed if packed.is_dir() else here.parent / "examples"

@@ -1,0 +1,31 @@
+"""Final numbers of a run, read back from its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from lorafusion_jax.report.recorder import read_rows
+
+
+def final_rows(folder: Path) -> dict[str, dict]:
+    """Per adapter: last training loss, held-out loss before training and at the end, last step."""
+    result: dict[str, dict] = {}
+    for row in read_rows(folder / "metrics.jsonl"):
+        if "adapter" not in row:
+            continue
+        own = result.setdefault(row["adapter"], {})
+        if row["kind"] == "step":
+            own |= {"loss": row["loss"], "step": row["step"], "lr": row["lr"], "grad_norm": row["grad_norm"]}
+        elif row["kind"] == "eval":
+            own["before" if row["step"] == 0 else "after"] = row["eval_loss"]
+    return result
+
+
+def throughput(folder: Path) -> dict[str, float] | None:
+    """Medians over the run of useful and processed tokens/s and seconds per slot; None before there are any."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "slot" and row["slot_seconds"]]
+    if not rows:
+        return None
+    keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
+    return {key: statistics.median(row[key] for row in rows) for key in keys}

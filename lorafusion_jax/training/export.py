@@ -1,0 +1,105 @@
+"""Adapter folders of a run: PEFT files, tokenizer, model card and a complete record of how the adapter was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.prepare import Prepared, base_directory
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.training import leaves as lv
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.training.leaves import Leaves, Parts
+from scheduling import Plan
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class AdapterExporter:
+    """Writes `adapters/<name>/step-…` folders of a run."""
+
+    def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, specs: Sequence[AdapterSpec]):
+        self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
+
+    def __call__(self, name: str, step: int, lora: Leaves) -> Path:
+        """Writes one adapter as it is now, unless its folder is there already; returns the folder."""
+        target = self._folder.adapter_step(name, step)
+        if target.exists():
+            return target
+        index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
+        own = {leaf: np.asarray(array)[..., None, :, :] for leaf, array in lv.take(lora, spec, index).items()}
+        export_adapter(own, spec, 0, self._config.base.model, target)
+        self._describe(target, self._config.adapter(name), step)
+        self._folder.mark_latest(name, self._config.save.keep)
+        return target
+
+    def _describe(self, target: Path, adapter: AdapterConfig, step: int) -> None:
+        base = base_directory(self._config)
+        for file in TOKENIZER_FILES:
+            if (base / file).is_file():
+                shutil.copyfile(base / file, target / file)
+        record = self._folder.read_record() | {
+            "adapter": adapter.model_dump(mode="json"), "step": step, "base": self._config.base.model,
+            "data": self._prepared.adapters[adapter.name].digest}
+        (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (target / "README.md").write_text(_card(adapter, step, self._config.base.model, self._plan), encoding="utf-8")
+
+
+def start_from_folders(parts: Parts, config: JobConfig, specs: Sequence[AdapterSpec]) -> Parts:
+    """Replaces the initial weights of adapters that continue a PEFT folder.
+
+    Raises:
+        CheckpointError: the folder is incomplete, of another base, or of another rank, scale or targets.
+    """
+    lora = parts.lora
+    for index, (adapter, spec) in enumerate(zip(config.adapters, specs, strict=True)):
+        if adapter.lora.init_from is None:
+            continue
+        found, arrays = read_adapter(Path(config.directory) / adapter.lora.init_from)
+        same = dataclasses.replace(found, name=spec.name, dropout=spec.dropout, seed=spec.seed) == spec
+        if not same:
+            raise CheckpointError(
+                "peft.other-settings", f"{adapter.name}: {adapter.lora.init_from} has other LoRA settings.",
+                why=f"the folder has rank {found.rank}, alpha {found.alpha}, rslora {found.rslora}, "
+                    f"targets {', '.join(found.targets)}",
+                fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha}, rslora: {str(found.rslora).lower()}, "
+                    f"targets: [{', '.join(found.targets)}]}}")
+        lora = {name: jnp.asarray(leaf) for name, leaf in put_adapter(lora, index, arrays).items()}
+    return dataclasses.replace(parts, lora=lora)
+
+
+def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan) -> str:
+    lora, optim = adapter.lora, adapter.optim
+    return f"""---
+base_model: {base}
+library_name: peft
+tags: [lora]
+---
+# {adapter.name}
+
+LoRA adapter of `{base}`, {step} optimizer steps. Trained with lorafusion-jax.
+
+| | |
+|---|---|
+| rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{' (rsLoRA)' if lora.rslora else ''}, {lora.dropout:g} |
+| optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
+| plan | {plan.digest} |
+
+`run.json` holds the complete record.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "path/to/this/folder")
+```
+"""

@@ -1,0 +1,56 @@
+"""Reads the exported adapters of a finished run back and evaluates them on a freshly loaded base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
+from lorafusion_jax.data.prepare import base_directory, prepare
+from lorafusion_jax.models import load_decoder
+from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.training.evaluation import Evaluator
+from lorafusion_jax.training.leaves import take_apart
+from lorafusion_jax.training.programs import Programs
+from lorafusion_jax.training.run import adapter_specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Held-out loss at the end of training beside that of the exported folder.
+
+    Attributes:
+        delta: |loss of the folder - loss in the run|.
+    """
+
+    trained: float
+    exported: float
+
+    @property
+    def delta(self) -> float:
+        return abs(self.trained - self.exported)
+
+    @property
+    def same(self) -> bool:
+        return self.delta == 0  # float32 files hold the float32 master weights exactly
+
+
+def verify_exports(run: Path) -> dict[str, Check]:
+    """Evaluates every exported adapter that has held-out data; key: adapter."""
+    folder = RunFolder(run)
+    config = folder.read_config()
+    prepared, specs = prepare(config), adapter_specs(config)
+    model = load_decoder(base_directory(config), specs, dtype=jnp.dtype(config.base.dtype), layers=config.train.layers,
+                         remat=config.train.remat)
+    parts = take_apart(model)
+    lora = parts.lora
+    for index, spec in enumerate(specs):
+        _, arrays = read_adapter(folder.latest(spec.name))
+        lora = put_adapter(lora, index, arrays)
+    evaluate = Evaluator(config, prepared, Programs(parts, config.adapters, specs, config.train), parts.frozen)
+    losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
+    return {name: Check(trained=loss, exported=evaluate(name, {key: jnp.asarray(leaf) for key, leaf in lora.items()})[0])
+            for name, loss in losses.items()}

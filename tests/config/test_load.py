@@ -1,0 +1,172 @@
+"""Job files: defaults, sweeps, overrides, and every mistake at once."""
+
+from pathlib import Path
+
+import pytest
+
+from lorafusion_jax.config import dump_config, load_config
+from lorafusion_jax.config.load import ineffective, read_resolved
+from lorafusion_jax.errors import ConfigError, ErrorList
+
+SMALL = """
+base: {model: some/model}
+adapters:
+  - {name: law, data: {train: law.jsonl}}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "jobs.yaml"
+    path.write_text(text)
+    return path
+
+
+def errors_of(path: Path, overrides=()) -> dict[str, str]:
+    with pytest.raises((ConfigError, ErrorList)) as caught:
+        load_config(path, overrides)
+    return {error.code: str(error) for error in getattr(caught.value, "errors", [caught.value])}
+
+
+def test_four_lines_are_a_job(tmp_path):
+    config = load_config(write(tmp_path, SMALL))
+    assert [adapter.name for adapter in config.adapters] == ["law"]
+    assert config.adapters[0].lora.rank == 16
+    assert config.adapters[0].global_samples == 16
+    assert Path(config.directory) == tmp_path
+
+
+def test_adapters_override_shared_defaults_key_by_key(tmp_path):
+    config = load_config(write(tmp_path, """
+base: {model: m}
+lora: {rank: 4, alpha: 8}
+optim: {lr: 2e-4}
+batch: {global_samples: 6}
+epochs: 2
+adapters:
+  - {name: a, data: {train: a.jsonl}, lora: {rank: 64}}
+  - {name: b, data: {train: b.jsonl}, batch: {global_samples: 3}, epochs: 5, optim: {name: sgd}}
+"""))
+    a, b = config.adapters
+    assert (a.lora.rank, a.lora.alpha, a.global_samples, a.epochs) == (64, 8, 6, 2)
+    assert (b.lora.rank, b.global_samples, b.epochs, b.optim.name) == (4, 3, 5, "sgd")
+    assert a.optim.lr == b.optim.lr == 2e-4  # YAML reads 2e-4 as text
+
+
+def test_lists_expand_to_a_sweep_and_targets_do_not(tmp_path):
+    config = load_config(write(tmp_path, """
+base: {model: m}
+adapters:
+  - {name: chat, data: {train: c.jsonl}, lora: {rank: [8, 32], targets: [q_proj, v_proj]}, optim: {lr: [1e-4, 2e-4]}}
+"""))
+    assert [adapter.name for adapter in config.adapters] == [
+        "chat@rank=8+lr=1e-4", "chat@rank=8+lr=2e-4", "chat@rank=32+lr=1e-4", "chat@rank=32+lr=2e-4"]
+    assert [(a.lora.rank, a.optim.lr) for a in config.adapters] == [(8, 1e-4), (8, 2e-4), (32, 1e-4), (32, 2e-4)]
+    assert all(a.lora.targets == ["q_proj", "v_proj"] for a in config.adapters)
+
+
+def test_a_shared_list_sweeps_every_adapter(tmp_path):
+    config = load_config(write(tmp_path, SMALL + "optim: {lr: [1e-4, 2e-4]}\n"))
+    assert [adapter.name for adapter in config.adapters] == ["law@lr=1e-4", "law@lr=2e-4"]
+
+
+def test_overrides_reach_sections_and_adapters(tmp_path):
+    path = write(tmp_path, SMALL)
+    config = load_config(path, ["train.max_steps=20", "adapters.law.optim.lr=1e-3", "lora.rank=4"])
+    assert config.train.max_steps == 20
+    assert config.adapters[0].optim.lr == 1e-3
+    assert config.adapters[0].lora.rank == 4
+
+
+@pytest.mark.parametrize("override", ["train.max_steps", "adapters.nobody.optim.lr=1", "adapters=3=4,[", "=3"])
+def test_an_override_that_names_nothing_is_refused(tmp_path, override):
+    assert errors_of(write(tmp_path, SMALL), [override])
+
+
+def test_five_mistakes_are_reported_in_one_go_with_lines_and_suggestions(tmp_path):
+    path = write(tmp_path, """
+base: {modle: some/model}
+lora: {rank: -4}
+batch: {capacity_tokens: 1000}
+adaptrs: 3
+adapters:
+  - {name: law, data: {train: law.jsonl}, optim: {schedule: cosin}}
+""")
+    with pytest.raises(ErrorList) as caught:
+        load_config(path)
+    text = str(caught.value)
+    assert "did you mean 'model'?" in text
+    assert "line 2" in text
+    assert "did you mean 'adapters'?" in text
+    assert "'base.model' is required" in text
+    assert "'lora.rank'" in text
+    assert "-4" in text
+    assert "'adapters[0].optim.schedule'" in text
+    assert "'cosin'" in text
+    assert "batch.capacity_tokens: 1024" in text
+
+
+def test_a_wrong_shared_default_is_reported_once(tmp_path):
+    path = write(tmp_path, """
+base: {model: m}
+lora: {rank: many}
+adapters:
+  - {name: a, data: {train: a.jsonl}}
+  - {name: b, data: {train: b.jsonl}}
+""")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).count("error[") == 1
+
+
+def test_a_key_given_twice_is_not_silently_the_last_one(tmp_path):
+    assert "config.twice" in errors_of(write(tmp_path, SMALL + "lora: {rank: 4}\nlora: {rank: 8}\n"))
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("", "config.empty"),
+    ("- 1\n- 2\n", "config.empty"),
+    ("base: {model: m\nadapters: [", "config.syntax"),
+    ("base: {model: m}\nadapters: []\n", "config.no-adapters"),
+    ("base: {model: m}\nadapters: [3]\n", "config.type"),
+    ("base: {model: m}\nadapters: [{data: {train: a}}]\n", "config.required"),
+    ("base: {model: m}\nadapters: [{name: a}]\n", "config.required"),
+    ("base: {model: m}\nadapters: [{name: ../a, data: {train: a}}]\n", "config.value"),
+    ("base: {model: m}\nadapters: [{name: a, data: {train: [a, b]}}]\n", "config.value"),
+    ("base: {model: m}\nadapters: [{name: a, data: {train: a}}, {name: a, data: {train: b}}]\n", "config.duplicate-name"),
+    ("base: {model: m}\nadapters: [{name: a, data: {train: a}, batch: {capacity_tokens: 4}}]\n", "config.shared-key"),
+    (SMALL + "batch: {capacity_tokens: 8200}\n", "config.capacity"),
+    (SMALL + "data: {max_length: 9000}\n", "config.max-length"),
+    (SMALL + "lora: {targets: [q_prj]}\n", "lora.unknown-target"),
+    (SMALL + "optim: {lr: .nan}\n", "config.value"),
+    (SMALL + "lora: {dropout: 1.0}\n", "config.value"),
+])
+def test_each_mistake_has_its_own_code(tmp_path, text, code):
+    assert code in errors_of(write(tmp_path, text))
+
+
+def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
+    assert "lorafusion init" in errors_of(tmp_path / "nothing.yaml")["config.missing"]
+
+
+def test_toml_says_the_same_as_yaml(tmp_path):
+    path = tmp_path / "jobs.toml"
+    path.write_text('base = {model = "some/model"}\n[[adapters]]\nname = "law"\ndata = {train = "law.jsonl"}\n')
+    assert load_config(path) == load_config(write(tmp_path, SMALL))
+
+
+def test_a_resolved_configuration_reads_back_equal(tmp_path):
+    config = load_config(write(tmp_path, SMALL + "optim: {lr: [1e-4, 2e-4]}\n"))
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert read_resolved(tmp_path / "config.yaml") == config
+
+
+def test_settings_without_effect_are_named(tmp_path):
+    config = load_config(write(tmp_path, SMALL + "optim: {name: adamw, momentum: 0.9}\n"))
+    assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]
+
+
+def test_the_printed_starting_point_is_a_valid_job(tmp_path):
+    from lorafusion_jax.cli.init import TEXT
+
+    config = load_config(write(tmp_path, TEXT))
+    assert [adapter.name for adapter in config.adapters] == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
