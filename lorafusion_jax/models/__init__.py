@@ -5,5 +5,7 @@ from .attention import attention as attention
 from .config import ModelConfig as ModelConfig
 from .config import RopeScaling as RopeScaling
 from .decoder import Decoder as Decoder
+from .loading import load_decoder as load_decoder
+from .saving import save_decoder as save_decoder
 from .segments import Segments as Segments
 from .segments import segment_bucket as segment_bucket

@@ -1,0 +1,116 @@
+"""A Hugging Face model directory as a set of named tensors that can be read by byte range."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError, LoraFusionError, raise_all
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+READABLE = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where a tensor lies and what it is, from a file's header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
+    """Reads the headers of a single safetensors file, or of all shards that the index names.
+
+    Raises:
+        CheckpointError: no weights, a shard that is absent, cut short or broken, a tensor that the index promises and
+            no
+            shard holds; `ErrorList` of several.
+    """
+    directory = Path(model_dir)
+    if (directory / INDEX).is_file():
+        return _sharded(directory)
+    if (directory / SINGLE).is_file():
+        return _header(directory / SINGLE)
+    pickled = sorted(file.name for file in directory.glob("*.bin")) if directory.is_dir() else []
+    raise CheckpointError(
+        "model.no-weights",
+        f"there is neither {SINGLE} nor {INDEX}.",
+        where=str(directory),
+        why=f"{pickled[0]} is a pickle, which is not read because it can run code" if pickled else "",
+        fix="save the model with safetensors" if pickled else "base.model: a folder with safetensors weights",
+    )
+
+
+def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads one rectangle of a tensor from disk; nothing else of the file is touched."""
+    with safe_open(stored.file, framework="numpy") as file:
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
+
+
+def _sharded(directory: Path) -> dict[str, Stored]:
+    index = directory / INDEX
+    weight_map = _weight_map(index)
+    found: dict[str, Stored] = {}
+    errors: list[LoraFusionError] = []
+    for shard in sorted(set(weight_map.values())):
+        try:
+            # A name may not leave the folder.
+            found |= _header(directory / Path(shard).name)
+        except CheckpointError as error:
+            errors.append(error)
+    raise_all(errors)
+    absent = sorted(set(weight_map) - set(found))
+    if absent:
+        raise CheckpointError(
+            "model.missing-tensor",
+            f"{len(absent)} tensors of the index are in none of its files: {_some(absent)}.",
+            where=str(index),
+            fix="download the model again",
+        )
+    return found
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(shard, str) for shard in weight_map.values()):
+            return weight_map
+        why = "weight_map holds something other than file names"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise CheckpointError("model.bad-index", "the index of the weights cannot be read.", where=str(index), why=why)
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                name: Stored(file=file, shape=tuple(part.get_shape()), dtype=part.get_dtype())
+                for name, part in slices.items()
+            }
+    except FileNotFoundError:
+        raise CheckpointError(
+            "model.missing-file", "a file of the weights is not there.", where=str(file), fix="download the model again"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            "model.broken-file",
+            "a file of the weights is cut short or broken.",
+            where=str(file),
+            why=str(error),
+            fix="download the file again",
+        ) from None
+
+
+def _some(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,170 @@
+"""Decoder → Hugging Face model directory, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..errors import CheckpointError, RunError
+from .checkpoint import INDEX, SINGLE
+from .decoder import Decoder
+from .naming import Tensor, frozen_tensors
+
+SHARD_BYTES = 4 * 1024**3
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+Edit = Callable[[str, jax.Array], jax.Array]
+
+
+def save_decoder(
+    model: Decoder,
+    out_dir: str | os.PathLike[str],
+    *,
+    source_dir: str | os.PathLike[str] | None = None,
+    edit: Edit | None = None,
+    dtype: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes the frozen leaves as a model that Hugging Face libraries load.
+
+    The folder appears whole or not at all. The host holds one tensor at a time.
+
+    Args:
+        model: whose LoRA weights are left out.
+        out_dir: must not exist, or be empty.
+        source_dir: model whose config.json, tokenizer and chat template are copied; default: a config.json of our own.
+        edit: (leaf name such as "layers.0.mlp.up_proj.kernel", leaf in the decoder's layout, of one layer) → what to
+            write, to merge an adapter.
+        dtype: of the files; default the leaves' own.
+        shard_bytes: size of a file at most, as long as a tensor fits into it.
+    Raises:
+        CheckpointError: out_dir is taken.
+        RunError: it cannot be written, such as for lack of space.
+
+    Example:
+        >>> save_decoder(model, "runs/base")  # doctest: +SKIP
+    """
+    out = Path(out_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            "model.out-exists", "there is something here already.", where=str(out), fix="another folder"
+        )
+    draft = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        draft.mkdir(parents=True)
+        _write_companions(model, draft, None if source_dir is None else Path(source_dir), dtype)
+        _write_weights(model, draft, edit, dtype, shard_bytes)
+        if out.exists():
+            out.rmdir()
+        draft.rename(out)
+    except OSError as error:
+        raise RunError(
+            "model.not-written",
+            "the model could not be written.",
+            where=str(out),
+            why=str(error),
+            fix="free some space",
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    """Produces the bytes of a tensor in the checkpoint's layout."""
+
+    leaves: dict
+    edit: Edit | None
+    dtype: Any
+
+    def dtype_of(self, tensor: Tensor) -> np.dtype:
+        return jnp.dtype(self.leaves[tensor.path].dtype if self.dtype is None else self.dtype)
+
+    def num_bytes(self, tensor: Tensor) -> int:
+        return int(np.prod(tensor.shape)) * self.dtype_of(tensor).itemsize
+
+    def write(self, tensor: Tensor, file: BinaryIO) -> None:
+        x = self.leaves[tensor.path][...]
+        x = x if tensor.layer is None else x[tensor.layer]
+        if self.edit is not None:
+            x = self.edit(tensor.leaf_name, x)
+        x = np.asarray((x.T if tensor.transposed else x).astype(self.dtype_of(tensor)))
+        if x.shape != tensor.shape:
+            raise ValueError(f"edit gave {tensor.name} the shape {x.shape}, not {tensor.shape}")
+        file.write(np.ascontiguousarray(x).view(np.uint8).data)
+
+
+def _write_companions(model: Decoder, draft: Path, source: Path | None, dtype: Any) -> None:
+    for name in COMPANIONS if source else ():
+        if (source / name).is_file():
+            shutil.copyfile(source / name, draft / name)
+    if not (draft / "config.json").exists():
+        kind = jnp.dtype(model.embed_tokens.weight.dtype if dtype is None else dtype).name
+        _write_json(draft / "config.json", model.config.to_hf() | {"torch_dtype": kind})
+
+
+def _write_weights(model: Decoder, draft: Path, edit: Edit | None, dtype: Any, shard_bytes: int) -> None:
+    state = nnx.state(model, nnx.Not(nnx.LoRAParam))
+    writer = _Writer(leaves=dict(nnx.to_flat_state(state)), edit=edit, dtype=dtype)
+    shards = _shards(frozen_tensors(model), writer, shard_bytes)
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    for name, tensors in zip(names, shards, strict=True):
+        _write_file(draft / name, tensors, writer)
+    if len(shards) > 1:
+        total = sum(writer.num_bytes(tensor) for tensors in shards for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        _write_json(draft / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shards(tensors: Sequence[Tensor], writer: _Writer, shard_bytes: int) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + writer.num_bytes(tensor) > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += writer.num_bytes(tensor)
+    return shards
+
+
+def _write_file(path: Path, tensors: Sequence[Tensor], writer: _Writer) -> None:
+    """The safetensors layout: length of the header, header as JSON, the tensors one after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + writer.num_bytes(tensor)
+        code = _CODES[writer.dtype_of(tensor).name]
+        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            writer.write(tensor, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
