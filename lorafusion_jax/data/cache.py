@@ -1,0 +1,86 @@
+"""Tokenised sets on disk, found again by everything that decided their content.
+
+The key covers the source's bytes, the settings, the tokenizer, its template and the code of this package, so an entry
+is never stale; entries are plain arrays (no pickle), written whole or not at all, and a damaged one is made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import tokenizers
+
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.sources import RawSource
+from lorafusion_jax.data.tokenizer import Tokenizer
+
+ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
+LARGEST_BYTES = 2 << 30  # of all entries; the ones not used for longest go first
+
+
+def entry_path(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cache_dir: Path | None = None) -> Path:
+    """Names the file in which the tokens of this source, read this way, are kept.
+
+    Args:
+        cache_dir: None = the user's cache folder.
+    """
+    folder = cache_dir or platformdirs.user_cache_path("lorafusion-jax") / "tokens"
+    own = settings.model_dump(exclude={"train", "eval"})  # which file it is does not matter, its bytes do
+    key = json.dumps([raw.digest, raw.kind, own, tokenizer.digest, tokenizer.template_hash, tokenizer.adds_bos,
+                      tokenizer.eos_id, tokenizers.__version__, _code_digest()], sort_keys=True)
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+
+
+def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
+    """Reads an entry: arrays and report; None where there is none, or it is damaged."""
+    try:
+        with np.load(entry, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in ARRAYS}
+            report = json.loads(stored["report"].tobytes())
+        os.utime(entry)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    return arrays, report
+
+
+def store(entry: Path, samples) -> None:
+    """Writes an entry whole or not at all. A full or read-only disk costs the next run time, never this one."""
+    report = np.frombuffer(json.dumps(dataclasses.asdict(samples.report)).encode(), np.uint8)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=entry.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(file, report=report, **{array: getattr(samples, array) for array in ARRAYS})
+            os.replace(name, entry)
+        except OSError:
+            os.unlink(name)
+            raise
+        _shrink(entry.parent)
+    except OSError:
+        return
+
+
+def _shrink(folder: Path) -> None:
+    entries = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*.npz")), reverse=True)
+    kept = 0
+    for _, size, file in entries:
+        kept += size
+        if kept > LARGEST_BYTES:
+            file.unlink(missing_ok=True)
+
+
+@functools.cache
+def _code_digest() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -1,0 +1,80 @@
+"""Rows as the model will see them: every token, and whether it is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenizer import Tokenizer
+
+LEARNED = ("bold green", "bold bright_green")  # two shades in turn show where tokens end
+CONTEXT = ("dim", "bright_black")
+SPECIAL = {True: "bold black on green", False: "black on bright_black"}
+OPEN, CLOSE = "⟦", "⟧"  # around what is learned: readable without colours
+VISIBLE = {"\n": "↵\n", "\t": "⇥", "\r": "␍"}
+
+
+def render_preview(samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | Sequence[int] = 3,
+                   title: str = "") -> RenderableType:
+    """Shows samples as tokens: learned ones green and in ⟦ ⟧, context grey.
+
+    Args:
+        rows: how many samples from the start, or which samples (positions in the set).
+        title: adapter's name.
+    """
+    chosen = range(min(rows, len(samples))) if isinstance(rows, int) else rows
+    return Group(_head(samples, title), *[part for index in chosen for part in _sample(samples, index, tokenizer)])
+
+
+def _head(samples: TokenizedSet, title: str) -> Text:
+    report = samples.report
+    text = Text(f"{title or report.source}", style="bold")
+    text.append(f"  {report.source} · format {report.format} · loss {report.loss} · {len(samples)} of {report.rows} "
+                f"rows · {report.loss_tokens} of {report.tokens} tokens learned", style="not bold")
+    if report.cut:
+        text.append(f" · {report.cut} rows cut", style="yellow not bold")
+    text.append("\n").append(OPEN + "learned" + CLOSE, style=LEARNED[0]).append("  ")
+    text.append("context", style=CONTEXT[1]).append("  ").append("special", style=SPECIAL[True])
+    return text
+
+
+def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> tuple[Text, Text]:
+    tokens, mask = samples.sample(index)
+    head = Text(f"\nrow {samples.rows[index]}", style="bold")
+    head.append(f"  {len(tokens)} tokens, {int(mask.sum())} learned", style="not bold")
+    return head, _tokens(tokens, mask, tokenizer)
+
+
+def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:
+    added = set(tokenizer.backend.get_added_tokens_decoder())
+    text, inside = Text(), False
+    for number, (piece, first, learned) in enumerate(_pieces(tokens, mask, tokenizer)):
+        if learned != inside:
+            text.append(OPEN if learned else CLOSE, style="green")
+            inside = learned
+        special = first in added
+        style = SPECIAL[learned] if special else (LEARNED if learned else CONTEXT)[number % 2]
+        text.append("".join(VISIBLE.get(character, character) for character in piece), style=style)
+    return text.append(CLOSE, style="green") if inside else text
+
+
+def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, int, bool]]:
+    """Yields what can be shown at once: one token, or the few that share a character."""
+    start = 0
+    while start < len(tokens):
+        stop = start + 1
+        piece = tokenizer.piece(tokens[start])
+        while "\ufffd" in piece and stop < min(start + 4, len(tokens)) and mask[stop] == mask[start]:
+            stop += 1
+            longer = tokenizer.decode(tokens[start:stop])
+            if "\ufffd" not in longer:
+                piece = longer
+                break
+        else:
+            stop = start + 1
+        yield piece, int(tokens[start]), bool(mask[start])
+        start = stop

@@ -1,0 +1,216 @@
+"""Rows → tokens with a loss mask, cut to length, and a report of what happened to them.
+
+T tokens of all samples together · n samples
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data import cache
+from lorafusion_jax.data.formats import Layout, Saying, detect_layout, read_sayings
+from lorafusion_jax.data.render import encode_sayings
+from lorafusion_jax.data.sources import RawSource, Rows, open_source, parse_rows
+from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
+from lorafusion_jax.errors import DataError
+
+MOST_LOST = 0.01  # share of rows that may lose every answer token before that is an error
+QUANTILES = (0.5, 0.9, 0.98, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What a source held and what was made of it. Rows are numbered from 0.
+
+    Attributes:
+        source: as the job file spells it.
+        format: one of the five formats.
+        columns: role → column.
+        loss: which tokens are learned: assistant, completion or all.
+        rows: rows of the source.
+        tokens: tokens of the samples that are kept.
+        loss_tokens: those of them that are learned.
+        longest: tokens of the longest kept sample.
+        cut: rows cut at max_length.
+        dropped: rows left out because no token of theirs would be learned.
+        too_long: rows left out because data.on_long is drop.
+        uncut: lengths at 50, 90, 98 and 100 % of the rows before cutting.
+        template_hash: the chat template that was used, `plain` where none was.
+        data_hash: of the source's content.
+    """
+
+    source: str
+    format: str
+    columns: dict[str, str]
+    loss: str
+    rows: int
+    tokens: int
+    loss_tokens: int
+    longest: int
+    cut: int
+    dropped: tuple[int, ...]
+    too_long: tuple[int, ...]
+    uncut: tuple[int, ...]
+    template_hash: str
+    data_hash: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizedSet:
+    """Samples of one source, concatenated.
+
+    Attributes:
+        tokens: int32 [T].
+        loss_mask: bool [T], True where the token is learned, that is predicted from those before it. Never True for
+            the first token of a sample; every sample has one at least.
+        offsets: int64 [n + 1], where samples begin.
+        rows: int64 [n], row of the source, from 0.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and loss mask of one sample."""
+        here = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.tokens[here], self.loss_mask[here]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the samples: 16 hex digits."""
+        content = hashlib.sha256()
+        for array in (self.tokens, self.loss_mask, self.offsets):
+            content.update(np.ascontiguousarray(array).tobytes())
+        return content.hexdigest()[:16]
+
+
+def load_samples(source: str, *, settings: DataSettings, tokenizer: Tokenizer, adapter: str,
+                 base_dir: str | Path = ".", cache_dir: Path | None = None) -> TokenizedSet:
+    """Reads, renders and tokenises a source, or takes it from the cache.
+
+    Args:
+        source: path or `hf:org/set[:split]`, see `open_source`.
+        adapter: named in messages.
+        base_dir: folder at which relative paths start.
+        cache_dir: folder of the token cache; None = the user's cache folder.
+
+    Raises:
+        DataError, ErrorList: every problem of the source, with the rows that have it.
+    """
+    raw = open_source(source, Path(base_dir))
+    entry = cache.entry_path(raw, settings, tokenizer, cache_dir)
+    stored = cache.load(entry)
+    if stored is not None:
+        arrays, report = stored
+        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut")}
+        return TokenizedSet(**arrays, report=DataReport(**{**report, **lists, "source": source}))
+    samples = _tokenize(raw, settings, tokenizer, adapter)
+    cache.store(entry, samples)
+    return samples
+
+
+def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str) -> TokenizedSet:
+    rows = parse_rows(raw)
+    layout = detect_layout(rows, format=settings.format, columns=settings.columns)
+    loss = _resolve_loss(settings.loss, layout, rows, adapter)
+    sayings: list[Saying] = read_sayings(rows, layout, adapter=adapter, need_answer=loss != "all")
+    encoded = encode_sayings(sayings, tokenizer, rows=rows, adapter=adapter, loss=loss)
+    for sample in encoded:
+        sample.mask[:1] = False  # nothing comes before the first token
+    fit = _fit(encoded, settings, rows, adapter)
+    return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+
+
+def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
+    if loss == "auto":
+        return {"messages": "assistant", "conversations": "assistant", "text": "all"}.get(layout.format, "completion")
+    if loss != "all" and layout.format == "text":
+        raise DataError("data.no-answer-column", f"{adapter}: data.loss is '{loss}', but plain text has no answers.",
+                        where=rows.source, fix="data.loss: all   or   data.loss: auto")
+    return loss
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fit:
+    kept: list[int]
+    cut: list[int]
+    dropped: list[int]
+    too_long: list[int]
+    limit: int
+
+
+def _fit(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, adapter: str) -> _Fit:
+    limit = settings.max_length
+    long = [row for row, sample in enumerate(encoded) if len(sample.tokens) > limit]
+    none_left = settings.on_long == "drop" and len(long) == len(encoded)
+    if none_left or (long and settings.on_long == "error"):
+        raise _too_long(long, encoded, limit, rows, adapter)
+    too_long = long if settings.on_long == "drop" else []
+    left = np.ones(len(encoded), bool)
+    left[too_long] = False
+    dropped = [row for row in np.flatnonzero(left).tolist() if not encoded[row].mask[:limit].any()]
+    if len(dropped) > MOST_LOST * len(encoded):
+        raise _empty_loss(dropped, encoded, limit, rows, adapter)
+    left[dropped] = False
+    return _Fit(kept=np.flatnonzero(left).tolist(), cut=[row for row in long if left[row]], dropped=dropped,
+                too_long=too_long, limit=limit)
+
+
+def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
+    longest = max(long, key=lambda row: len(encoded[row].tokens))
+    tokens = len(encoded[longest].tokens)
+    return DataError("data.too-long", f"{adapter}: {len(long)} of {len(encoded)} rows are longer than "
+                     f"data.max_length={limit}.", where=rows.places(long),
+                     why=f"{rows.place(longest)} has {tokens} tokens",
+                     fix=f"data.max_length: {_round_up(tokens)}   or   data.on_long: cut")
+
+
+def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
+    first = encoded[dropped[0]]
+    what = f"{adapter}: {len(dropped)} of {len(encoded)} rows have no token to learn from."
+    if not first.mask.any():
+        return DataError("data.empty-loss", what, where=rows.places(dropped),
+                         why=f"{rows.place(dropped[0])} has no answer in its {len(first.tokens)} tokens",
+                         fix="lorafusion data preview shows the rows as tokens")
+    needed = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
+    return DataError("data.empty-loss", what, where=rows.places(dropped),
+                     why=f"data.max_length={limit} cuts the answer ({rows.place(dropped[0])}: {limit} of "
+                         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
+                     fix=f"data.max_length: {_round_up(needed + 1)}   or   data.on_long: drop")
+
+
+def _round_up(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
+
+
+def _collect(fit: _Fit, encoded: Sequence[Encoded], layout: Layout, rows: Rows, loss: str, raw: RawSource,
+             tokenizer: Tokenizer) -> TokenizedSet:
+    tokens = np.concatenate([encoded[row].tokens[: fit.limit] for row in fit.kept])
+    mask = np.concatenate([encoded[row].mask[: fit.limit] for row in fit.kept])
+    lengths = np.array([min(len(encoded[row].tokens), fit.limit) for row in fit.kept])
+    uncut = np.quantile([len(sample.tokens) for sample in encoded], QUANTILES, method="inverted_cdf")
+    report = DataReport(source=raw.name, format=layout.format, columns=layout.columns, loss=loss,
+                        rows=len(rows.values), tokens=len(tokens), loss_tokens=int(mask.sum()),
+                        longest=int(lengths.max()), cut=len(fit.cut), dropped=tuple(fit.dropped),
+                        too_long=tuple(fit.too_long), uncut=tuple(int(length) for length in uncut),
+                        template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
+                        data_hash=raw.digest[:16])
+    return TokenizedSet(tokens=tokens, loss_mask=mask, offsets=np.concatenate([[0], np.cumsum(lengths)]),
+                        rows=np.array(fit.kept, np.int64), report=report)

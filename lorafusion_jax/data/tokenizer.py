@@ -1,0 +1,201 @@
+"""A model directory's tokenizer: tokenizer.json, its special tokens and its chat template. Runs no code from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from lorafusion_jax.data.template import ChatTemplate, Rendered, check_template
+from lorafusion_jax.errors import CheckpointError
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+BATCH_ROWS = 512  # encodings of one call stay alive together, about 100 bytes a token
+
+
+class Encoded(NamedTuple):
+    """Tokens of one sample; mask is True where a token belongs to an answer."""
+
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenizer:
+    """Text ↔ tokens of one model.
+
+    Attributes:
+        chat_template: None where the model has none.
+        digest: hash of the vocabulary and its rules.
+        special_tokens: bos_token, eos_token, … as text.
+    """
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: ChatTemplate | None
+    digest: str
+    bos_id: int | None
+    eos_id: int | None
+    adds_bos: bool
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def template_hash(self) -> str:
+        """Hash of the chat template; `plain` where there is none."""
+        return self.chat_template.hash if self.chat_template else "plain"
+
+    def encode(self, text: str) -> list[int]:
+        """Encodes a text as it stands, without adding special tokens."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes tokens, special ones included."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        """Shows one token as the text it stands for; `�` for part of a character."""
+        text, raw = self.decode([token]), self.backend.id_to_token(int(token)) or ""
+        return " " + text if raw.startswith("▁") and not text.startswith(" ") else text  # a lone ▁word loses its space
+
+    def render(self, messages: Sequence[dict], *, tools: list | None = None, last_only: bool = False) -> Encoded:
+        """Renders and encodes a conversation with the chat template; the mask marks what the assistant says.
+
+        Raises:
+            TemplateProblem: the template cannot render these messages.
+            CheckpointError: tokenizer.no-template.
+        """
+        if self.chat_template is None:
+            raise CheckpointError("tokenizer.no-template", "the model has no chat template.")
+        return self.encode_rendered([self.chat_template.render_answers(messages, tools=tools, last_only=last_only)])[0]
+
+    def encode_rendered(self, samples: Sequence[Rendered]) -> list[Encoded]:
+        """Encodes many rendered samples, in parallel; answers begin at a token of their own."""
+        encoded = []
+        for start in range(0, len(samples), BATCH_ROWS):
+            part = samples[start : start + BATCH_ROWS]
+            found = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
+            encoded += [self._masked(sample, encoding) for sample, encoding in zip(part, found, strict=True)]
+        return encoded
+
+    def _masked(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
+        mask = np.zeros(len(encoding.ids), bool)
+        for start, stop in sample.answers:
+            first, end = _token_at(encoding, start, len(sample.text)), _token_at(encoding, stop, len(sample.text))
+            if first < len(mask) and encoding.token_to_chars(first)[0] < start:
+                return self._in_pieces(sample)
+            if end < len(mask) and encoding.token_to_chars(end)[0] < stop:
+                end += 1  # the answer's last characters share a token with what follows
+            mask[first:end] = True
+        return Encoded(np.asarray(encoding.ids, np.int32), mask)
+
+    def _in_pieces(self, sample: Rendered) -> Encoded:
+        # A token would reach from the prompt into the answer. When the model is used the prompt is encoded alone, so
+        # it is here, too.
+        tokens, mask, begin = [], [], 0
+        for start, stop in sample.answers:
+            for piece, learned in ((sample.text[begin:start], False), (sample.text[start:stop], True)):
+                ids = self.encode(piece)
+                tokens += ids
+                mask += [learned] * len(ids)
+            begin = stop
+        tail = self.encode(sample.text[begin:])
+        return Encoded(np.asarray(tokens + tail, np.int32), np.asarray(mask + [False] * len(tail), bool))
+
+
+def _token_at(encoding: tokenizers.Encoding, position: int, length: int) -> int:
+    while position < length:
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return token
+        position += 1  # some tokenizers leave spaces out of their tokens' ranges
+    return len(encoding.ids)
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """Loads the tokenizer of an HF model directory.
+
+    Reads tokenizer.json, tokenizer_config.json (special tokens, chat_template) and chat_template.jinja.
+
+    Raises:
+        CheckpointError: tokenizer.missing, tokenizer.broken, tokenizer.template.
+    """
+    folder = Path(model_dir)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError("tokenizer.missing", f"{folder} has no tokenizer.json.", where=str(folder),
+                              fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one")
+    content = path.read_bytes()
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as problem:  # the bindings raise plain Exception
+        raise CheckpointError("tokenizer.broken", f"{path} is no tokenizer.", where=str(path),
+                              why=str(problem)) from None
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(folder, config, backend)
+    template = _chat_template(folder, config, special)
+    ids = {name: backend.token_to_id(text) for name, text in special.items()}
+    probe = backend.encode("a", add_special_tokens=True).ids
+    bos = ids.get("bos_token")
+    digest = hashlib.sha256(content + json.dumps(sorted(special.items())).encode()).hexdigest()[:16]
+    return Tokenizer(backend=backend, special_tokens=special, chat_template=template, digest=digest, bos_id=bos,
+                     eos_id=ids.get("eos_token"),
+                     adds_bos=bos is not None and bool(config.get("add_bos_token", bool(probe) and probe[0] == bos)))
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as problem:
+        raise CheckpointError("tokenizer.broken", f"{path} is not JSON.", where=str(path), why=str(problem)) from None
+    return value if isinstance(value, dict) else {}
+
+
+def _special_tokens(folder: Path, config: dict, backend: tokenizers.Tokenizer) -> dict[str, str]:
+    sources = (config, _read_json(folder / "special_tokens_map.json"))
+    special = {}
+    for name in SPECIAL:
+        for source in sources:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special.setdefault(name, text)
+    for name in ("bos_token", "eos_token"):  # directories without tokenizer_config.json
+        identity = _read_json(folder / "config.json").get(name + "_id")
+        identity = identity[0] if isinstance(identity, list) and identity else identity
+        text = backend.id_to_token(identity) if isinstance(identity, int) else None
+        if text is not None:
+            special.setdefault(name, text)
+    return special
+
+
+def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatTemplate | None:
+    path, value = folder / "chat_template.jinja", config.get("chat_template")
+    where = folder / "tokenizer_config.json"
+    if path.is_file():
+        where = path
+        try:
+            value = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise CheckpointError("tokenizer.template", "the model's chat template cannot be read.", where=str(path),
+                                  why=str(problem)) from None
+    if isinstance(value, list):  # several by name
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    if not isinstance(value, str) or not value:
+        return None
+    template = ChatTemplate(source=value, special_tokens=special)
+    check_template(template, str(where))
+    return template
