@@ -1,0 +1,189 @@
+"""Packed attention against its definition, and that segments cannot reach each other."""
+
+import inspect
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorafusion_jax.models import Segments, attention
+from lorafusion_jax.models.attention import default_implementation
+
+C = 8
+# T, H, K, lengths: what is left over is padding.
+SHAPES = {
+    "one segment over several blocks": (300, 2, 2, [300]),
+    "many short": (300, 4, 2, [7, 1, 120, 64, 40]),
+    "segment borders on block borders": (384, 4, 1, [128, 256]),
+    "less than a block": (20, 2, 1, [5, 9]),
+}
+
+
+def inputs(T, H, K, lengths, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(T, heads, C)), dtype) for heads in (H, K, K, H)]
+    return arrays, Segments.from_lengths(lengths, T)
+
+
+def meaning(q, k, v, do, ids):
+    """float64 numpy: o and the gradients of Σ o·do, by the book."""
+    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
+    group = q.shape[1] // k.shape[1]
+    k_all, v_all = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    rows = np.arange(len(q))
+    seen = (ids[:, None] == ids) & (rows[:, None] >= rows)
+    s = np.where(seen, np.einsum("thc,shc->hts", q, k_all) * C**-0.5, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o = np.einsum("hts,shc->thc", p, v_all)
+    dp = np.einsum("thc,shc->hts", do, v_all)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * C**-0.5
+    fold = lambda x: x.reshape(len(q), -1, group, C).sum(2)  # noqa: E731
+    dk, dv = fold(np.einsum("hts,thc->shc", ds, q)), fold(np.einsum("hts,thc->shc", p, do))
+    return o, np.einsum("hts,shc->thc", ds, k_all), dk, dv
+
+
+@jax.jit
+def run(q, k, v, do, segments):
+    o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation="xla"), q, k, v)
+    return o, *pullback(do)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_and_gradients_are_the_definition(shape):
+    arrays, segments = inputs(*SHAPES[shape])
+    for got, wanted in zip(run(*arrays, segments), meaning(*arrays, segments.ids), strict=True):
+        # float32 sums of at most 300 terms: 1e-6 of the largest, five times that for room.
+        np.testing.assert_allclose(got, wanted, atol=5e-6 * np.abs(wanted).max())
+
+
+def test_bfloat16_inputs_give_bfloat16_results_near_the_definition():
+    arrays, segments = inputs(*SHAPES["many short"], dtype=jnp.bfloat16)
+    for got, wanted in zip(run(*arrays, segments), meaning(*arrays, segments.ids), strict=True):
+        assert got.dtype == jnp.bfloat16
+        # Probabilities, their gradients and the result are rounded to 8 bits.
+        np.testing.assert_allclose(got.astype(np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_bad_values_stay_in_their_segment(where, bad):
+    arrays, segments = inputs(*SHAPES["many short"])
+    clean = run(*arrays, segments)
+    spoiled = dict(zip(("q", "k", "v", "do"), arrays, strict=True))
+    row = 50  # in the third segment
+    spoiled[where] = spoiled[where].at[row].set(bad)
+    results = run(*spoiled.values(), segments)
+    others = segments.ids != segments.ids[row]
+    for got, wanted in zip(results, clean, strict=True):
+        np.testing.assert_array_equal(got[others], wanted[others])
+    own_o, *own_grads = (np.asarray(x)[~others] for x in results)
+    assert np.isnan(own_o).any() == (where != "do")
+    assert all(np.isnan(grad).any() for grad in own_grads)
+
+
+def test_bad_rows_do_not_reach_earlier_rows_forward():
+    arrays, segments = inputs(*SHAPES["many short"])
+    clean = run(*arrays, segments)[0]
+    arrays[2] = arrays[2].at[50].set(np.nan)
+    o = run(*arrays, segments)[0]
+    np.testing.assert_array_equal(o[:50], clean[:50])
+    assert np.isnan(o[50:128]).all()
+
+
+def test_segment_is_attended_alone():
+    arrays, segments = inputs(*SHAPES["many short"])
+    whole = run(*arrays, segments)
+    part = slice(8, 128)
+    alone = run(*(x[part] for x in arrays), Segments.from_lengths([120], 120))
+    for got, wanted in zip(whole, alone, strict=True):
+        # Other blocks, so other orders of the same float32 sums.
+        np.testing.assert_allclose(got[part], wanted, atol=5e-6 * np.abs(wanted).max())
+
+
+def test_no_square_of_the_rows_exists():
+    T = 4096
+    shapes = [jax.ShapeDtypeStruct((T, 2, C), jnp.float32)] * 4
+    memory = run.lower(*shapes, Segments.from_lengths([T], T)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < T * T * 4
+
+
+def test_unknown_implementation_is_refused():
+    arrays, segments = inputs(*SHAPES["less than a block"])
+    with pytest.raises(ValueError, match="none of 'xla', 'cudnn'"):
+        attention(*arrays[:3], segments, implementation="flash")
+
+
+def test_cudnn_says_what_it_cannot_do():
+    arrays, segments = inputs(*SHAPES["less than a block"])
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
+        attention(*arrays[:3], segments, implementation="cudnn")
+    narrow = [jnp.zeros((8, 2, 12), jnp.bfloat16)] * 3
+    with pytest.raises(NotImplementedError, match="multiple of 8"):
+        attention(*narrow, Segments.from_lengths([8], 8), implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype", "chosen"),
+    [
+        ("gpu", "9.0", jnp.bfloat16, "cudnn"),
+        ("gpu", "10.0", jnp.float16, "cudnn"),
+        ("gpu", "9.0", jnp.float32, "xla"),
+        ("gpu", "8.0", jnp.bfloat16, "xla"),
+        ("gpu", "gfx942", jnp.bfloat16, "xla"),
+        ("cpu", None, jnp.bfloat16, "xla"),
+    ],
+)
+def test_default_is_cudnn_on_hopper_and_later(monkeypatch, platform, capability, dtype, chosen):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert default_implementation(jnp.zeros((8, 2, C), dtype)) == chosen
+
+
+@pytest.fixture
+def cudnn_without_gpu(monkeypatch):
+    """Answers jax's questions about the machine as a Hopper host would, so that programs can be lowered for it."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(private, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(private, "is_cuda_compute_capability_equal", lambda capability: False)
+    return private
+
+
+def test_cudnn_forward_and_backward_lower_for_cuda(cudnn_without_gpu):
+    shapes = [jax.ShapeDtypeStruct((256, heads, 64), jnp.bfloat16) for heads in (4, 2, 2, 4)]
+
+    def both(q, k, v, do, segments):
+        o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation="cudnn"), q, k, v)
+        return o, *pullback(do)
+
+    text = (
+        jax.jit(both)
+        .trace(*shapes, Segments.from_lengths([100, 90], 256))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert name in text
+    assert "PADDING_CAUSAL" in text
+    assert r"max_seg_per_batch\22: 8" in text or 'max_seg_per_batch": 8' in text
+
+
+def test_private_function_still_has_the_arguments_we_pass(cudnn_without_gpu):
+    parameters = inspect.signature(cudnn_without_gpu.dot_product_attention).parameters
+    wanted = {
+        "query",
+        "key",
+        "value",
+        "q_seqlen",
+        "kv_seqlen",
+        "q_offsets",
+        "kv_offsets",
+        "scale",
+        "mask_type",
+        "qkv_layout",
+    }
+    assert wanted <= parameters.keys()
