@@ -1,0 +1,177 @@
+"""Merging an adapter into its base: a full Hugging Face directory, one tensor in memory at a time.
+
+K in · N out · r an adapter's rank
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.modules.spec import AdapterSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """What merging changed.
+
+    Attributes:
+        change: tensor → largest |scale · A B| added to it.
+        rounding: largest |W + scale · A B - what the checkpoint's dtype keeps of it|.
+    """
+
+    change: Mapping[str, float]
+    rounding: float
+
+    @property
+    def largest_change(self) -> float:
+        return max(self.change.values())
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def merge_adapter(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir: str | Path, *,
+                  finish: Callable[[Path], None] | None = None) -> MergeReport:
+    """Writes the base model with an adapter added to its weights.
+
+    W' = round(W + scale · A B), computed in float32, rounded to the checkpoint's dtype
+
+    Args:
+        base_dir: Hugging Face directory with model.safetensors, or shards and an index.
+        spec: the adapter; only its scale counts.
+        arrays: from `read_adapter` or `take_adapter`.
+        to_dir: new or empty folder; gets weights, index, configuration and tokenizer files.
+        finish: called with the folder before it gets its name.
+
+    Raises:
+        CheckpointError: `export.exists`; `merge.base`, everything in the base that is missing or does not fit.
+        RunError: `save.no-space`, `save.failed`.
+    """
+    base_dir = Path(base_dir)
+    places = _places(base_dir)
+    targets = {f"model.{path}.weight": pair for path, pair in arrays.items()}
+    raise_all(_misfits(places, targets, base_dir))
+    change: dict[str, float] = {}
+    rounding = 0.0
+    with new_folder(to_dir) as folder:
+        _copy_small_files(base_dir, folder)
+        for file in sorted({place.file for place in places.values()}):
+            shutil.copyfile(base_dir / file, folder / file)
+            with (folder / file).open("r+b") as stream:
+                for name in (name for name in targets if places[name].file == file):
+                    change[name], error = _add(stream, places[name], *targets[name], spec.scale)
+                    rounding = max(rounding, error)
+        if finish is not None:
+            finish(folder)
+    return MergeReport(change=change, rounding=rounding)
+
+
+def _add(stream: BinaryIO, place: _Place, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:
+    """Replaces one tensor by its merged self; dtype and shape stay, so its bytes stay where they were."""
+    stream.seek(place.start)
+    dtype = _DTYPES[place.dtype]
+    w_NK = np.frombuffer(stream.read(place.stop - place.start), dtype).reshape(place.shape).astype(np.float32)
+    delta_NK = np.float32(scale) * (b_rN.T @ a_Kr.T)
+    w_NK += delta_NK
+    with np.errstate(over="ignore"):
+        rounded_NK = w_NK.astype(dtype)
+    if not np.isfinite(rounded_NK).all():
+        raise CheckpointError("merge.not-finite", "a merged weight is not a finite number.", where=str(stream.name),
+                              why=f"{place.dtype} cannot hold it",
+                              fix="merge into a float32 or bfloat16 copy of the base")
+    stream.seek(place.start)
+    stream.write(rounded_NK.tobytes())
+    return float(np.abs(delta_NK).max()), float(np.abs(rounded_NK.astype(np.float32) - w_NK).max())
+
+
+def _misfits(places: Mapping[str, _Place], targets: Mapping[str, tuple[np.ndarray, np.ndarray]],
+             base_dir: Path) -> list[LoraFusionError]:
+    problems = []
+    for name, (a_Kr, b_rN) in targets.items():
+        shape = (b_rN.shape[1], a_Kr.shape[0])
+        if name not in places:
+            problems.append(f"missing: {name}")
+        elif places[name].shape != shape:
+            problems.append(f"misshapen: {name} is {list(places[name].shape)}, the adapter needs {list(shape)}")
+        elif places[name].dtype not in _DTYPES:
+            problems.append(f"quantised: {name} is {places[name].dtype}, only {', '.join(_DTYPES)} can be merged into")
+        elif places[name].stop - places[name].start != math.prod(shape) * _DTYPES[places[name].dtype].itemsize:
+            problems.append(f"damaged: {name} has too few or too many bytes")
+    return [CheckpointError("merge.base", "the adapter does not fit this base model.",
+                            where=f"{base_dir}\n    " + "\n    ".join(problems))] if problems else []
+
+
+def _copy_small_files(base_dir: Path, folder: Path) -> None:
+    for file in sorted(base_dir.iterdir()):
+        if file.is_file() and (file.suffix in _COPIED or file.name.upper().startswith(("LICENSE", "NOTICE"))):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _places(base_dir: Path) -> dict[str, _Place]:
+    """Reads the headers of all weight files."""
+    places: dict[str, _Place] = {}
+    errors: list[LoraFusionError] = []
+    for file in _weight_files(base_dir):
+        try:
+            places.update(_header(base_dir / file))
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            errors.append(CheckpointError("merge.base", f"{file} cannot be read.", where=str(base_dir / file),
+                                          why=str(problem)))
+    raise_all(errors)
+    return places
+
+
+def _weight_files(base_dir: Path) -> list[str]:
+    index = base_dir / INDEX
+    if not index.is_file():
+        if (base_dir / SINGLE).is_file():
+            return [SINGLE]
+        raise CheckpointError("merge.base", f"{base_dir} holds neither {SINGLE} nor {INDEX}.",
+                              fix="point to the base model's folder")
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError("merge.base", f"{INDEX} cannot be read.", where=str(index), why=str(problem)) from None
+    if any(Path(file).name != file for file in files):  # "../other" would be written outside the new folder
+        raise CheckpointError("merge.base", f"{INDEX} names files outside its folder.", where=str(index))
+    return files
+
+
+def _header(file: Path) -> Iterator[tuple[str, _Place]]:
+    """Yields name and place of each tensor: 8 bytes length, JSON, then the data (the safetensors layout)."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > size - 8:
+            raise ValueError("the header is longer than the file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, stop = (8 + length + offset for offset in entry["data_offsets"])
+        if not 8 + length <= start <= stop <= size:
+            raise ValueError(f"{name} lies outside the file")
+        yield name, _Place(file.name, entry["dtype"], tuple(entry["shape"]), start, stop)

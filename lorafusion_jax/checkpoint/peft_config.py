@@ -1,0 +1,123 @@
+"""adapter_config.json ↔ AdapterSpec, in PEFT's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
+
+CONFIG_FILE = "adapter_config.json"
+# Options that change what an adapter computes, with the values that mean "off".
+_OFF: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+}
+
+
+def config_of(spec: AdapterSpec, base_name: str) -> dict[str, Any]:
+    """Says in PEFT's words what an adapter is.
+
+    >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
+    ['q_proj', 'k_proj']
+    """
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "revision": None,
+        "r": spec.rank, "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
+        "lora_dropout": spec.dropout, "use_rslora": spec.rslora, "target_modules": list(spec.targets),
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False,
+        "layers_to_transform": None, "layers_pattern": None, "auto_mapping": None,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads adapter_config.json.
+
+    Raises:
+        CheckpointError: `peft.missing-file` or `peft.bad-config`.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("peft.missing-file", f"{folder} is no PEFT folder: it has no {CONFIG_FILE}.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise CheckpointError("peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file),
+                              why=str(problem)) from None
+    if not isinstance(raw, dict):
+        raise CheckpointError("peft.bad-config", f"{CONFIG_FILE} is not a JSON object.", where=str(file))
+    return raw
+
+
+def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: str) -> AdapterSpec:
+    """Builds the specification of a folder.
+
+    Args:
+        raw: adapter_config.json.
+        present: names of the projections that the tensors speak of.
+        name: of the adapter.
+        where: file, for messages.
+
+    Raises:
+        CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
+            missing or wrong (`peft.bad-config`).
+    """
+    errors: list[LoraFusionError] = [
+        CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
+        for what in _unsupported(raw)]
+    targets = _targets(raw, present, where, errors)
+    numbers = {key: _number(raw, key, default, where, errors)
+               for key, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0.0))}
+    raise_all(errors)
+    return AdapterSpec(name=name, rank=int(numbers["r"]), alpha=float(numbers["lora_alpha"]),
+                       rslora=bool(raw.get("use_rslora")), dropout=float(numbers["lora_dropout"]), targets=targets)
+
+
+def _unsupported(raw: Mapping[str, Any]) -> list[str]:
+    found = [] if raw.get("peft_type") == "LORA" else [f"peft_type={raw.get('peft_type')!r}"]
+    found += [f"{key}={raw[key]!r}" for key, off in _OFF.items() if key in raw and raw[key] not in off]
+    for key, same in (("rank_pattern", raw.get("r")), ("alpha_pattern", raw.get("lora_alpha"))):
+        pattern = raw.get(key) or {}
+        if not isinstance(pattern, dict) or any(value != same for value in pattern.values()):
+            found.append(f"{key}={pattern!r}")
+    return found
+
+
+def _targets(raw: Mapping[str, Any], present: Sequence[str], where: str,
+             errors: list[LoraFusionError]) -> tuple[str, ...]:
+    """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
+    said = raw.get("target_modules")
+    names = list(present) if isinstance(said, str) and (said == ALL_LINEAR or said not in TARGETS) else said
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not names:
+        errors.append(CheckpointError("peft.bad-config", f"target_modules={said!r} names no projection.", where=where))
+        return ()
+    others = [name for name in names if str(name).rsplit(".", 1)[-1] not in TARGETS]
+    errors += [CheckpointError("peft.unsupported", f"this adapter targets {name!r}, which is not supported.",
+                               where=where, why=f"only {', '.join(TARGETS)} carry LoRA here") for name in others]
+    short = {str(name).rsplit(".", 1)[-1] for name in names}
+    return tuple(name for name in TARGETS if name in short)
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None, where: str,
+            errors: list[LoraFusionError]) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value != int(value)):
+        errors.append(CheckpointError("peft.bad-config", f"{key}={value!r} is not a number that can be used.",
+                                      where=where))
+        return 1
+    return value
