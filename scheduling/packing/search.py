@@ -44,6 +44,7 @@ class _Node:
     """A partial plan: the state after its slots, and how it came about."""
 
     promise: float
+    end: float  # no continuation has fewer slots
     batch: tuple[int, ...]
     mask: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -85,7 +86,7 @@ def _beam(
                 rival = found.get(key)
                 if rival is None or child.promise < rival.promise:
                     found[key] = child
-        level = [child for child in found.values() if child.promise < slots]
+        level = [child for child in found.values() if child.end <= slots - 1]
         level.sort(key=lambda child: child.promise)
         del level[width:]
         finished = next((child for child in level if not child.left), None)
@@ -100,6 +101,7 @@ def _start(problem: Problem) -> _Node:
     first = [batches[0] if batches else None for batches in problem.batches]
     return _Node(
         promise=0.0,
+        end=0.0,
         batch=(0,) * len(first),
         mask=tuple(batch.full_mask if batch else 0 for batch in first),
         tokens=tuple(batch.total if batch else 0 for batch in first),
@@ -154,20 +156,20 @@ def _child(problem: Problem, node: _Node, slot: int, order: list[int], choose: C
                 following = problem.batches[job][batch[job]]
                 mask[job], tokens[job] = following.full_mask, following.total
     fluid_end = slot + 1 + left / problem.slot_tokens
-    child = _Node(fluid_end, tuple(batch), tuple(mask), tuple(tokens), tuple(ready), left, node, filled)
-    child.promise += _lateness(problem, child, slot + 1, fluid_end)
+    child = _Node(fluid_end, fluid_end, tuple(batch), tuple(mask), tuple(tokens), tuple(ready), left, node, filled)
+    _add_lateness(problem, child, slot + 1)
     return child
 
 
-def _lateness(problem: Problem, node: _Node, now: int, fluid_end: float) -> float:
+def _add_lateness(problem: Problem, node: _Node, now: int) -> None:
     """Σ exp((earliest end of the job - S + 1 - end of fluid tokens) / SOFTNESS) over unfinished jobs."""
-    due = fluid_end + problem.num_stages - 1
-    late = 0.0
+    due = node.promise + problem.num_stages - 1
     for job, mask in enumerate(node.mask):
         if mask:
-            start = max(now, node.ready[job])
-            late += exp((start + _way(problem, job, node.batch[job], node.tokens[job]) - due) / SOFTNESS)
-    return late
+            end = max(now, node.ready[job]) + _way(problem, job, node.batch[job], node.tokens[job])
+            node.promise += exp((end - due) / SOFTNESS)
+            if end > node.end:
+                node.end = end
 
 
 def _filling(node: _Node) -> Filling:
