@@ -1,0 +1,214 @@
+"""How long a stage takes: linear in tokens and in squared sample lengths, from measurements or from a device's rates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from scheduling.errors import PlanError
+
+SCHEMA = "lorafusion.cost/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """Seconds of one forward or backward pass of one stage: fixed + token · tokens + square · Σ length²."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    square_s: float = 0.0
+
+    def __post_init__(self):
+        _check_costs(self)
+
+    def seconds(self, tokens: float, squares: float) -> float:
+        return self.fixed_s + self.token_s * tokens + self.square_s * squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One pipeline stage: its two passes, and one adapter's optimizer step."""
+
+    forward: PassCost
+    backward: PassCost
+    update_s: float = 0.0
+
+    def __post_init__(self):
+        _check_costs(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """What a run's events cost.
+
+    Args:
+        stages: one entry per stage; a single entry serves any number of stages.
+        transfer_s: fixed part of sending activations to the next stage.
+        transfer_token_s: part per token of the microbatch.
+        source: where the figures come from, shown with every prediction.
+    """
+
+    stages: tuple[StageCost, ...]
+    transfer_s: float = 0.0
+    transfer_token_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self):
+        _check_costs(self)
+        if not self.stages:
+            raise PlanError("plan.cost", "a cost model needs at least one stage")
+
+    def stage(self, index: int) -> StageCost:
+        return self.stages[index] if len(self.stages) > 1 else self.stages[0]
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> CostModel:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: not a cost model of this version.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("schema") != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}")
+            stages = tuple(
+                StageCost(
+                    forward=PassCost(**stage["forward"]),
+                    backward=PassCost(**stage["backward"]),
+                    update_s=stage["update_s"],
+                )
+                for stage in data.pop("stages")
+            )
+            return CostModel(stages=stages, **data)
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError("plan.cost-format", "this is not a cost model", why=repr(error)) from None
+
+
+class Measurement(NamedTuple):
+    """One timed pass of one stage."""
+
+    stage: int
+    kind: Literal["forward", "backward"]
+    tokens: int
+    squares: int
+    seconds: float
+
+
+def fit_cost_model(
+    measurements: Iterable[Measurement],
+    *,
+    update_s: float = 0.0,
+    transfer_s: float = 0.0,
+    transfer_token_s: float = 0.0,
+    source: str = "measured",
+) -> CostModel:
+    """Fits each stage's passes to measurements by least squares, with coefficients that cannot be negative.
+
+    >>> times = [Measurement(0, kind, n, n * n, 1e-3 + 2e-6 * n) for n in (1, 50, 99) for kind in ("forward", "backward")]
+    >>> round(fit_cost_model(times).stages[0].forward.token_s, 9)
+    2e-06
+    """
+    by_pass: dict[tuple[int, str], list[Measurement]] = {}
+    for measurement in measurements:
+        if not math.isfinite(measurement.seconds) or measurement.seconds < 0:
+            raise PlanError("plan.cost", f"a pass of stage {measurement.stage} took {measurement.seconds!r} s")
+        by_pass.setdefault((measurement.stage, measurement.kind), []).append(measurement)
+    stages = sorted({stage for stage, _ in by_pass})
+    wanted = [(stage, kind) for stage in range(len(stages)) for kind in ("forward", "backward")]
+    if not stages or any(key not in by_pass for key in wanted):
+        raise PlanError("plan.cost", "measure forward and backward of every stage", where=f"stages seen: {stages}")
+    fits = {key: _fit_pass(by_pass[key]) for key in wanted}
+    return CostModel(
+        stages=tuple(
+            StageCost(forward=fits[stage, "forward"], backward=fits[stage, "backward"], update_s=update_s)
+            for stage in range(len(stages))
+        ),
+        transfer_s=transfer_s,
+        transfer_token_s=transfer_token_s,
+        source=source,
+    )
+
+
+def _fit_pass(measurements: list[Measurement]) -> PassCost:
+    """Non-negative least squares over three coefficients: the best of all subsets that come out non-negative."""
+    features = np.array([(1.0, m.tokens, m.squares) for m in measurements])
+    seconds = np.array([m.seconds for m in measurements])
+    best, best_error = np.zeros(3), float(seconds @ seconds)
+    for count in (1, 2, 3):
+        for columns in combinations(range(3), count):
+            part = features[:, columns]
+            scale = np.abs(part).max(axis=0)
+            answer = np.linalg.lstsq(part / np.where(scale > 0, scale, 1), seconds, rcond=None)[0]
+            error = float(np.sum((part / np.where(scale > 0, scale, 1) @ answer - seconds) ** 2))
+            if (answer >= 0).all() and error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(3), error
+                best[list(columns)] = answer / np.where(scale > 0, scale, 1)
+    return PassCost(fixed_s=float(best[0]), token_s=float(best[1]), square_s=float(best[2]))
+
+
+class _Rates(NamedTuple):
+    gemm_flops: float  # sustained by large bf16 matrix products
+    attention_flops: float
+    link_bytes: float  # between stages, per second
+    fixed_tokens: float  # a pass costs as much as if it had that many more tokens
+
+
+# H200: 8192 tokens of an 8B model, frozen, in 374 ms = 700 TFLOP/s; packed attention at 600 (FLOPs counted causal);
+# device_put over NVLink 112 GB/s; a GEMM of 4096 rows takes 1/1.95 of one of 8192. H100: same chip, 5 % lower clocks
+# under load. CPU: order of magnitude of two cores in float32.
+_RATES = {
+    "h200": _Rates(700e12, 600e12, 112e9, 200),
+    "h100": _Rates(665e12, 570e12, 112e9, 200),
+    "cpu": _Rates(60e9, 20e9, 5e9, 20),
+}
+_LORA = 1.09  # one H200, whole layer: forward + backward with LoRA over frozen
+
+
+def default_cost_model(
+    device: str = "h200",
+    *,
+    num_stages: int = 1,
+    parameters: float = 8.0e9,
+    num_layers: int = 32,
+    hidden_size: int = 4096,
+) -> CostModel:
+    """Predicts from the device's rates: forward and backward take 2·P FLOPs a token each (a frozen base has no dW).
+
+    Raises:
+        PlanError: an unknown device; the message lists the known ones.
+
+    >>> round(8192 / sum(default_cost_model("h200").stages[0].forward.seconds(8192, 0) * 2 for _ in range(1)), -3)
+    20000.0
+    """
+    if device not in _RATES:
+        raise PlanError("plan.device", f"no default costs for {device!r}", fix=f"one of {', '.join(_RATES)}, or measure")
+    rates = _RATES[device]
+    token_s = _LORA * 2 * parameters / num_stages / rates.gemm_flops
+    square_s = 2 * hidden_size * num_layers / num_stages / rates.attention_flops  # Q K^T and P V, causal half
+    forward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=square_s)
+    backward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=2.5 * square_s)
+    return CostModel(
+        stages=(StageCost(forward=forward, backward=backward, update_s=2 * rates.fixed_tokens * token_s / 10),),
+        transfer_s=2e-5,
+        transfer_token_s=2 * hidden_size / rates.link_bytes,
+        source=f"default rates of {device}, {parameters / 1e9:g}B parameters in {num_stages} stages (not measured)",
+    )
+
+
+def _check_costs(cost: PassCost | StageCost | CostModel) -> None:
+    for field in fields(cost):
+        value = getattr(cost, field.name)
+        if field.name.endswith("_s") and not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+            raise PlanError("plan.cost", f"{field.name} must be a number of seconds, not {value!r}")

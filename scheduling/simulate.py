@@ -1,0 +1,109 @@
+"""Plays a plan's events against a cost model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scheduling.cost_model import CostModel
+from scheduling.errors import PlanError
+from scheduling.pipeline import Event, Program, one_forward_one_backward
+from scheduling.timeline import Span, Timeline
+from scheduling.types import Plan
+
+
+def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = None) -> Timeline:
+    """Predicts when each stage does what.
+
+    A forward waits for the activations of the stage before, a backward for the gradients of the stage after, and every
+    event for the one before it on its stage. Shapes are static: a microbatch costs its capacity, however full. Replicas
+    wait for the slowest.
+
+    Args:
+        program: the events in order (None: 1F1B of this plan).
+
+    >>> from scheduling import AdapterJob, default_cost_model, make_plan
+    >>> plan = make_plan([AdapterJob("law", [700] * 64, 8)], capacity_tokens=1024, num_stages=2)
+    >>> timeline = simulate(plan, default_cost_model(num_stages=2))
+    >>> len(timeline.spans) == 2 * (2 * 64 + 8)
+    True
+    """
+    if len(cost_model.stages) not in (1, plan.num_stages):
+        raise PlanError("plan.cost", f"costs of {len(cost_model.stages)} stages for a plan of {plan.num_stages} stages")
+    program = one_forward_one_backward(plan) if program is None else program
+    loads = _loads(plan)
+    transfer_s = cost_model.transfer_s + cost_model.transfer_token_s * plan.capacity_tokens
+    ends: dict[tuple[str, int, int], float] = {}
+    clock = [0.0] * plan.num_stages
+    position = [0] * plan.num_stages
+    spans: list[Span] = []
+    waiting = list(range(plan.num_stages))
+    while waiting:
+        stage = waiting.pop()
+        moved = False
+        while position[stage] < len(program[stage]):
+            event = program[stage][position[stage]]
+            arrival = _arrival(event, plan.num_stages, ends, transfer_s)
+            if arrival is None:
+                break
+            start = max(clock[stage], arrival)
+            end = start + _seconds(event, cost_model, loads)
+            spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
+            ends[event.kind, stage, event.slot] = clock[stage] = end
+            position[stage] += 1
+            moved = True
+        if moved:
+            waiting += [near for near in (stage - 1, stage + 1) if 0 <= near < plan.num_stages and near not in waiting]
+    if any(position[stage] < len(program[stage]) for stage in range(plan.num_stages)):
+        raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
+    return Timeline(
+        spans=tuple(spans),
+        num_stages=plan.num_stages,
+        title=f"predicted: {cost_model.source}" if cost_model.source else "predicted",
+        slot_adapters={index: load.adapters for index, load in enumerate(loads) if load.adapters},
+        tokens=plan.tokens,
+    )
+
+
+class _Load(NamedTuple):
+    """What a slot's slowest replica computes."""
+
+    tokens: int
+    squares: int
+    adapters: tuple[str, ...]
+
+
+def _loads(plan: Plan) -> list[_Load]:
+    lengths = {job.name: job.sample_tokens for job in plan.jobs}
+    loads = []
+    for slot in plan.slots:
+        squares = 0
+        for part in slot.replicas:
+            sizes = [lengths[ref.adapter][ref.sample] for ref in part]
+            padding = plan.capacity_tokens - sum(sizes)  # the tail is a segment of its own
+            squares = max(squares, sum(size * size for size in sizes) + padding * padding)
+        names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
+        loads.append(_Load(plan.capacity_tokens, squares, names))
+    return loads
+
+
+def _arrival(event: Event, num_stages: int, ends: dict[tuple[str, int, int], float], transfer_s: float) -> float | None:
+    """When the event's input is there; None if it is not known yet."""
+    if event.kind == "update":
+        return 0.0
+    if event.kind == "forward":
+        if event.stage == 0:
+            return 0.0
+        sent = ends.get(("forward", event.stage - 1, event.slot))
+    elif event.stage == num_stages - 1:
+        return ends.get(("forward", event.stage, event.slot))
+    else:
+        sent = ends.get(("backward", event.stage + 1, event.slot))
+    return None if sent is None else sent + transfer_s
+
+
+def _seconds(event: Event, cost_model: CostModel, loads: list[_Load]) -> float:
+    cost = cost_model.stage(event.stage)
+    if event.kind == "update":
+        return cost.update_s * len(event.adapters)
+    load = loads[event.slot]
+    return (cost.forward if event.kind == "forward" else cost.backward).seconds(load.tokens, load.squares)
