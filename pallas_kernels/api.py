@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels import backends, vjp
 from pallas_kernels.backends import Implementation
+from pallas_kernels.device import interprets
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import rows_per_tile
@@ -146,6 +147,7 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
         num_adapters=num_adapters,
         backend=backends.choose(implementation),
         single=single,
+        interpret=interprets(),
     )
     backends.check(static, ops)
     ys = vjp.apply(static, vjp.vary_like(ops))

@@ -12,6 +12,8 @@ Implementation = Literal["xla", "pallas_triton", "pallas_mosaic_gpu"]
 
 _MODULES = {
     "xla": "pallas_kernels.xla",
+    "pallas_triton": "pallas_kernels.triton.backend",
+    "pallas_mosaic_gpu": "pallas_kernels.mosaic_gpu.backend",
 }
 
 

@@ -1,0 +1,45 @@
+"""What the device is that a program is built for: the attached one, or the abstract one of an ahead-of-time lowering."""
+
+from __future__ import annotations
+
+import jax
+
+_DEFAULT_SMS = 132
+
+
+def target_platform() -> str:
+    """"gpu", "cpu" or "tpu"."""
+    abstract = _abstract_device()
+    return abstract.platform if abstract is not None else jax.default_backend()
+
+
+def device_kind() -> str:
+    """The vendor's name, e.g. "NVIDIA H200"."""
+    abstract = _abstract_device()
+    return abstract.device_kind if abstract is not None else jax.devices()[0].device_kind
+
+
+def num_sms() -> int:
+    """Multiprocessors of the GPU: the size of a persistent grid."""
+    abstract = _abstract_device()
+    device = abstract if abstract is not None else jax.devices()[0]
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _DEFAULT_SMS
+
+
+def is_hopper() -> bool:
+    """True on sm_90: H100, H200, GH200, H800, H20."""
+    if target_platform() not in ("gpu", "cuda"):
+        return False
+    capability = None if _abstract_device() is not None else getattr(jax.devices()[0], "compute_capability", None)
+    if capability is not None:
+        return str(capability).startswith("9.")
+    return any(name in device_kind() for name in ("H100", "H200", "GH200", "H800", "H20"))
+
+
+def interprets() -> bool:
+    """True where Pallas-Triton kernels can only be interpreted."""
+    return target_platform() == "cpu"
+
+
+def _abstract_device():
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

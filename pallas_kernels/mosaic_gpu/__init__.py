@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels (Hopper, sm_90)."""

@@ -1,0 +1,293 @@
+"""The frozen product with the low-rank product in the same accumulator, for Hopper (TMA, wgmma, warp specialisation).
+
+forward:   y  = x W + S B[k]                 (scale folded into B)
+backward:  dx = dY W^T + mask * (dS A[k]^T)   (dropout scale folded into A)
+
+A persistent grid walks the output tiles.  One warpgroup streams operand tiles into shared memory, two multiply.  Each
+of the two fetches its own rows of S and its adapter's slice of the bank before its first step and spends them after
+the last one, so their latency is hidden.  Without dropout they are one more wgmma into the accumulator; with dropout
+the product is formed in pieces in the epilogue, masked with packed keep bits whose order is the accumulator's own
+register layout, and added.
+
+M rows · C contracted features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.dropout import BLOCK, WORDS
+
+SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    tile_m: int = 128  # rows of one compute warpgroup
+    tile_n: int = 128
+    tile_k: int = 64
+    stages: int = 4
+    store_m: int = 64
+    store_n: int = 32
+    band: int = 8  # output tiles walked side by side, for reuse in L2
+    along_n: bool = True  # direction inside a band
+    split_n: bool = True  # the two warpgroups share rows (else columns)
+
+    @property
+    def block_m(self) -> int:
+        return self.tile_m * (1 if self.split_n else 2)
+
+    @property
+    def block_n(self) -> int:
+        return self.tile_n * (2 if self.split_n else 1)
+
+    def smem_bytes(self, rank: int) -> int:
+        """Shared memory of a block with 2-byte operands."""
+        operands = self.stages * self.tile_k * (self.block_m + self.block_n)
+        low = 2 * rank * (self.tile_m + self.tile_n)
+        store = 2 * 2 * min(self.store_m, self.tile_m) * min(self.store_n, self.tile_n)
+        return 2 * (operands + low + store)
+
+
+def gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    low: jax.Array,
+    bank: jax.Array,
+    block_adapter: jax.Array,
+    *,
+    transposed: bool,
+    low_offset: int = 0,
+    bits: jax.Array | None = None,
+    config: GemmConfig,
+    num_sms: int,
+) -> jax.Array:
+    """Returns lhs @ rhs + mask * (low @ bank[adapter of the row]), [M, N] in lhs.dtype.
+
+    Args:
+        low: [M, >= R]; its columns low_offset .. low_offset + R meet the bank.
+        transposed: rhs is [N, C] and bank [A + 1, N, R]; otherwise rhs is [C, N] and bank [A + 1, R, N].
+        block_adapter: int32 [M / tile_m], 0..A; adapter A is zero and serves padding rows.
+        bits: uint32 [M, N / 256, 8], keep bits over the output's columns.
+    """
+    num_rows, depth = lhs.shape
+    out_features = rhs.shape[0] if transposed else rhs.shape[1]
+    rank = bank.shape[2] if transposed else bank.shape[1]
+    dtype = lhs.dtype
+    grid_m, grid_n = num_rows // config.block_m, out_features // config.block_n
+    has_bits = bits is not None
+
+    def kernel(lhs_gmem, rhs_gmem, low_gmem, bank_gmem, adapter_gmem, *rest):
+        bits_gmem, out_gmem = (rest if has_bits else (None, *rest))
+
+        def pipeline(body, context):
+            return plgpu.emit_pipeline_warp_specialized(
+                body,
+                grid=(depth // config.tile_k,),
+                memory_registers=40,
+                max_concurrent_steps=config.stages,
+                wg_axis="wg",
+                num_compute_wgs=2,
+                compute_context=context,
+                in_specs=_operand_specs(config, dtype, transposed),
+            )
+
+        def nothing(*_, **__):
+            return None
+
+        scopes = _scopes(config, dtype, rank, transposed)
+        scopes["buffers"] = pipeline(nothing, nothing).get_allocations(lhs_gmem, rhs_gmem)
+
+        @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
+        def _(buffers, out_smem, low_smem, bank_smem, low_barrier):
+            wg = lax.axis_index("wg")
+
+            @plgpu.nd_loop((grid_m * grid_n,), collective_axes="sm")
+            def _(info):
+                block_row, block_col = plgpu.planar_snake(
+                    info.index[0], (grid_m, grid_n), 1 if config.along_n else 0, config.band
+                )
+                row0 = block_row * config.block_m + (0 if config.split_n else wg * config.tile_m)
+                col0 = block_col * config.block_n + (wg * config.tile_n if config.split_n else 0)
+                tile = _Tile(
+                    config=config, dtype=dtype, rank=rank, transposed=transposed, wg=wg, row0=row0, col0=col0,
+                    low_smem=low_smem, bank_smem=bank_smem, low_barrier=low_barrier, out_smem=out_smem,
+                )  # fmt: skip
+
+                def context(run):
+                    tile.fetch_low(low_gmem, low_offset, bank_gmem, adapter_gmem)
+                    words = tile.load_words(bits_gmem) if has_bits else None
+
+                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
+                    def _(acc):
+                        run(acc)
+                        plgpu.barrier_wait(low_barrier.at[wg])
+                        if words is None:
+                            tile.multiply_low(acc)
+                        tile.store(acc[...], out_gmem, words)
+
+                def step(_, lhs_smem, rhs_smem, acc):
+                    plgpu.wgmma(acc, *tile.operands(lhs_smem, rhs_smem))
+                    plgpu.wgmma_wait(0)
+                    return acc
+
+                rows = pl.ds(block_row * config.block_m, config.block_m)
+                columns = pl.ds(block_col * config.block_n, config.block_n)
+                pipeline(step, context)(
+                    lhs_gmem.at[rows, :],
+                    rhs_gmem.at[columns, :] if transposed else rhs_gmem.at[:, columns],
+                    allocations=buffers,
+                )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows, out_features), dtype),
+        grid=(num_sms,),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(lhs, rhs, low, bank, block_adapter, *([bits] if has_bits else []))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """One output tile as one compute warpgroup sees it."""
+
+    config: GemmConfig
+    dtype: Any
+    rank: int
+    transposed: bool
+    wg: Any
+    row0: Any
+    col0: Any
+    low_smem: Any
+    bank_smem: Any
+    low_barrier: Any
+    out_smem: Any
+
+    def fetch_low(self, low_gmem, low_offset, bank_gmem, adapter_gmem) -> None:
+        """Starts the copies of S and of the adapter's slice of the bank."""
+        rows, columns = pl.ds(self.row0, self.config.tile_m), pl.ds(self.col0, self.config.tile_n)
+        adapter = adapter_gmem[lax.div(self.row0, self.config.tile_m)]
+        own = bank_gmem.at[adapter]
+        barrier = self.low_barrier.at[self.wg]
+        plgpu.copy_gmem_to_smem(low_gmem.at[rows, pl.ds(low_offset, self.rank)], self.low_smem.at[self.wg], barrier)
+        source = own.at[columns, :] if self.transposed else own.at[:, columns]
+        plgpu.copy_gmem_to_smem(source, self.bank_smem.at[self.wg], barrier)
+
+    def operands(self, lhs_smem, rhs_smem):
+        """This warpgroup's part of the streamed operands."""
+        config = self.config
+        if config.split_n:
+            part = pl.ds(self.wg * config.tile_n, config.tile_n)
+            rhs_smem = rhs_smem.at[part, :] if self.transposed else rhs_smem.at[:, part]
+        else:
+            lhs_smem = lhs_smem.at[pl.ds(self.wg * config.tile_m, config.tile_m)]
+        return lhs_smem, rhs_smem.transpose((1, 0)) if self.transposed else rhs_smem
+
+    def multiply_low(self, acc) -> None:
+        bank = self.bank_smem.at[self.wg]
+        plgpu.wgmma(acc, self.low_smem.at[self.wg], bank.transpose((1, 0)) if self.transposed else bank)
+        plgpu.wgmma_wait(0)
+
+    def load_words(self, bits_gmem):
+        """Loads the tile's keep words: a thread gets exactly the words of its own rows and column pairs."""
+        words = plgpu.load(
+            bits_gmem.at[pl.ds(self.row0, self.config.tile_m), lax.div(self.col0, BLOCK), :],
+            layout=plgpu.Layout.WGMMA,
+            optimized=False,
+        )
+        first = lax.div(lax.rem(self.col0, BLOCK), WORDS).astype(jnp.uint32)
+        return lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
+
+    def masked_low(self, words, j: int):
+        """mask * (S B) of the j-th store chunk, in a small accumulator of its own."""
+        width = self.config.store_n
+        columns = pl.ds(j * width, width)
+        bank = self.bank_smem.at[self.wg]
+        bank = bank.at[columns, :].transpose((1, 0)) if self.transposed else bank.at[:, columns]
+
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((self.config.tile_m, width), jnp.float32))
+        def low(acc):
+            plgpu.wgmma(acc, self.low_smem.at[self.wg], bank)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        parts = []
+        for q in range(width // WORDS):
+            keep = (words & np.uint32(1 << (j * width // WORDS + q))) != jnp.zeros_like(words)
+            part = low[:, WORDS * q : WORDS * (q + 1)]
+            parts.append(jnp.where(keep, part, jnp.zeros_like(part)))
+        return lax.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+
+    def store(self, acc, out_gmem, words) -> None:
+        """Converts and stores the tile chunk by chunk through two shared-memory slots."""
+        config = self.config
+        height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
+        per_column = config.tile_m // height
+        slots = min(2, per_column * (config.tile_n // width))
+        out_tile = out_gmem.at[pl.ds(self.row0, config.tile_m), pl.ds(self.col0, config.tile_n)]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for j in range(config.tile_n // width):
+            columns = slice(j * width, (j + 1) * width)
+            chunk = acc[:, columns]
+            if words is not None:
+                chunk = chunk + self.masked_low(words, j)
+            chunk = chunk.astype(self.dtype)
+            for i in range(per_column):
+                rows = slice(i * height, (i + 1) * height)
+                slot = (j * per_column + i) % slots
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self.out_smem[self.wg, slot] = chunk[rows]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(self.out_smem.at[self.wg, slot], out_tile.at[rows, columns])
+
+
+def _operand_specs(config: GemmConfig, dtype: Any, transposed: bool):
+    transforms = _transforms(config.tile_k, dtype)
+    lhs = plgpu.BlockSpec(
+        (config.block_m, config.tile_k), lambda k: (0, k), transforms=transforms, memory_space=plgpu.SMEM
+    )
+    if transposed:
+        rhs = plgpu.BlockSpec(
+            (config.block_n, config.tile_k), lambda k: (0, k), transforms=transforms, memory_space=plgpu.SMEM
+        )
+    else:
+        rhs = plgpu.BlockSpec(
+            (config.tile_k, config.block_n), lambda k: (k, 0), transforms=transforms, memory_space=plgpu.SMEM
+        )
+    return [lhs, rhs]
+
+
+def _scopes(config: GemmConfig, dtype: Any, rank: int, transposed: bool) -> dict[str, Any]:
+    """Shared memory of a block besides the pipeline's buffers."""
+    height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
+    slots = min(2, (config.tile_m // height) * (config.tile_n // width))
+    # both operands of the low-rank product must share one swizzle; S has rows of R elements, so R decides
+    low = _transforms(rank, dtype)
+    bank = (2, config.tile_n, rank) if transposed else (2, rank, config.tile_n)
+    return {
+        "out_smem": plgpu.SMEM((2, slots, height, width), dtype, transforms=_transforms(width, dtype)),
+        "low_smem": plgpu.SMEM((2, config.tile_m, rank), dtype, transforms=low),
+        "bank_smem": plgpu.SMEM(bank, dtype, transforms=low),
+        "low_barrier": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+    }
+
+
+def _transforms(columns: int, dtype: Any):
+    item = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * item * 8)
+    return (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))

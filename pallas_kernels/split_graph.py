@@ -1,0 +1,203 @@
+"""The split graph over Pallas kernels: what is prepared around them, for one or several projections of one input.
+
+    forward    S = drop(x) A                      one pass over x for all projections
+               y_i = x W_i + S_i (scale B_i)      inside the GEMM
+    backward   dS_i = scale dY_i B_i^T, dB_i      one pass over dY_i
+               dA = drop(x)^T dS                  one pass over x for all projections
+               dx = sum_i dY_i W_i^T + mask (dS A^T) / keep
+
+Ranks are padded to powers of two from 16 on, and the projections' ranks lie side by side in S and dS.  Padding rows
+are served by one more adapter that is zero.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunks import make_chunks
+from pallas_kernels.dropout import inverse_keep, keep_words
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tiles import row_adapter, sum_tiles
+from pallas_kernels.triton.da import da
+from pallas_kernels.triton.down import down
+from pallas_kernels.triton.dsdb import dsdb
+from pallas_kernels.tuning import config as tuning
+
+MIN_RANK = 16  # a tensor-core step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the ranks of each projection lie in S and dS."""
+
+    ranks: dict[int, int]  # projection -> padded rank
+    offsets: dict[int, int]
+    total: int
+
+
+def rank_layout(ops: Operands) -> Layout:
+    ranks = {i: max(MIN_RANK, _power_of_two(ops.as_[i].shape[2])) for i in ops.with_lora}
+    offsets, total = {}, 0
+    for i in sorted(ranks, key=lambda i: -ranks[i]):  # largest first: every offset is a multiple of its rank
+        offsets[i] = total
+        total += ranks[i]
+    return Layout(ranks=ranks, offsets=offsets, total=_power_of_two(total) if total else 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Tables and padded banks of one call."""
+
+    static: Static
+    ops: Operands
+    layout: Layout
+
+    @property
+    def rows(self) -> int:
+        return self.ops.x.shape[0]
+
+    def block_adapter(self, rows: int) -> jax.Array:
+        """Adapter 0..A of every block of `rows` rows."""
+        if self.static.single:
+            return jnp.zeros(self.rows // rows, jnp.int32)
+        table = self.ops.tile_adapter
+        table = jnp.where(table < 0, self.static.num_adapters, table)
+        return jnp.repeat(table, self.static.tile // rows, total_repeat_length=self.rows // rows)
+
+    def chunks(self, rows: int, size: int):
+        blocks = self.block_adapter(rows)
+        blocks = jnp.where(blocks == self.static.num_adapters, -1, blocks)
+        return make_chunks(blocks, self.static.num_adapters, size, single=self.static.single)
+
+    def contiguous(self, rows: int, size: int) -> bool:
+        return self.static.single and self.rows % (rows * size) == 0
+
+    def with_zero(self, values: jax.Array) -> jax.Array:
+        """Appends the zero adapter of padding rows."""
+        return jnp.concatenate([values, jnp.zeros_like(values[:1])])
+
+    @property
+    def inverse_keep(self) -> jax.Array | None:
+        return None if self.ops.dropout is None else self.with_zero(inverse_keep(self.ops.dropout.rate))
+
+    def bank_a(self, *, scaled: bool) -> jax.Array:
+        """[A + 1, K, R of all projections]; scaled by the dropout scale for dx."""
+        pieces = [self._bank(self.ops.as_[i], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
+        rest = self.layout.total - sum(self.layout.ranks.values())
+        bank = jnp.pad(jnp.concatenate(pieces, axis=2), ((0, 0), (0, 0), (0, rest)))
+        if scaled and self.ops.dropout is not None:
+            bank = bank.astype(jnp.float32) * inverse_keep(self.ops.dropout.rate)[:, None, None]
+        return self.with_zero(bank.astype(self.ops.x.dtype))
+
+    def bank_b(self, i: int, *, scaled: bool) -> jax.Array:
+        """[A + 1, R, N] of one projection; scaled for the forward product."""
+        bank = self._bank(self.ops.bs[i], self.layout.ranks[i], axis=1)
+        if scaled:
+            bank = bank.astype(jnp.float32) * self.ops.scale[:, None, None]
+        return self.with_zero(bank.astype(self.ops.x.dtype))
+
+    def _bank(self, bank: jax.Array, rank: int, axis: int) -> jax.Array:
+        pads = [(0, 0)] * 3
+        pads[axis] = (0, rank - bank.shape[axis])
+        return jnp.pad(bank, pads)
+
+
+def prepare(static: Static, ops: Operands) -> Prepared:
+    return Prepared(static=static, ops=ops, layout=rank_layout(ops))
+
+
+def keep_bits(prepared: Prepared) -> jax.Array | None:
+    """Makes the packed keep bits once per call; every kernel of forward and backward reads them."""
+    ops = prepared.ops
+    if ops.dropout is None:
+        return None
+    return keep_words(ops.dropout, row_adapter(ops.tile_adapter, prepared.static.tile), ops.x.shape[1])
+
+
+def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:
+    """S of all projections, [T, R of all]."""
+    static, ops = prepared.static, prepared.ops
+    config = _configs(static).down or tuning.down_config(
+        prepared.rows, ops.x.shape[1], prepared.layout.total, static.tile
+    )
+    return down(
+        ops.x,
+        prepared.bank_a(scaled=False),
+        prepared.block_adapter(config.block_t),
+        prepared.inverse_keep,
+        bits,
+        config=config,
+        interpret=static.interpret,
+    )
+
+
+def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dS [T, R] and dB float32 [A, R, N] of one projection."""
+    static, layout = prepared.static, prepared.layout
+    config = _configs(static).dsdb or tuning.dsdb_config(prepared.rows, dy.shape[1], layout.ranks[i], static.tile)
+    chunks = prepared.chunks(config.block_t, config.blocks_per_chunk)
+    ds, partials_CNR = dsdb(
+        dy,
+        s,
+        prepared.bank_b(i, scaled=False),
+        prepared.with_zero(prepared.ops.scale),
+        chunks,
+        rank_offset=layout.offsets[i],
+        config=config,
+        contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk),
+        interpret=static.interpret,
+    )
+    db_ANR = _sum(prepared, partials_CNR, chunks.adapter)[:, :, : prepared.ops.bs[i].shape[1]]
+    return ds, db_ANR.swapaxes(1, 2) * prepared.ops.scale[:, None, None]
+
+
+def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dict[int, jax.Array]:
+    """dA float32 [A, K, R] of every projection."""
+    static, ops, layout = prepared.static, prepared.ops, prepared.layout
+    config = _configs(static).da or tuning.da_config(prepared.rows, ops.x.shape[1], layout.total, static.tile)
+    chunks = prepared.chunks(config.block_t, config.blocks_per_chunk)
+    partials_CKR = da(
+        ops.x,
+        ds,
+        bits,
+        chunks,
+        config=config,
+        contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk),
+        interpret=static.interpret,
+    )
+    da_AKR = _sum(prepared, partials_CKR, chunks.adapter)
+    if ops.dropout is not None:
+        da_AKR = da_AKR * inverse_keep(ops.dropout.rate)[:, None, None]
+    return {i: da_AKR[:, :, start : start + ops.as_[i].shape[2]] for i, start in layout.offsets.items()}
+
+
+def join_ds(prepared: Prepared, by_projection: dict[int, jax.Array]) -> jax.Array:
+    """Lays dS of all projections side by side, as S is."""
+    pieces = [by_projection[i] for i in prepared.layout.offsets]
+    joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    return jnp.pad(joined, ((0, 0), (0, prepared.layout.total - joined.shape[1])))
+
+
+def widest(ops: Operands) -> int:
+    """The projection whose dx product also takes the low-rank part: the one with most work to hide it in."""
+    return max(ops.with_lora, key=lambda i: ops.ws[i].shape[1])
+
+
+def _sum(prepared: Prepared, partials: jax.Array, adapter: jax.Array) -> jax.Array:
+    if prepared.static.single:
+        return partials.sum(0)[None]
+    return sum_tiles(partials, adapter, prepared.static.num_adapters)
+
+
+def _configs(static: Static) -> Any:
+    return static.config or tuning.KernelConfigs()
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,1 @@
+"""Pallas-Triton kernels (sm_80 and newer)."""

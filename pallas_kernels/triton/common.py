@@ -1,0 +1,73 @@
+"""What the Triton kernels share: the call, float32 products, the keep mask of a tile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.dropout import BLOCK, WORDS
+
+
+def call(
+    kernel: Callable[..., None],
+    operands: Sequence[jax.Array],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Any:
+    """Runs a kernel over whole arrays; its program slices them itself."""
+    with warnings.catch_warnings():
+        # the backend's announced end is handled in one place: here, and by the Mosaic GPU kernels beside these
+        warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            out_shape=out_shape,
+            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+        )(*operands)
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, *, trans_lhs: bool = False, trans_rhs: bool = False) -> jax.Array:
+    """Multiplies two tiles with float32 accumulation; float32 tiles without rounding to tf32."""
+    precision = "highest" if lhs.dtype == jnp.float32 else None
+    return plt.dot(lhs, rhs, trans_a=trans_lhs, trans_b=trans_rhs, precision=precision)
+
+
+def keep_tile(bits_ref: Any, row0: jax.Array, col0: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Loads the keep mask of a tile that does not straddle two 256-column blocks.
+
+    Every element fetches its own word: the words of a row are one 32-byte sector that stays in L1, and the mask comes
+    out in the layout of the tile, without an exchange between threads.
+    """
+    block = col0 // BLOCK
+    row = row0 + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+    col = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+    words = bits_ref[row, block, col % WORDS]
+    shift = (lax.rem(col0, BLOCK) + col) // WORDS
+    return ((words >> shift.astype(jnp.uint32)) & np.uint32(1)) != np.uint32(0)
+
+
+def keep_tile_shared(bits_ref: Any, row0: jax.Array, col0: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The same mask from one load of the words, spread by broadcasting."""
+    words = bits_ref[pl.ds(row0, rows), col0 // BLOCK, :]
+    shape = (rows, columns // WORDS, WORDS)
+    shift = lax.rem(col0, BLOCK) // WORDS + lax.broadcasted_iota(jnp.int32, shape, 1)
+    words = jnp.broadcast_to(words[:, None, :], shape)
+    return (((words >> shift.astype(jnp.uint32)) & np.uint32(1)) != np.uint32(0)).reshape(rows, columns)
+
+
+MASKS = {"gather": keep_tile, "shared": keep_tile_shared}

@@ -1,0 +1,105 @@
+"""The frozen product with the low-rank product as the accumulator's start value.
+
+forward:   y  = x W + S B[k]                 (scale folded into B)
+backward:  dx = dY W^T + mask * (dS A[k]^T)   (dropout scale folded into A)
+
+M rows · C contracted features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.triton.common import MASKS, call, dot
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    mask: str = "shared"
+
+
+def gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    low: jax.Array,
+    bank: jax.Array,
+    block_adapter: jax.Array,
+    *,
+    transposed: bool,
+    low_offset: int = 0,
+    bits: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    config: GemmConfig,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns lhs @ rhs + mask * (low @ bank[adapter of the row]) + bias, [M, N] in lhs.dtype.
+
+    Args:
+        low: [M, >= R]; its columns low_offset .. low_offset + R meet the bank.
+        transposed: rhs is [N, C] and bank [A + 1, N, R]; otherwise rhs is [C, N] and bank [A + 1, R, N].
+        block_adapter: int32 [M / block_m], 0..A; adapter A is zero and serves padding rows.
+        bits: uint32 [M, N / 256, 8], keep bits over the output's columns.
+    """
+    num_m = lhs.shape[0] // config.block_m
+    rank = bank.shape[2] if transposed else bank.shape[1]
+    out_features = rhs.shape[0] if transposed else rhs.shape[1]
+    num_n = out_features // config.block_n
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
+
+    def kernel(lhs_ref, rhs_ref, low_ref, bank_ref, adapter_ref, *rest):
+        rest = list(rest)
+        out_ref = rest.pop()
+        bias_ref = rest.pop() if bias is not None else None
+        block_row, block_col = _snake(pl.program_id(0), num_m, num_n, config.group_m)
+        row0, col0 = block_row * rows, block_col * columns
+        adapter = adapter_ref[block_row]
+        low_tile = low_ref[pl.ds(row0, rows), pl.ds(low_offset, rank)]
+        if transposed:
+            acc = dot(low_tile, bank_ref[adapter, pl.ds(col0, columns), :], trans_rhs=True)
+        else:
+            acc = dot(low_tile, bank_ref[adapter, :, pl.ds(col0, columns)])
+        if bits is not None:
+            acc = jnp.where(MASKS[config.mask](rest[0], row0, col0, rows, columns), acc, jnp.float32(0))
+        if bias_ref is not None:
+            acc = acc + bias_ref[pl.ds(col0, columns)].astype(jnp.float32)[None, :]
+
+        def step(i, acc):
+            lhs_tile = lhs_ref[pl.ds(row0, rows), pl.ds(i * depth, depth)]
+            if transposed:
+                return acc + dot(lhs_tile, rhs_ref[pl.ds(col0, columns), pl.ds(i * depth, depth)], trans_rhs=True)
+            return acc + dot(lhs_tile, rhs_ref[pl.ds(i * depth, depth), pl.ds(col0, columns)])
+
+        acc = lax.fori_loop(0, lhs.shape[1] // depth, step, acc)
+        out_ref[pl.ds(row0, rows), pl.ds(col0, columns)] = acc.astype(out_ref.dtype)
+
+    optional = [array for array in (bits, bias) if array is not None]
+    return call(
+        kernel,
+        [lhs, rhs, low, bank, block_adapter, *optional],
+        name="lora_dx" if transposed else "lora_fwd",
+        grid=(num_m * num_n,),
+        out_shape=jax.ShapeDtypeStruct((lhs.shape[0], out_features), lhs.dtype),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+
+
+def _snake(program, num_m: int, num_n: int, group_m: int):
+    """Walks the output in bands of `group_m` row blocks, so that neighbours in time share operands in L2."""
+    per_band = group_m * num_n
+    first = program // per_band * group_m
+    height = jnp.minimum(num_m - first, group_m)
+    inside = lax.rem(program, per_band)
+    return first + lax.rem(inside, height), inside // height

@@ -1,0 +1,1 @@
+"""Tile sizes: heuristics, and tables of what measured fastest."""

@@ -1,0 +1,104 @@
+"""Tile sizes of all kernels of one call.
+
+Heuristics in the absence of a measurement.  They follow from the H200: memory-bound kernels want about one program per
+multiprocessor with 64-row blocks and deep pipelines; the GEMMs want 128 x 256 output tiles.
+
+T packed tokens · K in features · N out features · R padded rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
+from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
+from pallas_kernels.triton.da import DaConfig
+from pallas_kernels.triton.down import DownConfig
+from pallas_kernels.triton.dsdb import DsdbConfig
+from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
+
+NUM_SMS = 132  # programs that keep a Hopper GPU busy; A100 108, L40S 142: near enough for splitting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfigs:
+    """Overrides by kernel; None takes the heuristic."""
+
+    down: DownConfig | None = None
+    dsdb: DsdbConfig | None = None
+    da: DaConfig | None = None
+    forward: TritonGemmConfig | MosaicGemmConfig | None = None
+    dx: TritonGemmConfig | MosaicGemmConfig | None = None
+
+
+def row_block(tile: int, limit: int) -> int:
+    """Returns the largest power of two that divides the tile, up to `limit`."""
+    return min(tile & -tile, limit)
+
+
+def down_config(num_rows: int, num_in: int, rank: int, tile: int) -> DownConfig:
+    block_t = row_block(tile, 64)
+    block_k = _divisor(num_in, 128 if rank <= 64 else 64)
+    split = _split(num_rows // block_t, num_in // block_k)
+    return DownConfig(block_t=block_t, block_k=block_k, split_k=split, num_stages=4 if rank <= 32 else 3)
+
+
+def dsdb_config(num_rows: int, num_out: int, rank: int, tile: int) -> DsdbConfig:
+    block_t = row_block(tile, 64)
+    block_n = _divisor(num_out, 128 if rank <= 64 else 64)
+    size = 1 if rank > 64 else 2 if num_out <= 6144 or rank > 32 else 4
+    split = _split(num_rows // (block_t * size), num_out // block_n, wanted=2 * NUM_SMS)
+    return DsdbConfig(
+        block_t=block_t, blocks_per_chunk=size, block_n=block_n, split_n=split, num_stages=3 if size <= 2 else 2
+    )
+
+
+def da_config(num_rows: int, num_in: int, rank: int, tile: int) -> DaConfig:
+    block_t = row_block(tile, 64)
+    block_k = _divisor(num_in, 128 if rank <= 64 else 64)
+    size = max(1, min(num_rows // 8, 1024) // block_t)
+    return DaConfig(block_t=block_t, blocks_per_chunk=size, block_k=block_k, num_stages=4 if rank <= 32 else 3)
+
+
+def triton_gemm_config(num_in: int, num_out: int, rank: int, tile: int) -> TritonGemmConfig:
+    """num_in: contracted; num_out: columns of the result."""
+    block_m = row_block(tile, 128)
+    return TritonGemmConfig(
+        block_m=block_m,
+        block_n=_divisor(num_out, 256 if rank <= 64 and block_m >= 64 else 128),
+        block_k=_divisor(num_in, 64 if rank <= 128 else 32),
+        num_warps=8 if block_m == 128 else 4,
+    )
+
+
+def mosaic_gemm_config(num_rows: int, num_in: int, num_out: int, rank: int, tile: int) -> MosaicGemmConfig | None:
+    """Returns tiles that divide the shape and fit into shared memory, best measured first; None: there are none."""
+    tile_m = row_block(tile, 128)
+    for split_n in (False, True) if num_in >= 4096 else (True, False):
+        for tile_n in (128, 64):
+            config = MosaicGemmConfig(tile_m=tile_m, tile_n=tile_n, split_n=split_n, along_n=split_n)
+            config = fit(config, rank)
+            fits = num_rows % config.block_m == 0 and num_out % config.block_n == 0 and num_in % config.tile_k == 0
+            if fits and tile_m >= 64 and config.stages >= 2:
+                return config
+    return None
+
+
+def fit(config: MosaicGemmConfig, rank: int) -> MosaicGemmConfig:
+    """Takes pipeline stages away until the block fits into shared memory."""
+    while config.stages > 1 and config.smem_bytes(rank) > SMEM_BYTES:
+        config = dataclasses.replace(config, stages=config.stages - 1)
+    return config
+
+
+def _divisor(size: int, limit: int) -> int:
+    """Returns the largest power of two that divides `size`, up to `limit`."""
+    return min(size & -size, limit)
+
+
+def _split(programs: int, steps: int, wanted: int = NUM_SMS) -> int:
+    """Splits a loop of `steps` in two until there are enough programs."""
+    split = 1
+    while programs * split < wanted * 3 // 4 and steps % (2 * split) == 0 and steps // (2 * split) >= 4:
+        split *= 2
+    return split
