@@ -1,0 +1,163 @@
+"""PEFT folders: names, shapes and numbers out and in."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.modules.spec import AdapterSpec
+
+WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
+THIN = AdapterSpec(name="thin", rank=2, alpha=3.5, rslora=True, targets=("q_proj",))
+SHAPES = {"self_attn.q_proj": (8, 10), "mlp.down_proj": (12, 8)}
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    """Leaves of two adapters in three layers; "thin" has zeros beyond rank 2 and in down_proj."""
+    draw = np.random.default_rng(0)
+    leaves = {}
+    for path, (in_features, out_features) in SHAPES.items():
+        a = draw.standard_normal((NUM_LAYERS, 2, in_features, 6)).astype(np.float32)
+        b = draw.standard_normal((NUM_LAYERS, 2, 6, out_features)).astype(np.float32)
+        rank = 2 if path.endswith("q_proj") else 0
+        a[:, 1, :, rank:], b[:, 1, rank:] = 0, 0
+        leaves |= {f"layers.{path}.lora_a": a, f"layers.{path}.lora_b": b}
+    return leaves
+
+
+@pytest.fixture(scope="module")
+def unrolled(stacked):
+    return {name.replace("layers.", f"layers.{layer}."): leaf[layer]
+            for name, leaf in stacked.items() for layer in range(NUM_LAYERS)}
+
+
+def tensors_of(folder):
+    with safe_open(folder / "adapter_model.safetensors", "np") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def test_keys_shapes_and_configuration_are_those_of_peft(unrolled, tmp_path):
+    export_adapter(unrolled, THIN, 1, "org/base", tmp_path / "thin")
+    tensors = tensors_of(tmp_path / "thin")
+    prefix = "base_model.model.model.layers"
+    assert {key: value.shape for key, value in tensors.items()} == {
+        f"{prefix}.{layer}.self_attn.q_proj.lora_{part}.weight": shape
+        for layer in range(NUM_LAYERS) for part, shape in (("A", (2, 8)), ("B", (10, 2)))}
+    np.testing.assert_array_equal(tensors[f"{prefix}.2.self_attn.q_proj.lora_A.weight"],
+                                  unrolled["layers.2.self_attn.q_proj.lora_a"][1, :, :2].T)
+    config = json.loads((tmp_path / "thin" / "adapter_config.json").read_text())
+    wanted = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base", "r": 2,
+              "lora_alpha": 3.5, "lora_dropout": 0.0, "use_rslora": True, "target_modules": ["q_proj"], "bias": "none",
+              "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    assert config.items() >= wanted.items()
+
+
+def test_stacked_and_unrolled_leaves_give_the_same_file(stacked, unrolled, tmp_path):
+    for index, spec in enumerate((WIDE, THIN)):
+        export_adapter(stacked, spec, index, "base", tmp_path / f"s{index}")
+        export_adapter(unrolled, spec, index, "base", tmp_path / f"u{index}")
+        files = [(tmp_path / f"{kind}{index}" / "adapter_model.safetensors").read_bytes() for kind in "su"]
+        assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("form", ["stacked", "unrolled"])
+def test_out_and_in_again_is_the_same_bits(form, request, tmp_path):
+    leaves = request.getfixturevalue(form)
+    export_adapter(leaves, WIDE, 0, "base", tmp_path / "wide")
+    spec, arrays = read_adapter(tmp_path / "wide")
+    assert spec == WIDE  # named after the folder; the seed of both is the default
+    emptied = {name: np.zeros_like(leaf) for name, leaf in leaves.items()}
+    back = put_adapter(put_adapter(emptied, 0, arrays), 1, take_adapter(leaves, THIN, 1))
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(back[name], leaf)
+        assert not emptied[name].any()
+
+
+def test_putting_an_adapter_clears_what_was_in_its_place_and_leaves_others_alone(unrolled):
+    full = {name: np.ones_like(leaf) for name, leaf in unrolled.items()}
+    changed = put_adapter(full, 1, take_adapter(unrolled, THIN, 1))
+    for name, leaf in changed.items():
+        np.testing.assert_array_equal(leaf[0], 1)
+        np.testing.assert_array_equal(leaf[1], unrolled[name][1])
+
+
+def test_bfloat16_folders_round_once_and_read_back(unrolled, tmp_path):
+    export_adapter(unrolled, WIDE, 0, "base", tmp_path / "half", dtype="bfloat16")
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "half").values()} == {np.dtype(ml_dtypes.bfloat16)}
+    _, arrays = read_adapter(tmp_path / "half")
+    for path, (a, b) in arrays.items():
+        for part, leaf in ((a, "lora_a"), (b, "lora_b")):
+            rounded = unrolled[f"{path}.{leaf}"][0].astype(ml_dtypes.bfloat16).astype(np.float32)
+            np.testing.assert_array_equal(part, rounded)
+
+
+def test_folders_appear_whole_or_not_at_all(unrolled, tmp_path):
+    def add_card(folder):
+        assert not (tmp_path / "wide").exists()
+        (folder / "README.md").write_text("card")
+
+    def fail(folder):
+        raise RuntimeError("tokenizer files are gone")
+
+    export_adapter(unrolled, WIDE, 0, "base", tmp_path / "wide", finish=add_card)
+    with pytest.raises(RuntimeError):
+        export_adapter(unrolled, WIDE, 0, "base", tmp_path / "other", finish=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+    assert sorted(path.name for path in (tmp_path / "wide").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_folder_with_something_in_it_is_not_overwritten(unrolled, tmp_path):
+    (tmp_path / "empty").mkdir()
+    export_adapter(unrolled, WIDE, 0, "base", tmp_path / "empty")
+    before = (tmp_path / "empty" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="export.exists"):
+        export_adapter(unrolled, THIN, 1, "base", tmp_path / "empty")
+    assert (tmp_path / "empty" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_weights_that_are_not_finite_are_not_exported(unrolled, tmp_path):
+    broken = {name: leaf.copy() for name, leaf in unrolled.items()}
+    broken["layers.1.self_attn.q_proj.lora_b"][1, 0, 0] = np.nan
+    with pytest.raises(CheckpointError, match=r"export.not-finite[\s\S]*layers.1.self_attn.q_proj"):
+        export_adapter(broken, THIN, 1, "base", tmp_path / "thin")
+    export_adapter(broken, WIDE, 0, "base", tmp_path / "wide")  # another adapter's NaN is its own business
+    assert not (tmp_path / "thin").exists()
+
+
+def test_a_decoder_takes_a_folder_in_and_computes_with_it(tmp_path):
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from lorafusion_jax.models import Decoder, ModelConfig, Segments
+    from lorafusion_jax.modules import LoRAContext
+
+    config = ModelConfig(family="llama", vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2,
+                         num_kv_heads=1, head_dim=4)
+    draw = np.random.default_rng(1)
+
+    def leaves_of(model):
+        return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
+
+    def logits(model, scale):
+        context = LoRAContext(tile_adapter=jnp.array([0]), scale=jnp.array([scale]))
+        return model(jnp.arange(6), jnp.arange(6), Segments.from_lengths([6], 6), context)
+
+    trained = Decoder(config, [WIDE], dtype=jnp.float32, layers="scan")
+    for leaf in leaves_of(trained).values():
+        leaf[...] = jnp.asarray(draw.standard_normal(leaf.shape), jnp.float32)
+    export_adapter({name: leaf[...] for name, leaf in leaves_of(trained).items()}, WIDE, 0, "base", tmp_path / "wide")
+    spec, arrays = read_adapter(tmp_path / "wide")
+    fresh = Decoder(config, [spec], dtype=jnp.float32)
+    new = put_adapter({name: leaf[...] for name, leaf in leaves_of(fresh).items()}, 0, arrays)
+    for name, leaf in leaves_of(fresh).items():
+        leaf[...] = jnp.asarray(new[name])
+    # the same operations on the same numbers, compiled as a loop and as a list of layers
+    np.testing.assert_allclose(logits(fresh, spec.scale), logits(trained, WIDE.scale), rtol=1e-4, atol=1e-4)
+    assert np.abs(logits(fresh, spec.scale) - logits(fresh, 0.0)).max() > 1e-3

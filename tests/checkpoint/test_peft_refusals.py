@@ -1,0 +1,136 @@
+"""PEFT folders that cannot be used: every problem is told, by name."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
+from lorafusion_jax.errors import CheckpointError, ErrorList
+from lorafusion_jax.modules.spec import AdapterSpec
+
+SPEC = AdapterSpec(name="law", rank=2, alpha=4, targets=("q_proj", "v_proj"))
+KEY = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
+
+
+def leaves(num_layers=2, in_features=8, rank=2):
+    draw = np.random.default_rng(0)
+    return {f"layers.{layer}.self_attn.{name}.{leaf}": draw.standard_normal(shape).astype(np.float32)
+            for layer in range(num_layers) for name in SPEC.targets
+            for leaf, shape in (("lora_a", (1, in_features, rank)), ("lora_b", (1, rank, 4)))}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return export_adapter(leaves(), SPEC, 0, "org/base-1B", tmp_path / "law")
+
+
+def edit_config(folder, **changes):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def refused(folder, **more):
+    with pytest.raises((CheckpointError, ErrorList)) as caught:
+        read_adapter(folder, **more)
+    return getattr(caught.value, "errors", (caught.value,))
+
+
+def test_missing_extra_and_misshapen_tensors_come_in_one_error(folder):
+    def change(tensors):
+        del tensors[KEY.format(1, "q_proj", "B")]
+        tensors[KEY.format(0, "k_proj", "A")] = np.zeros((2, 8), np.float32)
+        tensors["base_model.model.lm_head.lora_A.weight"] = np.zeros((2, 8), np.float32)
+        tensors[KEY.format(1, "v_proj", "A")] = np.zeros((3, 8), np.float32)
+        tensors[KEY.format(1, "v_proj", "B")] = np.full((4, 2), np.inf, np.float32)
+
+    edit_tensors(folder, change)
+    (error,) = refused(folder)
+    assert error.code == "peft.tensors"
+    for line in (f"missing: {KEY.format(1, 'q_proj', 'B')}", f"extra: {KEY.format(0, 'k_proj', 'A')}",
+                 "extra: base_model.model.lm_head.lora_A.weight",
+                 f"misshapen: {KEY.format(1, 'v_proj', 'A')} is [3, 8], expected [2, 8]",
+                 f"not finite: {KEY.format(1, 'v_proj', 'B')}"):
+        assert line in error.where
+
+
+def test_a_missing_layer_in_between_is_noticed(folder):
+    def change(tensors):
+        for key in [key for key in tensors if ".layers.0." in key]:
+            tensors[key.replace(".layers.0.", ".layers.123456.")] = tensors.pop(key)
+
+    edit_tensors(folder, change)
+    (error,) = refused(folder)
+    assert f"missing: {KEY.format(0, 'q_proj', 'A')}" in error.where
+
+
+def test_every_unsupported_option_is_named(folder):
+    edit_config(folder, use_dora=True, bias="all", modules_to_save=["lm_head"], rank_pattern={"q_proj": 4},
+                alpha_pattern={"v_proj": 8}, target_modules=["q_proj", "v_proj", "embed_tokens"])
+    errors = refused(folder)
+    assert {error.code for error in errors} == {"peft.unsupported"}
+    told = " ".join(error.what for error in errors)
+    names = ("use_dora", "bias='all'", "modules_to_save", "rank_pattern", "alpha_pattern", "embed_tokens")
+    assert [name for name in names if name not in told] == []
+
+
+def test_options_that_change_nothing_are_accepted(folder):
+    edit_config(folder, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 4}, modules_to_save=[], loftq_config={},
+                peft_version="9.9", target_modules=r".*\.(q|v)_proj")
+    assert read_adapter(folder)[0] == SPEC
+
+
+@pytest.mark.parametrize("changes", [{"r": "two"}, {"lora_alpha": None}, {"r": 2.5}, {"target_modules": []}])
+def test_wrong_values_are_told(folder, changes):
+    edit_config(folder, **changes)
+    (error,) = refused(folder)
+    assert error.code == "peft.bad-config"
+    assert next(iter(changes)) in error.what
+
+
+def test_another_kind_of_adapter_is_told(folder):
+    edit_config(folder, peft_type="LOHA")
+    assert "LOHA" in refused(folder)[0].what
+
+
+def test_a_pickle_is_refused_with_the_way_out(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    (error,) = refused(folder)
+    assert error.code == "peft.pickle"
+    assert "safe_serialization" in error.fix
+
+
+def test_missing_and_damaged_files_have_their_own_codes(folder, tmp_path):
+    assert refused(tmp_path)[0].code == "peft.missing-file"
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(content[:-8])
+    assert refused(folder)[0].code == "peft.damaged"
+    (folder / "adapter_model.safetensors").unlink()
+    assert refused(folder)[0].code == "peft.missing-file"
+    (folder / "adapter_config.json").write_text("{")
+    assert refused(folder)[0].code == "peft.bad-config"
+
+
+def test_a_folder_of_another_base_is_told_by_name(folder):
+    assert refused(folder, base_name="org/base-3B")[0].code == "peft.other-base"
+    assert read_adapter(folder, base_name="/models/Base-1B/")[0] == SPEC  # the same model in another place
+
+
+@pytest.mark.parametrize(("model", "told"), [
+    (leaves(num_layers=1), "layers.1.self_attn.q_proj is not in the model"),
+    (leaves(num_layers=3), "the adapter has no layers.2.self_attn.v_proj"),
+    (leaves(in_features=16), "layers.0.self_attn.q_proj is 8 → 4, the model has 16 → 4"),
+    (leaves(rank=1), "layers.0.self_attn.q_proj has rank 2, the model has room for 1"),
+], ids=["fewer layers", "more layers", "wider", "lower rank"])
+def test_a_folder_of_another_base_is_told_by_shape(folder, model, told):
+    with pytest.raises(CheckpointError) as caught:
+        put_adapter(model, 0, read_adapter(folder)[1])
+    assert caught.value.code == "peft.other-base"
+    assert told in caught.value.where
