@@ -15,7 +15,8 @@ LEARNED = ("bold green", "bold bright_green")  # two shades in turn show where t
 CONTEXT = ("dim", "bright_black")
 SPECIAL = {True: "bold black on green", False: "black on bright_black"}
 OPEN, CLOSE = "⟦", "⟧"  # around what is learned: readable without colours
-VISIBLE = {"\n": "↵\n", "\t": "⇥", "\r": "␍"}
+# control characters have pictures, so that data cannot steer the terminal
+VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡", "\n": "↵\n", "\t": "⇥"}
 
 
 def render_preview(samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | Sequence[int] = 3,
@@ -59,7 +60,9 @@ def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:
         special = first in added
         style = SPECIAL[learned] if special else (LEARNED if learned else CONTEXT)[number % 2]
         text.append("".join(VISIBLE.get(character, character) for character in piece), style=style)
-    return text.append(CLOSE, style="green") if inside else text
+    text.append(CLOSE if inside else "", style="green")
+    text.rstrip()
+    return text
 
 
 def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, int, bool]]:
@@ -70,7 +73,7 @@ def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Itera
         piece = tokenizer.piece(tokens[start])
         while "\ufffd" in piece and stop < min(start + 4, len(tokens)) and mask[stop] == mask[start]:
             stop += 1
-            longer = tokenizer.decode(tokens[start:stop])
+            longer = tokenizer.decode(tokens[start:stop].tolist())
             if "\ufffd" not in longer:
                 piece = longer
                 break

@@ -12,7 +12,7 @@ import numpy as np
 
 from lorafusion_jax.data.formats import Chat, Pair, Saying, Text
 from lorafusion_jax.data.sources import Rows
-from lorafusion_jax.data.template import Rendered, TemplateProblem
+from lorafusion_jax.data.template import ChatTemplate, Rendered, TemplateProblem
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
@@ -27,20 +27,21 @@ def encode_sayings(sayings: Sequence[Saying], tokenizer: Tokenizer, *, rows: Row
     Raises:
         DataError: data.no-template, data.template (names the rows).
     """
-    plain = isinstance(sayings[0], Text) or tokenizer.chat_template is None
-    if plain and isinstance(sayings[0], Chat):
+    template = tokenizer.chat_template
+    if template is not None and not isinstance(sayings[0], Text):
+        rendered = _render_all(sayings, rows, adapter, lambda saying: _by_template(saying, template, loss))
+        return tokenizer.encode_rendered(rendered)
+    if isinstance(sayings[0], Chat):
         raise DataError("data.no-template", f"{adapter}: {rows.source} holds conversations, but the base model has no "
                         "chat template to write them with.", where=rows.source,
                         fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
                         "the rows as prompt and completion")
-    rendered = _render_all(sayings, rows, adapter, _plain if plain else _templated(tokenizer, loss))
-    if loss == "all":
-        rendered = [Rendered(text=sample.text, answers=((0, len(sample.text)),)) for sample in rendered]
-    encoded = tokenizer.encode_rendered(rendered)
-    return [_with_ends(sample, tokenizer) for sample in encoded] if plain else encoded
+    rendered = [_plainly(saying, loss) for saying in sayings]
+    return [_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(rendered)]
 
 
-def _render_all(sayings: Sequence[Saying], rows: Rows, adapter: str, render: Callable[[Saying], Rendered]):
+def _render_all(sayings: Sequence[Saying], rows: Rows, adapter: str,
+                render: Callable[[Saying], Rendered]) -> list[Rendered]:
     rendered, bad = [], []
     for row, saying in enumerate(sayings):
         try:
@@ -56,32 +57,38 @@ def _render_all(sayings: Sequence[Saying], rows: Rows, adapter: str, render: Cal
     return rendered
 
 
-def _templated(tokenizer: Tokenizer, loss: str) -> Callable[[Saying], Rendered]:
-    template = tokenizer.chat_template
-
-    def render(saying: Saying) -> Rendered:
-        chat = _as_chat(saying) if isinstance(saying, Pair) else saying
-        if loss == "all":
-            return Rendered(text=template.render(chat.messages, tools=chat.tools), answers=())
-        return template.render_answers(chat.messages, tools=chat.tools, last_only=loss == "completion")
-
-    return render
-
-
-def _as_chat(pair: Pair) -> Chat:
-    return Chat([{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.answer}])
+def _by_template(saying: Saying, template: ChatTemplate, loss: str) -> Rendered:
+    match saying:
+        case Chat(messages, tools):
+            pass
+        case Pair(prompt, answer):
+            messages, tools = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], None
+        case _:
+            raise TypeError("plain text has no roles")
+    if loss == "all":
+        return _whole(template.render(messages, tools=tools))
+    return template.render_answers(messages, tools=tools, last_only=loss == "completion")
 
 
-def _plain(saying: Saying) -> Rendered:
-    if isinstance(saying, Text):
-        return Rendered(text=saying.text, answers=((0, len(saying.text)),))
-    before = saying.prompt + saying.joint
-    return Rendered(text=before + saying.answer, answers=((len(before), len(before) + len(saying.answer)),))
+def _plainly(saying: Saying, loss: str) -> Rendered:
+    match saying:
+        case Pair(prompt, answer, joint):
+            start = len(prompt + joint)
+            rendered = Rendered(text=prompt + joint + answer, answers=((start, start + len(answer)),))
+            return _whole(rendered.text) if loss == "all" else rendered
+        case Text(text):
+            return _whole(text)
+    raise TypeError("conversations need a template")
+
+
+def _whole(text: str) -> Rendered:
+    return Rendered(text=text, answers=((0, len(text)),))
 
 
 def _with_ends(sample: Encoded, tokenizer: Tokenizer) -> Encoded:
-    begin = [tokenizer.bos_id] if tokenizer.adds_bos else []
+    begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     learns = bool(sample.mask.any())  # an empty text teaches nothing, not even to end
-    return Encoded(np.concatenate([begin, sample.tokens, end]).astype(np.int32),
-                   np.concatenate([[False] * len(begin), sample.mask, [learns] * len(end)]).astype(bool))
+    tokens = np.concatenate([np.array(begin, np.int32), sample.tokens, np.array(end, np.int32)])
+    mask = np.concatenate([np.zeros(len(begin), bool), sample.mask, np.full(len(end), learns)])
+    return Encoded(tokens, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import hashlib
+import importlib
 import io
 import json
 from collections.abc import Sequence
@@ -229,7 +230,7 @@ def _parse_parquet(name: str, content: bytes) -> Rows:
 def _open_hub(source: str) -> RawSource:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
-        import datasets
+        datasets = importlib.import_module("datasets")
     except ImportError:
         raise DataError("data.hub-extra", f"{source} needs the hf extra.",
                         fix='pip install "lorafusion-jax[hf]"') from None

@@ -90,9 +90,9 @@ class Tokenizer:
         mask = np.zeros(len(encoding.ids), bool)
         for start, stop in sample.answers:
             first, end = _token_at(encoding, start, len(sample.text)), _token_at(encoding, stop, len(sample.text))
-            if first < len(mask) and encoding.token_to_chars(first)[0] < start:
+            if first < len(mask) and encoding.offsets[first][0] < start:
                 return self._in_pieces(sample)
-            if end < len(mask) and encoding.token_to_chars(end)[0] < stop:
+            if end < len(mask) and encoding.offsets[end][0] < stop:
                 end += 1  # the answer's last characters share a token with what follows
             mask[first:end] = True
         return Encoded(np.asarray(encoding.ids, np.int32), mask)

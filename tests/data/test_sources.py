@@ -1,0 +1,170 @@
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from lorafusion_jax.data.sources import open_source, parse_rows, read_rows
+from lorafusion_jax.errors import DataError
+
+ROWS = [{"prompt": "a, \"b\"\nc", "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
+
+
+def fails(code: str, source: str, folder):
+    with pytest.raises(DataError) as caught:
+        read_rows(source, folder)
+    assert caught.value.code == code
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def write(folder, kind: str):
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n", encoding="utf-8")
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    elif kind == "csv":
+        path.write_text('prompt,completion\n"a, ""b""\nc",é\nx\u2028y,2\n', encoding="utf-8")
+    else:
+        parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    return path.name
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
+    assert read_rows(write(tmp_path, kind), tmp_path).values == ROWS
+
+
+def test_json_with_a_data_key(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    assert read_rows("a.json", tmp_path).values == ROWS
+
+
+def test_bom_and_windows_line_ends(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert read_rows("a.jsonl", tmp_path).values == [{"text": "a"}, {"text": "b"}]
+
+
+def test_digest_follows_content_and_nothing_else(tmp_path):
+    for name, text in [("a.jsonl", '{"text": "a"}'), ("b.jsonl", '{"text": "a"}'), ("c.jsonl", '{"text": "b"}')]:
+        (tmp_path / name).write_text(text)
+    a, b, c = (open_source(name, tmp_path).digest for name in ("a.jsonl", "b.jsonl", "c.jsonl"))
+    assert a == b != c
+
+
+def test_missing_file_names_its_neighbour(tmp_path):
+    (tmp_path / "law.jsonl").write_text("{}")
+    assert "did you mean law.jsonl?" in fails("data.missing-file", "lwa.jsonl", tmp_path).fix
+    assert "law.jsonl" in fails("data.missing-file", "something.csv", tmp_path).fix
+    assert "folder" in fails("data.missing-file", "nowhere/law.jsonl", tmp_path).fix
+
+
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_empty_file(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    assert "a.jsonl" in fails("data.empty-file", "a.jsonl", tmp_path).what
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", "[]"), ("a.csv", "prompt,completion\n")])
+def test_file_without_rows(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    fails("data.empty-file", name, tmp_path)
+
+
+def test_unknown_kind(tmp_path):
+    (tmp_path / "a.xlsx").write_text("x")
+    assert ".jsonl" in fails("data.unknown-kind", "a.xlsx", tmp_path).fix
+
+
+def test_broken_json_names_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
+    error = fails("data.bad-json", "a.jsonl", tmp_path)
+    assert error.where == "a.jsonl, line 3"
+    assert "column" in error.why
+
+
+def test_many_broken_lines_are_counted_and_the_first_five_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "{oops}\n" * 8)
+    error = fails("data.bad-json", "a.jsonl", tmp_path)
+    assert "8 lines" in error.what
+    assert error.where == "a.jsonl, lines 2, 3, 4, 5, 6 and 3 more"
+
+
+def test_hostile_json_is_an_error_like_any_other(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + '\n{"n": ' + "9" * 5000 + "}\n")
+    assert "lines 2, 3" in fails("data.bad-json", "a.jsonl", tmp_path).where
+
+
+def test_line_that_is_no_object(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n["b"]\n')
+    error = fails("data.bad-row", "a.jsonl", tmp_path)
+    assert error.where == "a.jsonl, line 2"
+    assert "a list" in error.why
+
+
+@pytest.mark.parametrize(("text", "place"), [('{"rows": []}', "a.json"), ('[{"text": "a"}, 3]', "a.json, row 1")])
+def test_json_that_is_no_list_of_objects(tmp_path, text, place):
+    (tmp_path / "a.json").write_text(text)
+    assert fails("data.bad-row", "a.json", tmp_path).where == place
+
+
+def test_broken_json_document_names_its_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "a"},\n{"text": }]')
+    assert fails("data.bad-json", "a.json", tmp_path).where == "a.json, line 2"
+
+
+def test_text_that_is_not_utf8_names_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    error = fails("data.not-utf8", "a.jsonl", tmp_path)
+    assert error.where == "a.jsonl, line 2"
+    assert "0xe9" in error.why
+
+
+def test_csv_with_a_ragged_row(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b\nc\n")
+    assert "Expected 2 columns, got 1" in fails("data.bad-table", "a.csv", tmp_path).why
+
+
+def test_csv_with_a_column_twice(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,prompt\na,b\n")
+    fails("data.bad-table", "a.csv", tmp_path)
+
+
+def test_csv_cells_stay_text(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion\n007,\n1.50,NA\n")
+    assert read_rows("a.csv", tmp_path).values == [{"prompt": "007", "completion": ""},
+                                                   {"prompt": "1.50", "completion": "NA"}]
+
+
+def test_parquet_that_is_none(tmp_path):
+    (tmp_path / "a.parquet").write_text("no parquet at all")
+    fails("data.bad-table", "a.parquet", tmp_path)
+
+
+def test_hub_set_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # import fails, installed or not
+    assert fails("data.hub-extra", "hf:org/set", tmp_path).fix == 'pip install "lorafusion-jax[hf]"'
+
+
+@pytest.mark.parametrize(("source", "asked"), [("hf:org/set", ("org/set", "train")),
+                                               ("hf:org/set:test[:9]", ("org/set", "test[:9]"))])
+def test_hub_set_and_split(tmp_path, monkeypatch, source, asked):
+    calls = []
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = lambda name, split: calls.append((name, split)) or ROWS
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert parse_rows(open_source(source, tmp_path)).values == ROWS
+    assert calls == [asked]
+
+
+def test_hub_failure_is_a_data_error(tmp_path, monkeypatch):
+    def refuse(name, split):
+        raise ConnectionError("no route")
+
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = refuse
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert "no route" in fails("data.hub", "hf:org/set", tmp_path).why
