@@ -44,7 +44,7 @@ def entry_path(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cac
 def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
     """Reads an entry: arrays and report; None where there is none, or it is damaged."""
     try:
-        with np.load(entry, allow_pickle=False) as stored:
+        with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ARRAYS}
             report = json.loads(stored["report"].tobytes())
         os.utime(entry)

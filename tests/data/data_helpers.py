@@ -19,7 +19,7 @@ TEMPLATE = (
 MARKED_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|end|>{% endif %}\n{{ '' }}{% endfor %}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
 )
 
 

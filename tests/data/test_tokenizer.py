@@ -1,0 +1,135 @@
+import json
+
+import pytest
+from data_helpers import TEMPLATE, chat, write_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from lorafusion_jax.data import load_tokenizer
+from lorafusion_jax.data.template import Rendered
+from lorafusion_jax.errors import CheckpointError
+
+
+def fails(folder, code):
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(folder)
+    assert caught.value.code == code
+    return caught.value
+
+
+def test_text_survives(tokenizer):
+    text = "def add(a, b):\n\treturn a + b  # é 🎉"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "".join(tokenizer.piece(token) for token in tokenizer.encode("yes  no")) == "yes  no"
+
+
+def test_special_tokens(tokenizer):
+    assert tokenizer.eos_id == tokenizer.encode("<|end|>")[0]
+    assert tokenizer.piece(tokenizer.eos_id) == "<|end|>"
+    assert tokenizer.bos_id is None
+    assert not tokenizer.adds_bos
+
+
+def test_render_marks_what_the_assistant_says(tokenizer):
+    tokens, mask = tokenizer.render(chat("2+2?", "four"))
+    assert tokenizer.decode(tokens[mask]) == "four<|end|>"
+    assert tokenizer.decode(tokens[~mask]) == "<|user|>\n2+2?<|end|>\n<|assistant|>\n\n"
+
+
+def test_render_without_template(plain_tokenizer):
+    with pytest.raises(CheckpointError, match="no chat template"):
+        plain_tokenizer.render(chat("a", "b"))
+    assert plain_tokenizer.template_hash == "plain"
+
+
+def test_prompt_tokens_are_those_of_the_prompt_alone(tokenizer):
+    # "yes" is one token, but the model, when used, sees the prompt "…y" encoded alone
+    prompt, answer = "no y", "es yes"
+    assert tokenizer.encode(prompt + answer)[: len(tokenizer.encode(prompt))] != tokenizer.encode(prompt)
+    sample = tokenizer.encode_rendered([Rendered(text=prompt + answer, answers=((4, 10),))])[0]
+    assert sample.tokens[~sample.mask].tolist() == tokenizer.encode(prompt)
+    assert tokenizer.decode(sample.tokens[sample.mask]) == answer
+
+
+def test_characters_of_several_tokens(tokenizer):
+    text = "é🎉 → 東京"
+    sample = tokenizer.encode_rendered([Rendered(text=text, answers=((1, 2), (5, 7)))])[0]
+    assert tokenizer.decode(sample.tokens[sample.mask]) == "🎉東京"
+    assert tokenizer.decode(sample.tokens[~sample.mask]) == "é → "
+
+
+def test_words_with_a_space_mark(tmp_path):
+    backend = Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5}, [("▁", "a"), ("▁", "b")],
+                                   unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.piece(token) for token in tokenizer.encode("a b")] == [" a", " b"]
+    sample = tokenizer.encode_rendered([Rendered(text="a b", answers=((1, 3),))])[0]
+    assert sample.mask.tolist() == [False, True]
+
+
+def test_bos_is_added_where_the_tokenizer_does(tmp_path):
+    folder = write_model(tmp_path / "m", bos_token="<s>")
+    assert not load_tokenizer(folder).adds_bos
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.adds_bos
+    assert tokenizer.bos_id == 4
+    assert tokenizer.encode("a") == load_tokenizer(write_model(tmp_path / "n")).encode("a")
+
+
+def test_limits_inside_tokenizer_json_are_ignored(tmp_path):
+    folder = write_model(tmp_path)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(folder / "tokenizer.json"))
+    assert 4 < len(load_tokenizer(folder).encode("What is two and two and four?")) < 64
+
+
+def test_template_file_wins_over_the_configuration(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load_tokenizer(folder).chat_template.source == "{{ messages[0].content }}"
+
+
+def test_default_of_several_templates(tmp_path):
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    assert load_tokenizer(write_model(tmp_path, template=None, chat_template=named)).chat_template.source == TEMPLATE
+
+
+def test_special_tokens_as_objects_and_in_other_files(tmp_path):
+    folder = write_model(tmp_path, eos_token={"content": "<|end|>", "lstrip": False})
+    assert load_tokenizer(folder).eos_id == 0
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|user|>"}))
+    assert load_tokenizer(folder).eos_id == 1
+    (folder / "special_tokens_map.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    assert load_tokenizer(folder).eos_id == 2
+
+
+def test_folder_without_tokenizer(tmp_path):
+    assert "save_pretrained" in fails(tmp_path, "tokenizer.missing").fix
+
+
+def test_broken_files(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    fails(folder, "tokenizer.broken")
+    (folder / "tokenizer.json").write_text("{}")
+    fails(folder, "tokenizer.broken")
+
+
+def test_broken_template(tmp_path):
+    assert "template line 1" in fails(write_model(tmp_path, template="{% for %}"), "tokenizer.template").where
+
+
+def test_digest_follows_the_vocabulary(tmp_path, tokenizer):
+    assert load_tokenizer(write_model(tmp_path)).digest == tokenizer.digest
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text + " ")
+    assert load_tokenizer(tmp_path).digest != tokenizer.digest
