@@ -11,21 +11,16 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
-# Options that change what an adapter computes, with the values that mean "off".
-_OFF: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-}
+# Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
+# gains variants with every release, and an unknown one must not be dropped in silence.
+_NEUTRAL = frozenset({
+    "peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_pattern",
+    "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",  # the last four are looked at below
+    "eva_config", "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config",
+})
+_OFF: tuple[Any, ...] = (None, False, [], {})
+_PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
 
 
 def config_of(spec: AdapterSpec, base_name: str) -> dict[str, Any]:
@@ -89,7 +84,10 @@ def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: st
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     found = [] if raw.get("peft_type") == "LORA" else [f"peft_type={raw.get('peft_type')!r}"]
-    found += [f"{key}={raw[key]!r}" for key, off in _OFF.items() if key in raw and raw[key] not in off]
+    found += [f"{key}={value!r}" for key, value in raw.items() if key not in _NEUTRAL and value not in _OFF]
+    found += [f"bias={raw['bias']!r}"] if raw.get("bias") not in (None, "none") else []
+    init = raw.get("init_lora_weights")
+    found += [f"init_lora_weights={init!r}"] if init not in _PLAIN_INIT else []
     for key, same in (("rank_pattern", raw.get("r")), ("alpha_pattern", raw.get("lora_alpha"))):
         pattern = raw.get(key) or {}
         if not isinstance(pattern, dict) or any(value != same for value in pattern.values()):

@@ -117,7 +117,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(unrolled, tmp_path):
     (tmp_path / "empty").mkdir()
     export_adapter(unrolled, WIDE, 0, "base", tmp_path / "empty")
     before = (tmp_path / "empty" / "adapter_model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="export.exists"):
+    with pytest.raises(CheckpointError, match=r"export\.exists"):
         export_adapter(unrolled, THIN, 1, "base", tmp_path / "empty")
     assert (tmp_path / "empty" / "adapter_model.safetensors").read_bytes() == before
 

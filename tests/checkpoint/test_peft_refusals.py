@@ -73,11 +73,13 @@ def test_a_missing_layer_in_between_is_noticed(folder):
 
 def test_every_unsupported_option_is_named(folder):
     edit_config(folder, use_dora=True, bias="all", modules_to_save=["lm_head"], rank_pattern={"q_proj": 4},
-                alpha_pattern={"v_proj": 8}, target_modules=["q_proj", "v_proj", "embed_tokens"])
+                alpha_pattern={"v_proj": 8}, target_modules=["q_proj", "v_proj", "embed_tokens"],
+                init_lora_weights="pissa", new_variant_config={"size": 3})
     errors = refused(folder)
     assert {error.code for error in errors} == {"peft.unsupported"}
     told = " ".join(error.what for error in errors)
-    names = ("use_dora", "bias='all'", "modules_to_save", "rank_pattern", "alpha_pattern", "embed_tokens")
+    names = ("use_dora", "bias='all'", "modules_to_save", "rank_pattern", "alpha_pattern", "embed_tokens",
+             "init_lora_weights='pissa'", "new_variant_config")
     assert [name for name in names if name not in told] == []
 
 
