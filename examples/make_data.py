@@ -20,10 +20,11 @@ import collections
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from stdlib_text import Item, library_items, reference_paragraphs, share
+from stdlib_text import LIBRARY, Item, library_items, reference_paragraphs, share
 
 HELD_OUT = 0.1
 SENTENCE_END = re.compile(r"(?<=[a-z0-9\"*)][.])\s+(?=[A-Z])")
@@ -128,6 +129,7 @@ def main() -> None:
         write(out / f"{name}.{suffix}", train)
         write(out / f"{name}_eval.{suffix}", held_out)
         print(f"{name:10} {len(train):5} rows, {len(held_out):4} held out")
+    shutil.copyfile(LIBRARY / "LICENSE.txt", out / "LICENSE.txt")  # its words, its licence
 
 
 if __name__ == "__main__":
