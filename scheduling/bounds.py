@@ -29,16 +29,43 @@ def lower_bound(
     >>> lower_bound([AdapterJob("law", [600, 600, 600], 1)], capacity_tokens=1024, num_stages=4)
     9
     """
-    batches = [batch_tokens(job) for job in jobs]
-    counts = [
-        slots_of_batches(job, tokens, capacity_tokens, data_parallel, tile_tokens)
-        for job, tokens in zip(jobs, batches, strict=True)
-    ]
-    tiles = [-(-tokens // tile_tokens) for tokens in batches]
-    microbatch_tiles = capacity_tokens // tile_tokens
-    lengths = np.concatenate([job.stream for job in jobs])
-    bins = -(-_bins_for(lengths, microbatch_tiles * tile_tokens) // data_parallel)
-    return max(bins, _one_machine(tiles, counts, microbatch_tiles * data_parallel, num_stages))
+    return bound_of_rest(
+        jobs,
+        [np.arange(job.num_samples) for job in jobs],
+        [0] * len(jobs),
+        microbatch_tiles=capacity_tokens // tile_tokens,
+        tile_tokens=tile_tokens,
+        num_stages=num_stages,
+        data_parallel=data_parallel,
+    )
+
+
+def bound_of_rest(
+    jobs: Sequence[AdapterJob],
+    left: Sequence[np.ndarray],
+    ready: Sequence[int],
+    *,
+    microbatch_tiles: int,
+    tile_tokens: int,
+    num_stages: int,
+    data_parallel: int,
+) -> int:
+    """The same for the positions in `left` alone, when job k may not start before slot `ready[k]`."""
+    tiles, counts, lengths, starts = [], [], [np.zeros(0, np.int64)], []
+    room = microbatch_tiles * tile_tokens
+    for job, positions, first in zip(jobs, left, ready, strict=True):
+        if not len(positions):
+            continue
+        tokens = job.stream[positions]
+        cuts = np.flatnonzero(np.diff(positions // job.global_batch, prepend=-1))
+        tiles.append(-(-np.add.reduceat(tokens, cuts) // tile_tokens))
+        halves = np.add.reduceat((2 * tokens > room).astype(np.int64), cuts)  # no two of these share a microbatch
+        by_tiles = -(-tiles[-1] // (microbatch_tiles * data_parallel))
+        counts.append(np.maximum(1, np.maximum(by_tiles, -(-halves // data_parallel))))
+        lengths.append(tokens)
+        starts.append(first)
+    bins = -(-_bins_for(np.concatenate(lengths), room) // data_parallel)
+    return max(bins, _one_machine(tiles, counts, starts, microbatch_tiles * data_parallel, num_stages))
 
 
 def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int) -> int:
@@ -53,17 +80,6 @@ def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stage
 def batch_tokens(job: AdapterJob) -> np.ndarray:
     """Tokens of each global batch, int64[num_batches]."""
     return np.add.reduceat(job.stream, np.arange(0, job.num_samples, job.global_batch))
-
-
-def slots_of_batches(
-    job: AdapterJob, tokens: np.ndarray, capacity_tokens: int, data_parallel: int, tile_tokens: int
-) -> np.ndarray:
-    """Fewest slots that each batch needs even if it has the machine for itself."""
-    microbatch_tiles = capacity_tokens // tile_tokens
-    by_tiles = -(-(-(-tokens // tile_tokens)) // (microbatch_tiles * data_parallel))
-    halves = (2 * job.stream > microbatch_tiles * tile_tokens).astype(np.int64)  # no two of these share a microbatch
-    by_halves = -(-np.add.reduceat(halves, np.arange(0, job.num_samples, job.global_batch)) // data_parallel)
-    return np.maximum(1, np.maximum(by_tiles, by_halves))
 
 
 def _bins_for(lengths: np.ndarray, room: int) -> int:
@@ -84,13 +100,15 @@ def _bins_for(lengths: np.ndarray, room: int) -> int:
     return best
 
 
-def _one_machine(tiles: list[np.ndarray], counts: list[np.ndarray], slot_tiles: int, num_stages: int) -> int:
+def _one_machine(
+    tiles: list[np.ndarray], counts: list[np.ndarray], starts: list[int], slot_tiles: int, num_stages: int
+) -> int:
     """Jackson's preemptive schedule: always run the waiting batch with the longest tail. Time is counted in tiles."""
     arrivals = []
     longest = 0
-    for work, slots in zip(tiles, counts, strict=True):
-        heads = np.r_[0, np.cumsum(slots[:-1] + num_stages - 1)]
-        total = int(slots.sum()) + (num_stages - 1) * (len(slots) - 1)
+    for work, slots, start in zip(tiles, counts, starts, strict=True):
+        heads = np.cumsum(np.r_[start, slots[:-1] + num_stages - 1])
+        total = start + int(slots.sum()) + (num_stages - 1) * (len(slots) - 1)
         longest = max(longest, total)
         tails = total - heads - slots
         arrivals += zip((heads * slot_tiles).tolist(), (-tails * slot_tiles).tolist(), work.tolist(), strict=True)

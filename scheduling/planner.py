@@ -4,32 +4,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
-from scheduling.bounds import lower_bound
+from scheduling.bounds import bound_of_rest
+from scheduling.checks import check_jobs, check_time_limit
+from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
+from scheduling.packing.even import even_out
 from scheduling.packing.greedy import greedy
+from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.search import Budget, search
-from scheduling.packing.problem import make_problem, to_slots
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
 
-
-EVALUATIONS_PER_S = 80_000  # two thirds of what one quiet core does, so that the clock seldom decides
+EVALUATIONS_PER_S = 40_000  # half of what one quiet core does, so that the clock seldom decides
+AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
 
 
 def make_plan(
     jobs: Sequence[AdapterJob],
     *,
-    capacity_tokens: int,
+    capacity_tokens: int | Literal["auto"],
     num_stages: int,
     data_parallel: int = 1,
     tile_tokens: int = 128,
     time_limit_s: float = 0.5,
     seed: int = 0,
+    search_evaluations: int | None = None,
+    cost_model: CostModel | None = None,
+    max_capacity_tokens: int = 16384,
 ) -> Plan:
-    """Plans all samples of all jobs in as few slots as it can find; the plan is verified.
+    """Plans all samples of all jobs in as few slots as it can find, then with an even load; the plan is verified.
+
+    A first plan is made in one pass (about 15 µs per sample) and always returned; the search for a shorter one takes
+    the rest of the time limit. The search counts evaluations, so the plan depends on the inputs and the seed alone; only
+    on a machine so busy that the limit comes first does the clock cut it short.
+
+    Args:
+        capacity_tokens: rows of a microbatch; "auto" takes the one with the shortest predicted time.
+        num_stages: S; batch j+1 of an adapter starts at least S slots after the last slot of batch j.
+        data_parallel: microbatches per slot.
+        tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
+        time_limit_s: for the search; 0 takes the first plan.
+        search_evaluations: partial plans to look at (None: 40 000 per second of the limit).
+        cost_model: predicts times for `capacity_tokens="auto"`.
+        max_capacity_tokens: largest capacity that "auto" may take.
 
     Raises:
         PlanError: jobs or settings that cannot be planned; names adapter, sample index and length.
@@ -38,64 +60,60 @@ def make_plan(
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
     5
     """
+    deadline = time.monotonic() + check_time_limit(time_limit_s)
     jobs = tuple(jobs)
-    limits = {
-        "capacity_tokens": capacity_tokens,
-        "num_stages": num_stages,
-        "data_parallel": data_parallel,
-        "tile_tokens": tile_tokens,
-    }
-    check_jobs(jobs, **limits)
-    limits = {name: int(value) for name, value in limits.items()}
-    deadline = time.monotonic() + time_limit_s
+    limits = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
+    if capacity_tokens == "auto":
+        capacity_tokens = _best_capacity(jobs, limits, cost_model, max_capacity_tokens)
+    limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **limits)
     problem = make_problem(jobs, **limits)
-    bound = lower_bound(jobs, **limits)
-    budget = Budget(evaluations=EVALUATIONS_PER_S * time_limit_s, deadline=deadline)
-    filling = search(problem, incumbent=greedy(problem), bound=bound, budget=budget, seed=seed)
+    evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
+    left = [np.arange(job.num_samples) for job in jobs]
+    bound, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
     plan = Plan(jobs=jobs, slots=to_slots(problem, filling), seed=seed, lower_bound=bound, **limits)
     verify_plan(plan, jobs)
     return plan
 
 
-def check_jobs(
-    jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int, data_parallel: int, tile_tokens: int
-) -> None:
-    """Refuses what cannot be planned, with the reason."""
-    settings = {
-        "capacity_tokens": capacity_tokens,
-        "num_stages": num_stages,
-        "data_parallel": data_parallel,
-        "tile_tokens": tile_tokens,
-    }
-    for name, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise PlanError("plan.setting", f"{name} must be a whole number of at least 1, not {value!r}")
-    if not jobs:
-        raise PlanError("plan.no-jobs", "no adapters to plan", fix="give at least one AdapterJob")
-    names = [job.name for job in jobs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    if capacity_tokens < tile_tokens:
-        raise PlanError(
-            "plan.capacity",
-            f"a microbatch of {capacity_tokens} tokens has no room for one tile of {tile_tokens}",
-            fix=f"capacity_tokens: {tile_tokens} or more",
-        )
-    _refuse_long_samples(jobs, capacity_tokens // tile_tokens * tile_tokens)
+def fill(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int) -> tuple[int, Filling]:
+    """The lower bound of a problem, and the best filling found."""
+    bound = bound_of_rest(
+        problem.jobs,
+        left,
+        problem.ready,
+        microbatch_tiles=problem.tiles,
+        tile_tokens=problem.tile_tokens,
+        num_stages=problem.num_stages,
+        data_parallel=problem.data_parallel,
+    )
+    filling = greedy(problem)
+    if not problem.weighted:
+        filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
+        filling = even_out(problem, filling)
+    return bound, filling
 
 
-def _refuse_long_samples(jobs: Sequence[AdapterJob], room: int) -> None:
-    problems, longest = [], 0
-    for job in jobs:
-        lengths = np.asarray(job.sample_tokens)
-        for index in np.flatnonzero(lengths > room):
-            problems.append(f"{job.name}: sample {index} has {lengths[index]} tokens")
-            longest = max(longest, int(lengths[index]))
-    if problems:
-        raise PlanError(
-            "plan.sample-too-long",
-            f"{problems[0]}, but a microbatch holds {room} ({len(problems)} such samples)",
-            problems=tuple(problems),
-            fix=f"capacity_tokens: {longest} or more (a whole number of tiles), or cut or drop these samples",
-        )
+def _best_capacity(
+    jobs: tuple[AdapterJob, ...], limits: dict[str, int], cost_model: CostModel | None, largest: int
+) -> int:
+    """The capacity with the shortest predicted time, from one-pass plans for a ladder of capacities."""
+    if cost_model is None:
+        raise PlanError("plan.no-costs", 'capacity_tokens="auto" needs a cost model', fix="cost_model=default_cost_model(…)")
+    check_jobs(jobs, capacity_tokens=largest, **limits)
+    tile = limits["tile_tokens"]
+    smallest = -(-max(max(job.sample_tokens) for job in jobs) // tile)
+    ladder = {round(smallest * 1.2**step) * tile for step in range(64) if smallest * 1.2**step * tile <= largest}
+    fewer = _first_batches(jobs)
+    times = {capacity: _predicted_s(fewer, capacity, limits, cost_model) for capacity in sorted(ladder)}
+    return min(times, key=lambda capacity: (times[capacity], capacity))
+
+
+def _predicted_s(jobs: tuple[AdapterJob, ...], capacity: int, limits: dict[str, int], cost_model: CostModel) -> float:
+    from scheduling.simulate import simulate  # "auto" only
+
+    return simulate(make_plan(jobs, capacity_tokens=capacity, time_limit_s=0, **limits), cost_model).duration_s
+
+
+def _first_batches(jobs: tuple[AdapterJob, ...]) -> tuple[AdapterJob, ...]:
+    part = min(1.0, AUTO_SAMPLES / sum(job.num_samples for job in jobs))
+    return tuple(replace(job, max_batches=max(1, round(job.num_batches * part))) for job in jobs)

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 
-from scheduling.packing.fill import Choose, chooser, fill_microbatch, remembering
+from scheduling.packing.fill import chooser, fill_microbatch, remembering
 from scheduling.packing.problem import Filling, Microbatch, Problem
 
 SOFTNESS = 4.0  # slots; 2 and 8 give the same plans on the shared workloads
-ORDERS = 9  # continuations of a partial plan
 FIRST_WIDTH, LAST_WIDTH = 4, 512
+HURRIED = 400  # slots that may still be filled after the deadline, about 10 ms
 JITTER = 0.02  # slots; breaks ties differently when a width is searched again
 
 
@@ -35,141 +36,173 @@ class Budget:
     deadline: float
 
     @property
+    def late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    @property
     def spent(self) -> bool:
-        return self.evaluations <= 0 or time.monotonic() >= self.deadline
+        return self.evaluations <= 0 or self.late
 
 
 @dataclass(slots=True)
 class _Node:
-    """A partial plan: the state after its slots, and how it came about."""
+    """A partial plan: the state after its slots, and how it came about.
+
+    Args:
+        end: no continuation has fewer slots.
+        way: per job, fewest slots from its first free one to its end; 0 when it is done.
+        left: tokens of all jobs together.
+    """
 
     promise: float
-    end: float  # no continuation has fewer slots
+    end: float
     batch: tuple[int, ...]
     mask: tuple[int, ...]
     tokens: tuple[int, ...]
     ready: tuple[int, ...]
+    way: tuple[int, ...]
     left: int
     parent: _Node | None
     filled: tuple[Microbatch, ...]
 
 
 def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, seed: int) -> Filling:
-    """Improves a plan until it meets the bound or the budget is spent; wider and wider beams."""
-    noise = random.Random(seed)
-    choose = remembering(chooser(problem))
-    best, width, jitter = incumbent, FIRST_WIDTH, 0.0
+    """Improves a plan until it meets the bound or the budget is spent; first a narrow beam, then as wide as affordable."""
+    beam = _Beam(problem, budget, seed)
+    best, width = incumbent, FIRST_WIDTH
+    if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two new children per partial plan
+        return best
     while len(best) > bound and not budget.spent:
         before = budget.evaluations
-        found = _beam(problem, width, len(best), choose, budget, noise, jitter)
-        best = found or best
+        best = beam.run(width, len(best)) or best
         cost = max(1.0, (before - budget.evaluations) / width)
         if width >= LAST_WIDTH or budget.evaluations < cost * 2 * FIRST_WIDTH:
-            jitter = JITTER
+            beam.jitter = JITTER
         width = max(FIRST_WIDTH, min(LAST_WIDTH, int(0.9 * budget.evaluations / cost)))
     return best
 
 
-def _beam(
-    problem: Problem, width: int, slots: int, choose: Choose, budget: Budget, noise: random.Random, jitter: float
-) -> Filling | None:
-    """The best plan with fewer than `slots` slots that this beam finds."""
-    level = [_start(problem)]
-    for slot in range(slots - 1):
-        found: dict[tuple, _Node] = {}
-        for node in level:
-            if budget.spent:
+class _Beam:
+    """The search with its tables; remembers subset sums from one width to the next."""
+
+    def __init__(self, problem: Problem, budget: Budget, seed: int):
+        self.problem, self.budget = problem, budget
+        self.choose = remembering(chooser(problem))
+        self.noise = random.Random(seed)
+        self.jitter, self.hurry = 0.0, False
+        self.slot_tokens = problem.slot_tokens
+        self.price = 1 + len(problem.jobs) / 16  # a child costs the more, the more jobs there are
+
+    def run(self, width: int, slots: int) -> Filling | None:
+        """The best plan with fewer than `slots` slots that a beam of this width finds."""
+        level = [self._root()]
+        for slot in range(slots - 1):
+            if self.budget.late and not self.hurry:
+                if slots - slot > HURRIED:
+                    return None
+                self.hurry = True
+                del level[1:]  # no time left: only finish the most promising one, the plain way
+            found: dict[tuple, _Node] = {}
+            for node in level:
+                for child in self._children(node, slot):
+                    key = (child.batch, child.mask, child.ready)
+                    rival = found.get(key)
+                    if rival is None or child.promise < rival.promise:
+                        found[key] = child
+            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_promise)[:width]
+            if not level:
                 return None
-            for child in _children(problem, node, slot, choose, budget):
-                child.promise += jitter * noise.random() if jitter else 0.0
-                key = (child.batch, child.mask, child.ready)
-                rival = found.get(key)
-                if rival is None or child.promise < rival.promise:
-                    found[key] = child
-        level = [child for child in found.values() if child.end <= slots - 1]
-        level.sort(key=lambda child: child.promise)
-        del level[width:]
-        finished = next((child for child in level if not child.left), None)
-        if finished is not None:
-            return _filling(finished)
-        if not level:
-            return None
-    return None
+            finished = next((child for child in level if not child.left), None)
+            if finished is not None:
+                return _filling(finished)
+        return None
 
+    def _root(self) -> _Node:
+        first = [batches[0] if batches else None for batches in self.problem.batches]
+        return _Node(
+            promise=0.0,
+            end=0.0,
+            batch=(0,) * len(first),
+            mask=tuple(batch.full_mask if batch else 0 for batch in first),
+            tokens=tuple(batch.total if batch else 0 for batch in first),
+            ready=self.problem.ready,
+            way=tuple(batch.slots + batch.tail if batch else 0 for batch in first),
+            left=sum(batch.total for batches in self.problem.batches for batch in batches),
+            parent=None,
+            filled=(),
+        )
 
-def _start(problem: Problem) -> _Node:
-    first = [batches[0] if batches else None for batches in problem.batches]
-    return _Node(
-        promise=0.0,
-        end=0.0,
-        batch=(0,) * len(first),
-        mask=tuple(batch.full_mask if batch else 0 for batch in first),
-        tokens=tuple(batch.total if batch else 0 for batch in first),
-        ready=problem.ready,
-        left=sum(batch.total for batches in problem.batches for batch in batches),
-        parent=None,
-        filled=(),
-    )
+    def _children(self, node: _Node, slot: int) -> Iterator[_Node]:
+        free = [job for job, mask in enumerate(node.mask) if mask and node.ready[job] <= slot]
+        seen = set()
+        for order in self._orders(node, free):
+            mask, tokens = list(node.mask), list(node.tokens)
+            filled = tuple(
+                fill_microbatch(self.problem, order, node.batch, mask, tokens, self.choose)
+                for _ in range(self.problem.data_parallel)
+            )
+            taken = frozenset(filled[0]) if len(filled) == 1 else filled
+            if taken not in seen:
+                seen.add(taken)
+                self.budget.evaluations -= self.price
+                yield self._child(node, slot, filled, mask, tokens)
 
+    def _orders(self, node: _Node, free: list[int]) -> list[list[int]]:
+        """Begun batches first; longest way first; shortest rest first; and each of the first few jobs moved to the front."""
+        way, tokens, batches = node.way, node.tokens, self.problem.batches
+        begun = [job for job in free if node.mask[job] != batches[job][node.batch[job]].full_mask]
+        by_way = sorted(free, key=lambda job: (-way[job], job not in begun, -tokens[job]))
+        by_begun = sorted(by_way, key=lambda job: job not in begun)
+        orders = [by_begun]
+        if self.hurry:
+            return orders
+        if len(free) > 1:
+            orders += [by_way, sorted(free, key=tokens.__getitem__)]
+        for front in by_begun[1:4]:
+            orders += [[front, *(job for job in base if job != front)] for base in (by_begun, by_way)]
+        if len(free) > 2:
+            orders.append([by_begun[0], by_begun[2], by_begun[1], *by_begun[3:]])
+        return orders
 
-def _children(problem: Problem, node: _Node, slot: int, choose: Choose, budget: Budget):
-    free = [job for job, mask in enumerate(node.mask) if mask and node.ready[job] <= slot]
-    for order in _orders(problem, node, free):
-        budget.evaluations -= 1 + len(node.batch) / 16
-        yield _child(problem, node, slot, order, choose)
-
-
-def _orders(problem: Problem, node: _Node, free: list[int]) -> list[list[int]]:
-    """Begun batches first; longest way to go first; shortest rest first; and each of the first few jobs moved to the front."""
-    way = {job: _way(problem, job, node.batch[job], node.tokens[job]) for job in free}
-    begun = {job: node.mask[job] != problem.batches[job][node.batch[job]].full_mask for job in free}
-    by_begun = sorted(free, key=lambda job: (not begun[job], -way[job], -node.tokens[job]))
-    by_way = sorted(free, key=lambda job: (-way[job], not begun[job], -node.tokens[job]))
-    orders = [by_begun, by_way, sorted(free, key=lambda job: node.tokens[job])]
-    for front in by_begun[1:4]:
-        orders += [[front, *(job for job in base if job != front)] for base in (by_begun, by_way)]
-    if len(free) > 2:
-        orders.append([by_begun[0], by_begun[2], by_begun[1], *by_begun[3:]])
-    unique: list[list[int]] = []
-    for order in orders:
-        if order not in unique:
-            unique.append(order)
-    return unique[:ORDERS]
-
-
-def _way(problem: Problem, job: int, batch: int, tokens: int) -> int:
-    """Fewest slots from the first free one to the end of the job."""
-    return max(1, -(-tokens // problem.slot_tokens)) + problem.batches[job][batch].tail
-
-
-def _child(problem: Problem, node: _Node, slot: int, order: list[int], choose: Choose) -> _Node:
-    batch, mask, tokens, ready = list(node.batch), list(node.mask), list(node.tokens), list(node.ready)
-    filled = tuple(
-        fill_microbatch(problem, order, batch, mask, tokens, choose) for _ in range(problem.data_parallel)
-    )
-    left = node.left - sum(node.tokens[job] - tokens[job] for job in order)
-    for job in order:
-        if not mask[job]:
-            batch[job] += 1
-            ready[job] = slot + problem.num_stages
-            if batch[job] < len(problem.batches[job]):
-                following = problem.batches[job][batch[job]]
+    def _child(
+        self, node: _Node, slot: int, filled: tuple[Microbatch, ...], mask: list[int], tokens: list[int]
+    ) -> _Node:
+        batch, ready, way, left = list(node.batch), list(node.ready), list(node.way), node.left
+        for job in {part[0] for parts in filled for part in parts}:
+            left -= node.tokens[job] - tokens[job]
+            batches, current = self.problem.batches[job], batch[job]
+            if mask[job]:
+                way[job] = -(-tokens[job] // self.slot_tokens) + batches[current].tail
+                continue
+            batch[job] = current = current + 1
+            ready[job] = slot + self.problem.num_stages
+            way[job] = 0
+            if current < len(batches):
+                following = batches[current]
                 mask[job], tokens[job] = following.full_mask, following.total
-    fluid_end = slot + 1 + left / problem.slot_tokens
-    child = _Node(fluid_end, fluid_end, tuple(batch), tuple(mask), tuple(tokens), tuple(ready), left, node, filled)
-    _add_lateness(problem, child, slot + 1)
-    return child
+                way[job] = following.slots + following.tail
+        promise, end = self._promise(slot + 1, left, mask, ready, way)
+        return _Node(
+            promise, end, tuple(batch), tuple(mask), tuple(tokens), tuple(ready), tuple(way), left, node, filled
+        )
+
+    def _promise(
+        self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]
+    ) -> tuple[float, float]:
+        """The promise (see the head of this file; smaller is better), and a bound on the slots."""
+        promise = end = now + left / self.slot_tokens
+        due = end + self.problem.num_stages - 1
+        for job, rest in enumerate(mask):
+            if rest:
+                alone = (ready[job] if ready[job] > now else now) + way[job]
+                promise += exp((alone - due) / SOFTNESS)
+                if alone > end:
+                    end = alone
+        return promise + self.jitter * self.noise.random() if self.jitter else promise, end
 
 
-def _add_lateness(problem: Problem, node: _Node, now: int) -> None:
-    """Σ exp((earliest end of the job - S + 1 - end of fluid tokens) / SOFTNESS) over unfinished jobs."""
-    due = node.promise + problem.num_stages - 1
-    for job, mask in enumerate(node.mask):
-        if mask:
-            end = max(now, node.ready[job]) + _way(problem, job, node.batch[job], node.tokens[job])
-            node.promise += exp((end - due) / SOFTNESS)
-            if end > node.end:
-                node.end = end
+def _promise(node: _Node) -> float:
+    return node.promise
 
 
 def _filling(node: _Node) -> Filling:

@@ -1,0 +1,55 @@
+"""What cannot be planned, and why: every refusal names what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduling.errors import PlanError
+from scheduling.types import AdapterJob
+
+
+def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> dict[str, int]:
+    """Refuses what cannot be planned; returns the limits as plain whole numbers."""
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise PlanError("plan.setting", f"{name} must be a whole number of at least 1, not {value!r}")
+    if not jobs:
+        raise PlanError("plan.no-jobs", "no adapters to plan", fix="give at least one AdapterJob")
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
+    capacity, tile = limits["capacity_tokens"], limits["tile_tokens"]
+    if capacity < tile:
+        raise PlanError(
+            "plan.capacity",
+            f"a microbatch of {capacity} tokens has no room for one tile of {tile}",
+            fix=f"capacity_tokens: {tile} or more",
+        )
+    _refuse_long_samples(jobs, capacity // tile * tile, tile)
+    return {name: int(value) for name, value in limits.items()}
+
+
+def check_time_limit(seconds: float) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not (math.isfinite(seconds) and seconds >= 0):
+        raise PlanError("plan.setting", f"time_limit_s must be a number of seconds, not {seconds!r}")
+    return seconds
+
+
+def _refuse_long_samples(jobs: Sequence[AdapterJob], room: int, tile: int) -> None:
+    problems, longest = [], 0
+    for job in jobs:
+        lengths = np.asarray(job.sample_tokens)
+        for index in np.flatnonzero(lengths > room):
+            problems.append(f"{job.name}: sample {index} has {lengths[index]} tokens")
+            longest = max(longest, int(lengths[index]))
+    if problems:
+        raise PlanError(
+            "plan.sample-too-long",
+            f"{problems[0]}, but a microbatch holds {room} ({len(problems)} such samples)",
+            problems=tuple(problems),
+            fix=f"capacity_tokens: {-(-longest // tile) * tile} or more, or cut or drop these samples",
+        )

@@ -1,0 +1,128 @@
+"""Changing one's mind while a plan runs: what has run stays, the rest is planned again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from scheduling.checks import check_jobs, check_time_limit
+from scheduling.errors import PlanError
+from scheduling.packing.problem import make_problem, to_slots
+from scheduling.packing.search import Budget
+from scheduling.planner import EVALUATIONS_PER_S, fill
+from scheduling.types import AdapterJob, Plan
+from scheduling.verify import verify_plan
+
+
+def replan(
+    plan: Plan,
+    *,
+    at_slot: int,
+    add: Sequence[AdapterJob] = (),
+    cancel: Sequence[str] = (),
+    finish: Sequence[str] = (),
+    pause: Sequence[str] = (),
+    resume: Sequence[str] = (),
+    weights: Mapping[str, float] | None = None,
+    time_limit_s: float = 0.5,
+    seed: int = 0,
+    search_evaluations: int | None = None,
+) -> Plan:
+    """Keeps slots [0, at_slot) and plans the rest again; the distance to what has run is kept, and all is verified.
+
+    Args:
+        at_slot: first slot that has not been started.
+        add: new adapters.
+        cancel: adapters that stop at once; a begun batch is left without its step.
+        finish: adapters that complete the batch they have begun, and end there.
+        pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
+        resume: adapters that go on where they were paused.
+        weights: new weights of adapters.
+
+    Raises:
+        PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
+
+    >>> from scheduling import make_plan
+    >>> plan = make_plan([AdapterJob(name, [600] * 8, 2) for name in "ab"], capacity_tokens=1280, num_stages=2)
+    >>> shorter = replan(plan, at_slot=4, cancel=["b"])
+    >>> shorter.slots[:4] == plan.slots[:4], any(ref.adapter == "b" for slot in shorter.slots[4:] for ref in slot.samples)
+    (True, False)
+    """
+    deadline = time.monotonic() + check_time_limit(time_limit_s)
+    _check_request(plan, at_slot, [*cancel, *finish, *pause, *resume, *(weights or {})], resume)
+    progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
+    jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in plan.jobs]
+    jobs = [_shortened(job, progress[job.name]) if job.name in finish else job for job in jobs] + list(add)
+    unbegun = [name for name in finish if progress[name].batches == 0]
+    stopped = {name: slot for name, slot in plan.stopped if name not in resume}
+    stopped |= dict.fromkeys([*cancel, *pause, *unbegun], at_slot)
+    limits = check_jobs(
+        jobs,
+        capacity_tokens=plan.capacity_tokens,
+        num_stages=plan.num_stages,
+        data_parallel=plan.data_parallel,
+        tile_tokens=plan.tile_tokens,
+    )
+    left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
+    ready = [progress[job.name].ready if job.name in progress else 0 for job in jobs]
+    bound, slots = at_slot, plan.slots[:at_slot]
+    if any(len(positions) for positions in left):
+        problem = make_problem(jobs, left=[positions.tolist() for positions in left], ready=ready, **limits)
+        evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
+        rest, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
+        bound, slots = at_slot + rest, slots + to_slots(problem, filling)
+    again = Plan(
+        jobs=tuple(jobs), slots=slots, seed=seed, lower_bound=bound, stopped=tuple(stopped.items()), **limits
+    )
+    verify_plan(again)
+    return again
+
+
+class _Progress:
+    """What of a job has run before a slot.
+
+    Attributes:
+        done: per position of the stream, whether it has run.
+        batches: how many batches have begun.
+        ready: first slot, counted from `at_slot`, in which the next sample may run.
+    """
+
+    def __init__(self, plan: Plan, job: AdapterJob, at_slot: int):
+        self.done = np.zeros(job.num_samples, bool)
+        last: dict[int, int] = {}
+        for index, slot in enumerate(plan.slots[:at_slot]):
+            for ref in slot.samples:
+                if ref.adapter == job.name:
+                    self.done[ref.epoch * len(job.sample_tokens) + ref.sample] = True
+                    last[ref.batch] = index
+        self.batches = max(last) + 1 if last else 0
+        first_left = int(np.argmin(self.done)) // job.global_batch if not self.done.all() else job.num_batches
+        before = last.get(first_left - 1)  # a begun batch may go on at once: its predecessor is far enough by then
+        self.ready = 0 if before is None else max(0, before + plan.num_stages - at_slot)
+
+
+def _left(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndarray:
+    if stopped:
+        return np.zeros(0, np.int64)
+    if progress is None:
+        return np.arange(job.num_samples)
+    return np.flatnonzero(~progress.done[: job.num_samples])
+
+
+def _shortened(job: AdapterJob, progress: _Progress) -> AdapterJob:
+    return replace(job, max_batches=progress.batches) if progress.batches else job
+
+
+def _check_request(plan: Plan, at_slot: int, names: Sequence[str], resume: Sequence[str]) -> None:
+    if isinstance(at_slot, bool) or not isinstance(at_slot, (int, np.integer)) or not 0 <= at_slot <= plan.num_slots:
+        raise PlanError("plan.slot", f"at_slot must be from 0 to {plan.num_slots}, not {at_slot!r}")
+    known = ", ".join(plan.job_of)
+    for name in names:
+        if name not in plan.job_of:
+            raise PlanError("plan.unknown-adapter", f"the plan has no adapter {name!r}", fix=f"one of: {known}")
+    for name in resume:
+        if name not in dict(plan.stopped):
+            raise PlanError("plan.not-paused", f"{name} is not paused", fix="resume only what was paused")

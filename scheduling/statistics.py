@@ -1,0 +1,192 @@
+"""What a plan is worth, in figures and in one sentence about what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduling.baselines import one_after_another
+from scheduling.cost_model import CostModel
+from scheduling.pipeline import one_forward_one_backward
+from scheduling.simulate import simulate
+from scheduling.timeline import Timeline
+from scheduling.types import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatistics:
+    """One adapter in a plan; `finish_s` and `finish_slot` are the end of its last batch."""
+
+    name: str
+    samples: int
+    tokens: int
+    longest: int
+    steps: int
+    finish_slot: int
+    finish_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatistics:
+    """A plan in figures.
+
+    Args:
+        microbatches: slots that are not no-ops.
+        density: real tokens / room of all slots.
+        tile_share: share of the room that is padding of adapters to whole tiles.
+        gap: slots over the lower bound.
+        duration_s: predicted, with the rest, from the cost model.
+        bubble_share: idle share between fill and drain.
+        fill_drain_s: idle time at both ends of the run, mean over stages.
+        limits: what costs most, worst first.
+    """
+
+    slots: int
+    microbatches: int
+    noops: int
+    tokens: int
+    density: float
+    tile_share: float
+    lower_bound: int
+    gap: float
+    duration_s: float
+    tokens_per_s: float
+    bubble_share: float
+    fill_drain_s: float
+    adapters: tuple[AdapterStatistics, ...]
+    limits: tuple[Limit, ...]
+
+    @property
+    def hint(self) -> str:
+        """The worst limit, in one sentence."""
+        return str(self.limits[0]) if self.limits else "nothing: the plan is full and has no bubbles"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Something that costs time.
+
+    Args:
+        share: of the machine's time.
+    """
+
+    share: float
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} of the time: {self.what}; {self.fix}"
+
+
+def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
+    """Counts a plan, and predicts it with the cost model (or takes a timeline made before)."""
+    timeline = simulate(plan, cost_model) if timeline is None else timeline
+    room = plan.num_slots * plan.capacity_tokens * plan.data_parallel
+    return PlanStatistics(
+        slots=plan.num_slots,
+        microbatches=plan.num_slots - plan.num_noops,
+        noops=plan.num_noops,
+        tokens=plan.tokens,
+        density=plan.density,
+        tile_share=_tile_padding(plan) / room if room else 0.0,
+        lower_bound=plan.lower_bound,
+        gap=plan.gap,
+        duration_s=timeline.duration_s,
+        tokens_per_s=timeline.tokens_per_s,
+        bubble_share=timeline.bubble_share,
+        fill_drain_s=timeline.fill_drain_s,
+        adapters=_adapters(plan, timeline),
+        limits=_limits(plan, timeline),
+    )
+
+
+def speed_up_over_one_after_another(plan: Plan, cost_model: CostModel) -> tuple[float, float]:
+    """Predicted seconds of the same jobs one adapter after another with a flush per batch (1F1B), and of the plan."""
+    alone = one_after_another(
+        plan.jobs,
+        capacity_tokens=plan.capacity_tokens,
+        num_stages=plan.num_stages,
+        data_parallel=plan.data_parallel,
+        tile_tokens=plan.tile_tokens,
+    )
+    flushed = simulate(alone, cost_model, program=one_forward_one_backward(alone, flush=True))
+    return flushed.duration_s, simulate(plan, cost_model).duration_s
+
+
+def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:
+    last = {adapter: slot for slot, adapter, _ in plan.batches_ending()}
+    return tuple(
+        AdapterStatistics(
+            name=job.name,
+            samples=job.num_samples,
+            tokens=int(job.stream.sum()),
+            longest=int(job.stream.max()),
+            steps=job.num_batches,
+            finish_slot=last.get(job.name, 0),
+            finish_s=timeline.finish_s.get(job.name, 0.0),
+        )
+        for job in plan.jobs
+    )
+
+
+def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
+    """Shares of stages · duration that do no useful work, worst first; below half a percent is not worth a word."""
+    whole = plan.num_stages * timeline.duration_s
+    if not whole:
+        return ()
+    busy = sum(timeline.busy_s) / whole
+    used = max(1, plan.num_slots - plan.num_noops)
+    room = used * plan.capacity_tokens * plan.data_parallel
+    tiles = _tile_padding(plan) / room
+    empty = 1 - plan.tokens / room - tiles
+    slowest = max(timeline.busy_s)
+    uneven = sum(slowest - stage for stage in timeline.busy_s) / whole
+    bubbles = max(0.0, sum(timeline.bubble_s) / whole - uneven)
+    longest = max(plan.jobs, key=lambda job: (max(job.sample_tokens), job.name))
+    found = [
+        Limit(
+            share=busy * empty,
+            what="room in the microbatches that no sample fits",
+            fix=f"longest sample: {max(longest.sample_tokens)} tokens ({longest.name}); try another capacity_tokens",
+        ),
+        Limit(
+            share=busy * tiles,
+            what=f"padding of adapters to tiles of {plan.tile_tokens} tokens",
+            fix="fewer adapters in a microbatch, or a larger global batch",
+        ),
+        Limit(
+            share=bubbles,
+            what=_why_bubbles(plan),
+            fix="more adapters, a larger global batch, or fewer stages",
+        ),
+        Limit(
+            share=plan.num_stages * timeline.fill_drain_s / whole,
+            what="filling and draining the pipeline once",
+            fix="a longer run, or fewer stages",
+        ),
+        Limit(share=uneven, what="stages of unequal cost", fix="move layers away from the slowest stage"),
+    ]
+    return tuple(sorted((limit for limit in found if limit.share >= 0.005), key=lambda limit: -limit.share))
+
+
+def _why_bubbles(plan: Plan) -> str:
+    chain: dict[str, int] = {}
+    for slot, adapter, _ in plan.batches_ending():
+        chain[adapter] = slot
+    last = max(chain, key=lambda name: (chain[name], name), default="")
+    others = max((slot for name, slot in chain.items() if name != last), default=0)
+    alone = chain.get(last, 0) - others
+    if alone > plan.num_stages:
+        return f"waiting for updates: {last} runs alone in the last {alone} slots"
+    return f"waiting for updates and uneven microbatches ({plan.num_noops} no-ops)"
+
+
+def _tile_padding(plan: Plan) -> int:
+    lengths = {job.name: job.sample_tokens for job in plan.jobs}
+    padding = 0
+    for slot in plan.slots:
+        for part in slot.replicas:
+            tokens: dict[str, int] = {}
+            for ref in part:
+                tokens[ref.adapter] = tokens.get(ref.adapter, 0) + lengths[ref.adapter][ref.sample]
+            padding += sum(-total % plan.tile_tokens for total in tokens.values())
+    return padding
