@@ -1,0 +1,189 @@
+"""The decoder with adapters: its switches change no number, and company changes no sample."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lorafusion_jax.models import Decoder, ModelConfig, Segments
+from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective import adapter_losses
+
+CONFIG = ModelConfig(
+    family="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, qk_norm=True, qkv_bias=True,
+)  # fmt: skip
+ADAPTERS = (
+    AdapterSpec(name="a", rank=4, alpha=8, dropout=0.2, seed=1),
+    AdapterSpec(name="b", rank=2, alpha=8, dropout=0.1, seed=2, targets=("q_proj", "v_proj", "down_proj")),
+)
+TILE = 16
+ROWS = 160  # of every microbatch: one program serves all tests
+
+
+def parts(**options):
+    """Splits a decoder whose B is not zero, so that every LoRA weight has a gradient."""
+    model = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32, **options)
+    graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    rng = np.random.default_rng(3)
+    lora = dict(nnx.to_flat_state(lora))
+    for path, leaf in lora.items():
+        if path[-1] == "lora_b":
+            noise = rng.normal(size=leaf.shape).astype(np.float32)
+            lora[path] = leaf.replace(leaf[...] + (noise * (leaf_is_used(path, leaf)) * 0.1))
+    return graph, nnx.from_flat_state(lora.items()), frozen
+
+
+def leaf_is_used(path, leaf):
+    """1 where an adapter of that rank targets the projection."""
+    used = np.zeros(leaf.shape, np.float32)
+    for index, spec in enumerate(ADAPTERS):
+        if path[-2] in spec.targets:
+            used[..., index, : spec.rank, :] = 1
+    return used
+
+
+def microbatch(samples):
+    """Packs (adapter, tokens) at tiles and returns what a step needs; a sample's keys depend on the sample alone."""
+    fields = {name: np.zeros(ROWS, np.int32) for name in ("tokens", "positions", "targets")}
+    weights, row_adapter = np.zeros(ROWS, np.float32), np.full(ROWS, -1, np.int32)
+    row_key, lengths, start = np.zeros(ROWS, np.uint32), [], 0
+    for adapter, tokens in samples:
+        n, rows = len(tokens), -(-len(tokens) // TILE) * TILE
+        here = slice(start, start + n)
+        fields["tokens"][here], fields["positions"][here] = tokens, np.arange(n)
+        fields["targets"][start : start + n - 1] = tokens[1:]
+        weights[start : start + n - 1] = 1 / n
+        row_adapter[start : start + rows] = adapter
+        row_key[here] = np.arange(n) * 7919 + int(tokens[0])
+        lengths += [n] + ([rows - n] if rows > n else [])
+        start += rows
+    segments = Segments.from_lengths(lengths, ROWS)
+    return fields, weights, row_adapter, row_key, segments
+
+
+def step(graph, frozen, *, dropout=True, implementation="xla"):
+    def losses(lora, fields, weights, row_adapter, row_key, segments):
+        model = nnx.merge(graph, lora, frozen)
+        ctx = LoRAContext.of(ADAPTERS, row_adapter[::TILE], row_key=row_key if dropout else None)
+        hidden = model.hidden(fields["tokens"], fields["positions"], segments, ctx, attention=implementation)
+        each = adapter_losses(hidden, model.head(), fields["targets"], weights, row_adapter, len(ADAPTERS))
+        return each.sum(), each
+
+    return jax.jit(jax.value_and_grad(losses, has_aux=True))
+
+
+RNG = np.random.default_rng(0)
+SAMPLES = [(adapter, RNG.integers(1, 40, n)) for adapter, n in [(0, 37), (1, 16), (1, 50), (0, 5)]]
+
+
+@pytest.fixture(scope="module")
+def unrolled():
+    graph, lora, frozen = parts()
+    return step(graph, frozen), lora
+
+
+def flat(state) -> dict:
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+
+
+def close(got, wanted, relative):
+    largest = max(np.abs(leaf).max() for leaf in wanted.values())
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(got[name], leaf, atol=relative * largest, err_msg=name)
+
+
+@pytest.mark.parametrize(("layers", "remat"), [("unroll", "full"), ("scan", "none")])
+def test_scan_and_remat_give_the_same_numbers(unrolled, layers, remat):
+    run, lora = unrolled
+    batch = microbatch(SAMPLES)
+    (_, wanted), wanted_grads = run(lora, *batch)
+    graph, other_lora, frozen = parts(layers=layers, remat=remat)
+    if layers == "scan":
+        other_lora = stacked(lora, other_lora)
+    (_, losses), grads = step(graph, frozen)(other_lora, *batch)
+    if layers == "scan":
+        wanted_grads = stacked(wanted_grads, other_lora)
+    # The same float32 operations, fused otherwise by the compiler.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    close(flat(grads), flat(wanted_grads), 1e-5)
+
+
+def stacked(unrolled_state, like):
+    leaves = flat(unrolled_state)
+    out = []
+    for path, leaf in nnx.to_flat_state(like):
+        names = [".".join(map(str, (path[0], layer, *path[1:]))) for layer in range(CONFIG.num_layers)]
+        out.append((path, leaf.replace(jnp.stack([leaves[name] for name in names]))))
+    return nnx.from_flat_state(out)
+
+
+def test_every_used_lora_weight_learns_and_no_other(unrolled):
+    run, lora = unrolled
+    grads = run(lora, *microbatch(SAMPLES))[1]
+    for path, grad in nnx.to_flat_state(grads):
+        used = (
+            leaf_is_used(path, grad)
+            if path[-1] == "lora_b"
+            else np.swapaxes(leaf_is_used(path, jnp.swapaxes(grad[...], -1, -2)), -1, -2)
+        )
+        moved = np.asarray(grad[...]) != 0
+        assert not moved[used == 0].any(), path
+        assert moved[used == 1].mean() > 0.9, path
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)))
+def test_packed_sample_is_the_sample_alone(unrolled, number):
+    """Loss and gradient of adapter k from sample i among others = from sample i and nothing else of k."""
+    run, lora = unrolled
+    adapter = SAMPLES[number][0]
+    company = [sample for i, sample in enumerate(SAMPLES) if i == number or sample[0] != adapter]
+    (_, together), grads = run(lora, *microbatch(company))
+    (_, alone), grads_alone = run(lora, *microbatch([SAMPLES[number]]))
+    np.testing.assert_allclose(together[adapter], alone[adapter], rtol=1e-5)
+    pick = lambda state: {name: leaf[adapter] for name, leaf in flat(state).items()}  # noqa: E731
+    # Other offsets, so other orders of float32 sums; the largest gradient sets the scale.
+    close(pick(grads), pick(grads_alone), 1e-5)
+
+
+def test_nan_weights_of_one_adapter_leave_the_other_alone(unrolled):
+    run, lora = unrolled
+    batch = microbatch(SAMPLES)
+    (_, clean), clean_grads = run(lora, *batch)
+    path = ("layers", 0, "self_attn", "q_proj", "lora_b")
+    leaves = dict(nnx.to_flat_state(lora))
+    leaves[path] = leaves[path].replace(leaves[path][...].at[0, 0, 0].set(np.nan))
+    (_, losses), grads = run(nnx.from_flat_state(leaves.items()), *batch)
+    assert np.isnan(losses[0])
+    assert losses[1] == clean[1]
+    for name, leaf in flat(clean_grads).items():
+        np.testing.assert_array_equal(flat(grads)[name][1], leaf[1], err_msg=name)
+
+
+def test_no_context_runs_the_base_model():
+    tokens = np.arange(24) % 40
+    rows = (tokens, np.arange(24), Segments.from_lengths([24], 24))
+    base = Decoder(CONFIG, dtype=jnp.float32)
+    with_adapters = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert not flat(nnx.state(base, nnx.LoRAParam))
+    context = LoRAContext.of(ADAPTERS, [0])
+    logits = jax.jit(lambda ctx: with_adapters(*rows, ctx))
+    np.testing.assert_allclose(logits(None), logits(context), atol=1e-5)  # B is zero: the adapters say nothing yet
+
+
+def test_bfloat16_keeps_adapters_in_float32():
+    model = nnx.eval_shape(lambda: Decoder(CONFIG, ADAPTERS))
+    kinds = {(type(leaf), leaf.dtype) for _, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert kinds == {(nnx.Param, jnp.dtype("bfloat16")), (nnx.LoRAParam, jnp.dtype("float32"))}
+
+
+def test_shapes_cost_no_memory():
+    big = ModelConfig(
+        family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=4, num_heads=32,
+        num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    model = nnx.eval_shape(lambda: Decoder(big, ADAPTERS, layers="scan"))
+    size = sum(np.prod(leaf.shape) for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam))))
+    assert size == big.num_parameters

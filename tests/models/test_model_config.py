@@ -1,0 +1,147 @@
+"""config.json → ModelConfig."""
+
+import json
+import os
+
+import pytest
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.models import ModelConfig, RopeScaling
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read(**changes) -> ModelConfig:
+    return ModelConfig.from_hf(LLAMA | changes)
+
+
+def test_fields_are_read():
+    config = read(rope_theta=500000.0, max_position_embeddings=131072, tie_word_embeddings=True)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert (config.norm_eps, config.rope_theta, config.max_positions) == (1e-5, 500000.0, 131072)
+    assert config.tie_embeddings
+    assert {config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm} == {False}
+
+
+@pytest.mark.parametrize("spelling", [
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+], ids=["rope_type", "type", "rope_parameters"])  # fmt: skip
+def test_every_spelling_of_rope_scaling_means_the_same(spelling):
+    config = read(**spelling)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0)
+
+
+@pytest.mark.parametrize(
+    "none", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}]
+)
+def test_no_scaling(none):
+    assert read(**none).rope_scaling is None
+    assert read(**none).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(("changes", "qkv", "o", "mlp", "norm"), [
+    ({}, False, False, False, False),
+    ({"attention_bias": True, "mlp_bias": True}, True, True, True, False),
+    ({"architectures": ["Qwen2ForCausalLM"]}, True, False, False, False),
+    ({"architectures": ["Qwen3ForCausalLM"]}, False, False, False, True),
+    ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, True, True, False, True),
+    ({"architectures": ["MistralForCausalLM"]}, False, False, False, False),
+])  # fmt: skip
+def test_families_differ_in_biases_and_norms(changes, qkv, o, mlp, norm):
+    config = read(**changes)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (qkv, o, mlp, norm)
+
+
+def test_qwen3_has_heads_of_128_unless_it_says_otherwise():
+    assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
+    assert read(architectures=["Qwen3ForCausalLM"], head_dim=32).head_dim == 32
+
+
+@pytest.mark.parametrize(("changes", "window"), [
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 4096),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}, None),
+    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+     None),
+    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+     64),
+    ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "layer_types": ["full_attention"] * 2}, None),
+])  # fmt: skip
+def test_sliding_window_is_known_where_it_is_active(changes, window):
+    assert read(**changes).sliding_window == window
+
+
+def test_samples_beyond_an_active_window_are_refused():
+    config = read(architectures=["MistralForCausalLM"], sliding_window=4096)
+    config.check_length(4096)
+    with pytest.raises(CheckpointError, match=r"4097 tokens.*last 4096 only"):
+        config.check_length(4097)
+    read().check_length(10**6)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture GPT2LMHeadModel"),
+    ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq)"),
+    ({"num_local_experts": 8}, "mixture of experts"),
+    ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+    ({"head_dim": 7}, "head_dim=7 is odd"),
+    ({"vocab_size": None}, "vocab_size is missing"),
+    ({"hidden_size": "64"}, "hidden_size='64' is not a positive integer"),
+])  # fmt: skip
+def test_what_is_not_implemented_is_refused(changes, said):
+    with pytest.raises(CheckpointError) as caught:
+        read(**changes)
+    assert said in str(caught.value)
+
+
+def test_all_problems_come_in_one_message():
+    with pytest.raises(CheckpointError) as caught:
+        read(architectures=["MambaForCausalLM"], hidden_act="relu", vocab_size=0, rope_scaling={"type": "yarn"})
+    for said in ("MambaForCausalLM", "relu", "vocab_size=0", "yarn"):
+        assert said in str(caught.value)
+
+
+def test_absent_and_broken_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="no model here") as caught:
+        ModelConfig.from_hf(tmp_path)
+    assert caught.value.where == str(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(CheckpointError, match=r"cannot be read"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        ModelConfig.from_hf(os.fspath(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "attention_bias": True, "mlp_bias": True},
+    {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    {"rope_scaling": {"type": "linear", "factor": 2}},
+    {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+    {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+])  # fmt: skip
+def test_written_config_reads_back_the_same(changes, tmp_path):
+    config = read(**changes)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(tmp_path) == config
+    for spelling in ("rope_scaling", "rope_parameters"):
+        assert ModelConfig.from_hf({k: v for k, v in config.to_hf().items() if k != spelling}) == config
+
+
+def test_number_of_parameters_of_a_known_model():
+    llama_8b = read(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                    num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
+    assert llama_8b.num_parameters == 8_030_261_248

@@ -1,0 +1,250 @@
+"""Hugging Face directories in and out: placement, sharding, and every way in which a directory can be wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from make_golden import GOLDEN
+from safetensors.numpy import load_file, save_file
+
+import lorafusion_jax
+from lorafusion_jax.errors import CheckpointError, ErrorList, RunError
+from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, save_decoder
+from lorafusion_jax.modules.spec import AdapterSpec
+
+ADAPTERS = (
+    AdapterSpec(name="a", rank=2, alpha=4),
+    AdapterSpec(name="b", rank=3, alpha=4, targets=("q_proj", "down_proj")),
+)
+TIED, PLAIN = GOLDEN / "qwen2_tied", GOLDEN / "llama2"
+
+
+def leaves(model) -> dict[str, np.ndarray]:
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(got: dict, wanted: dict):
+    assert got.keys() == wanted.keys()
+    for name, leaf in wanted.items():
+        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    shutil.copytree(PLAIN, tmp_path / "model", ignore=shutil.ignore_patterns("expected*"))
+    return tmp_path / "model"
+
+
+def change_tensors(model_dir, change) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model_dir / "model.safetensors")
+
+
+def test_kernels_are_transposed_and_tables_are_not():
+    stored = load_file(PLAIN / "model.safetensors")
+    loaded = leaves(load_decoder(PLAIN, dtype=jnp.float32))
+    np.testing.assert_array_equal(loaded["layers.1.mlp.up_proj.kernel"], stored["model.layers.1.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(loaded["lm_head.weight"], stored["lm_head.weight"])
+    assert len(loaded) == len(stored)
+
+
+def test_scanned_layers_hold_the_same_leaves_stacked():
+    unrolled = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.float32))
+    scanned = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.float32, layers="scan"))
+    for name, stack in scanned.items():
+        for layer, leaf in enumerate(stack if name.startswith("layers.") else ()):
+            np.testing.assert_array_equal(leaf, unrolled[name.replace("layers.", f"layers.{layer}.")])
+    assert sum(leaf.size for leaf in scanned.values()) == sum(leaf.size for leaf in unrolled.values())
+
+
+def test_lora_leaves_are_those_of_a_fresh_decoder():
+    fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
+    loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
+    for name in (name for name in fresh if "lora" in name):
+        assert loaded[name].dtype == np.float32
+        np.testing.assert_array_equal(loaded[name], fresh[name])
+
+
+def test_tied_head_is_the_embedding():
+    model = load_decoder(TIED, dtype=jnp.float32)
+    np.testing.assert_array_equal(model.head(), model.embed_tokens.weight[...].T)
+
+
+def test_each_device_reads_and_holds_its_part():
+    # Its own process: the number of devices is fixed when jax starts.
+    script = Path(__file__).with_name("sharded_loading.py")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    root = Path(lorafusion_jax.__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, script, PLAIN],
+        env=os.environ | flags | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["unroll: same", "scan: same"]
+
+
+@pytest.mark.parametrize("source", ["unroll", "scan"])
+@pytest.mark.parametrize("shard_bytes", [10**9, 8000], ids=["one file", "shards"])
+def test_saved_model_is_the_loaded_one(tmp_path, source, shard_bytes):
+    model = load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16, layers=source)
+    out = save_decoder(model, tmp_path / "out", shard_bytes=shard_bytes)
+    assert (out / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
+    assert all(file.stat().st_size < shard_bytes + 4096 for file in out.glob("*.safetensors"))
+    assert_same(leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16)))
+
+
+def test_saved_file_is_the_one_it_came_from(tmp_path):
+    out = save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "out", source_dir=PLAIN)
+    assert_same(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
+    assert (out / "config.json").read_bytes() == (PLAIN / "config.json").read_bytes()
+
+
+def test_edit_changes_what_is_written(tmp_path):
+    model = load_decoder(PLAIN, dtype=jnp.float32, layers="scan")
+    out = save_decoder(
+        model, tmp_path / "out", edit=lambda name, x: x + 1 if name == "layers.1.self_attn.q_proj.kernel" else x
+    )
+    before, after = load_file(PLAIN / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = [name for name in before if not np.array_equal(before[name], after[name])]
+    assert changed == ["model.layers.1.self_attn.q_proj.weight"]
+
+
+def test_nothing_is_left_of_a_model_that_could_not_be_written(tmp_path, monkeypatch):
+    model = load_decoder(PLAIN, dtype=jnp.float32)
+
+    def full_disk(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(RunError, match="No space left"):
+        save_decoder(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_taken_folder_is_not_overwritten(model_dir):
+    with pytest.raises(CheckpointError, match="something here already"):
+        save_decoder(load_decoder(model_dir, dtype=jnp.float32), model_dir)
+    load_decoder(model_dir)
+
+
+def test_host_holds_about_one_tensor(tmp_path):
+    config = ModelConfig.from_hf(PLAIN).to_hf() | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 6}
+    big = Decoder(ModelConfig.from_hf(config | {"intermediate_size": 1024}), dtype=jnp.float32, layers="scan")
+    save_decoder(big, tmp_path / "big", shard_bytes=4 * 2**20)
+    tracemalloc.start()
+    try:
+        load_decoder(tmp_path / "big", dtype=jnp.bfloat16)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    largest, whole = 256 * 1024 * 4, big.config.num_parameters * 4
+    # A tensor being read while the one before is on its way, and Python's own objects.
+    assert peak < 3 * largest + 6 * 2**20 < whole
+
+
+def test_all_wrong_tensors_are_listed(model_dir):
+    def change(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+        tensors["model.embed_tokens.weight"] = np.zeros((3, 16), np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
+
+    change_tensors(model_dir, change)
+    with pytest.raises(CheckpointError) as caught:
+        load_decoder(model_dir)
+    assert caught.value.code == "model.tensors-differ"
+    for said in (
+        "5 tensors",
+        "missing: model.norm.weight [16]",
+        "missing: model.layers.1.mlp.up_proj.weight [24, 16]",
+        "not of this model: model.layers.2.mlp.up_proj.weight [2, 2]",
+        "wrong shape: model.embed_tokens.weight is [3, 16], config.json says [48, 16]",
+        "unreadable type: lm_head.weight is I32",
+    ):
+        assert said in str(caught.value)
+
+
+def test_tables_that_can_be_computed_are_ignored(model_dir):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+
+    change_tensors(model_dir, change)
+    load_decoder(model_dir)
+
+
+def test_head_that_a_tied_model_stores_is_ignored(tmp_path):
+    shutil.copytree(TIED, tmp_path / "model")
+    change_tensors(
+        tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    )
+    load_decoder(tmp_path / "model")
+
+
+def test_missing_head_points_at_the_config(model_dir):
+    change_tensors(model_dir, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load_decoder(model_dir)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 5000])
+def test_file_cut_short_is_named(model_dir, keep):
+    file = model_dir / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="cut short or broken") as caught:
+        load_decoder(model_dir)
+    assert caught.value.where == str(file)
+
+
+def sharded(tmp_path):
+    return save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "sharded", shard_bytes=8000)
+
+
+def test_all_broken_shards_are_named(tmp_path):
+    model_dir = sharded(tmp_path)
+    first, second, *_ = sorted(model_dir.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:100])
+    with pytest.raises(ErrorList) as caught:
+        load_decoder(model_dir)
+    assert [(error.code, error.where) for error in caught.value.errors] == [
+        ("model.missing-file", str(first)),
+        ("model.broken-file", str(second)),
+    ]
+
+
+def test_index_that_promises_too_much_is_refused(tmp_path):
+    model_dir = sharded(tmp_path)
+    index = model_dir / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.9.mlp.up_proj.weight"] = next(iter(content["weight_map"].values()))
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"none of its files: model\.layers\.9\.mlp"):
+        load_decoder(model_dir)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_broken_index_is_refused(tmp_path, text):
+    model_dir = sharded(tmp_path)
+    (model_dir / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="index of the weights cannot be read"):
+        load_decoder(model_dir)
+
+
+def test_pickled_weights_are_refused(model_dir):
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+        load_decoder(model_dir)
+    (model_dir / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_decoder(model_dir)
