@@ -30,8 +30,8 @@ from safetensors.flax import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that is not installed
 
 from stdlib_text import library_documents, share
+from tokenizers import Tokenizer
 
-from lorafusion_jax.data import Tokenizer, load_tokenizer
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 
 HELD_OUT = 0.02
@@ -55,8 +55,9 @@ def token_streams(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stream(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    encoded = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    return np.concatenate([np.array([*document.ids, tokenizer.eos_id], np.uint16) for document in encoded])
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    end = tokenizer.token_to_id("<|end|>")
+    return np.concatenate([np.array([*document.ids, end], np.uint16) for document in encoded])
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -135,7 +136,7 @@ def read_streams(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     if args.tokens and args.tokens.is_file():
         with np.load(args.tokens) as stored:
             return stored["train"], stored["held_out"]
-    train, held_out = token_streams(load_tokenizer(args.tokenizer))
+    train, held_out = token_streams(Tokenizer.from_file(str(args.tokenizer / "tokenizer.json")))
     if args.tokens:
         args.tokens.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(args.tokens, train=train, held_out=held_out)
