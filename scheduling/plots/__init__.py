@@ -1,0 +1,6 @@
+"""Drawings of a timeline, predicted or measured: HTML, SVG, Perfetto, terminal."""
+
+from scheduling.plots.html import timeline_html as timeline_html
+from scheduling.plots.perfetto import to_perfetto as to_perfetto
+from scheduling.plots.svg import timeline_svg as timeline_svg
+from scheduling.plots.text import timeline_text as timeline_text
