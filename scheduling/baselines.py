@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-
 from scheduling.bounds import lower_bound
 from scheduling.checks import check_jobs
 from scheduling.packing.fill import chooser, fill_microbatch
@@ -22,7 +21,7 @@ def one_after_another(jobs: Sequence[AdapterJob], **limits: int) -> Plan:
 
 
 def batch_by_batch(jobs: Sequence[AdapterJob], **limits: int) -> Plan:
-    """Plans in mLoRA's order: one batch of each adapter in turn, each packed alone; no-ops where the distance is short."""
+    """Plans in mLoRA's order: one batch of each adapter in turn, packed alone; no-ops where too near."""
     problem = _problem(jobs, limits)
     rounds = zip_longest(*([(job, n) for n in range(len(batches))] for job, batches in enumerate(problem.batches)))
     order = (batch for turn in rounds for batch in turn if batch is not None)

@@ -69,10 +69,11 @@ def bound_of_rest(
 
 
 def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int) -> int:
-    """The plain textbook bound, without tiles: max(⌈tokens / capacity⌉, longest adapter alone). Never above `lower_bound`."""
+    """The plain bound, without tiles: max(⌈tokens / capacity⌉, longest adapter alone); never above `lower_bound`."""
     batches = [batch_tokens(job) for job in jobs]
     alone = [
-        int(np.maximum(1, -(-tokens // capacity_tokens)).sum()) + (num_stages - 1) * (len(tokens) - 1) for tokens in batches
+        int(np.maximum(1, -(-tokens // capacity_tokens)).sum()) + (num_stages - 1) * (len(tokens) - 1)
+        for tokens in batches
     ]
     return max(*alone, -(-int(sum(tokens.sum() for tokens in batches)) // capacity_tokens))
 

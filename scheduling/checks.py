@@ -34,7 +34,11 @@ def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> dict[str, int]:
 
 
 def check_time_limit(seconds: float) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not (math.isfinite(seconds) and seconds >= 0):
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, (int, float))
+        or not (math.isfinite(seconds) and seconds >= 0)
+    ):
         raise PlanError("plan.setting", f"time_limit_s must be a number of seconds, not {seconds!r}")
     return seconds
 

@@ -40,8 +40,8 @@ def make_plan(
     """Plans all samples of all jobs in as few slots as it can find, then with an even load; the plan is verified.
 
     A first plan is made in one pass (about 15 µs per sample) and always returned; the search for a shorter one takes
-    the rest of the time limit. The search counts evaluations, so the plan depends on the inputs and the seed alone; only
-    on a machine so busy that the limit comes first does the clock cut it short.
+    the rest of the time limit. The search counts evaluations, so the plan depends on the inputs and the seed alone;
+    only on a machine so busy that the limit comes first does the clock cut it short.
 
     Args:
         capacity_tokens: rows of a microbatch; "auto" takes the one with the shortest predicted time.
@@ -98,7 +98,9 @@ def _best_capacity(
 ) -> int:
     """The capacity with the shortest predicted time, from one-pass plans for a ladder of capacities."""
     if cost_model is None:
-        raise PlanError("plan.no-costs", 'capacity_tokens="auto" needs a cost model', fix="cost_model=default_cost_model(…)")
+        raise PlanError(
+            "plan.no-costs", 'capacity_tokens="auto" needs a cost model', fix="cost_model=default_cost_model(…)"
+        )
     check_jobs(jobs, capacity_tokens=largest, **limits)
     tile = limits["tile_tokens"]
     smallest = -(-max(max(job.sample_tokens) for job in jobs) // tile)

@@ -169,9 +169,7 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
 
 
 def _why_bubbles(plan: Plan) -> str:
-    chain: dict[str, int] = {}
-    for slot, adapter, _ in plan.batches_ending():
-        chain[adapter] = slot
+    chain = {adapter: slot for slot, adapter, _ in plan.batches_ending()}
     last = max(chain, key=lambda name: (chain[name], name), default="")
     others = max((slot for name, slot in chain.items() if name != last), default=0)
     alone = chain.get(last, 0) - others

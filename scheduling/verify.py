@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -82,8 +83,10 @@ class _Table:
         job = np.array([index_of.get(name, -1) for name in adapters], np.int64)
         columns = [np.array(column, np.int64) for column in (epochs, batches, samples, slots, replicas)]
         known = job >= 0
-        for row in np.flatnonzero(~known):
-            found.append(Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}"))
+        found += [
+            Violation(code="plan.unknown-adapter", what=f"slot {slots[row]} names {adapters[row]!r}")
+            for row in np.flatnonzero(~known)
+        ]
         epoch, batch, sample, slot, replica = (column[known] for column in columns)
         return _Table(job=job[known], epoch=epoch, batch=batch, sample=sample, slot=slot, replica=replica)
 
@@ -94,7 +97,9 @@ class _Table:
 
 def _replica_counts(plan: Plan) -> list[Violation]:
     return [
-        Violation(code="plan.replicas", what=f"slot {index} has {len(slot.replicas)} microbatches, not {plan.data_parallel}")
+        Violation(
+            code="plan.replicas", what=f"slot {index} has {len(slot.replicas)} microbatches, not {plan.data_parallel}"
+        )
         for index, slot in enumerate(plan.slots)
         if len(slot.replicas) != plan.data_parallel
     ]
@@ -116,7 +121,9 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     runs, counts = np.unique(np.stack([run_microbatch, run_job]), axis=1, return_counts=True)
     for at, job in runs[:, counts > 1].T:
         where = f"slot {at // plan.data_parallel}"
-        found.append(Violation(code="plan.scattered", what=f"{where}: samples of {jobs[job].name} are not side by side"))
+        found.append(
+            Violation(code="plan.scattered", what=f"{where}: samples of {jobs[job].name} are not side by side")
+        )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
     rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
     for at in np.flatnonzero(rows > plan.capacity_tokens):
@@ -158,7 +165,9 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     found: list[Violation] = []
     stop = dict(plan.stopped).get(job.name)
     if stop is not None and slot.size and slot.max() >= stop:
-        found.append(Violation(code="plan.stopped", what=f"{job.name} runs in slot {slot.max()}, but stopped before {stop}"))
+        found.append(
+            Violation(code="plan.stopped", what=f"{job.name} runs in slot {slot.max()}, but stopped before {stop}")
+        )
     if slot.size == 0:
         return found
     first = np.full(job.num_batches, np.iinfo(np.int64).max)
@@ -166,10 +175,12 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     np.minimum.at(first, batch, slot)
     np.maximum.at(last, batch, slot)
     present = np.flatnonzero(last >= 0)
-    for earlier, later in zip(present[:-1], present[1:], strict=True):
+    for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
         if distance < plan.num_stages:
-            what = f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
+            what = (
+                f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
+            )
             code = "plan.order" if distance < 1 else "plan.distance"
             found.append(Violation(code=code, what=f"{what}; {plan.num_stages} slots are needed between them"))
     return found

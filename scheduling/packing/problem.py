@@ -69,7 +69,7 @@ def make_problem(
     left: Sequence[Sequence[int]] | None = None,
     ready: Sequence[int] | None = None,
 ) -> Problem:
-    """All samples of all jobs, free to start in slot 0; or only the positions in `left`, from the slots in `ready` on."""
+    """All samples of all jobs, free to start in slot 0; or those at the positions in `left`, from slots `ready` on."""
     tiles = capacity_tokens // tile_tokens
     left = [range(job.num_samples) for job in jobs] if left is None else left
     return Problem(
@@ -98,7 +98,8 @@ def _batches(
         ordered = sorted((lengths[p % count], p) for p in group)
         tokens = tuple(n for n, _ in ordered)
         total = sum(tokens)
-        slots = max(1, -(-(-(-total // tile_tokens)) // slot_tiles))
+        tiles = -(-total // tile_tokens)
+        slots = max(1, -(-tiles // slot_tiles))
         batches.append(
             Batch(
                 tokens=tokens,

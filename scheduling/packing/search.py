@@ -67,7 +67,7 @@ class _Node:
 
 
 def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, seed: int) -> Filling:
-    """Improves a plan until it meets the bound or the budget is spent; first a narrow beam, then as wide as affordable."""
+    """Improves a plan until it meets the bound or the budget is spent: a narrow beam, then as wide as affordable."""
     beam = _Beam(problem, budget, seed)
     best, width = incumbent, FIRST_WIDTH
     if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two new children per partial plan
@@ -148,7 +148,7 @@ class _Beam:
                 yield self._child(node, slot, filled, mask, tokens)
 
     def _orders(self, node: _Node, free: list[int]) -> list[list[int]]:
-        """Begun batches first; longest way first; shortest rest first; and each of the first few jobs moved to the front."""
+        """Begun batches first; longest way first; shortest rest first; and each of the first few jobs in front."""
         way, tokens, batches = node.way, node.tokens, self.problem.batches
         begun = [job for job in free if node.mask[job] != batches[job][node.batch[job]].full_mask]
         by_way = sorted(free, key=lambda job: (-way[job], job not in begun, -tokens[job]))
@@ -186,9 +186,7 @@ class _Beam:
             promise, end, tuple(batch), tuple(mask), tuple(tokens), tuple(ready), tuple(way), left, node, filled
         )
 
-    def _promise(
-        self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]
-    ) -> tuple[float, float]:
+    def _promise(self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]) -> tuple[float, float]:
         """The promise (see the head of this file; smaller is better), and a bound on the slots."""
         promise = end = now + left / self.slot_tokens
         due = end + self.problem.num_stages - 1

@@ -21,7 +21,9 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
     """
     shown = [timeline] if compare is None else [timeline, compare]
     template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
-    data = json.dumps([_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(
+        [_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False
+    ).replace("<", "\\u003c")
     page = {
         "@TITLE@": escape(timeline.title or "timeline"),
         "@NOTE@": escape(note),

@@ -36,7 +36,9 @@ def timeline_svg(
     for span in timeline.spans:
         left, right = span.start_s - timeline.start_s - start, span.end_s - timeline.start_s - start
         if right > 0 and left < end - start:
-            parts += _bars(timeline, span, LEFT + max(0, left) * scale, (min(right, end - start) - max(0, left)) * scale, colors)
+            parts += _bars(
+                timeline, span, LEFT + max(0, left) * scale, (min(right, end - start) - max(0, left)) * scale, colors
+            )
     parts += _axis(start, end, width, TOP + timeline.num_stages * (ROW + GAP) + 6)
     parts += _legend(colors, TOP + timeline.num_stages * (ROW + GAP) + 34)
     return "\n".join([*parts, "</svg>"])

@@ -49,7 +49,9 @@ def test_replan_keeps_what_ran_and_verifies(jobs, added, limits, data):
     plan = make_plan(jobs, **limits, time_limit_s=0)
     names = [job.name for job in jobs]
     action = {name: data.draw(st.sampled_from(["keep", "cancel", "finish", "pause", "weight"])) for name in names}
-    chosen = {verb: [name for name in names if action[name] == verb] for verb in ("cancel", "finish", "pause", "weight")}
+    chosen = {
+        verb: [name for name in names if action[name] == verb] for verb in ("cancel", "finish", "pause", "weight")
+    }
     at_slot = data.draw(st.integers(0, plan.num_slots))
     again = replan(
         plan,
