@@ -6,16 +6,17 @@ A adapters · K in · N out · R padded rank · r an adapter's rank · L stacked
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.modules.spec import AdapterSpec
 
 LAYERS = "layers"
 type Arrays = dict[str, tuple[Float[np.ndarray, "K r"], Float[np.ndarray, "r N"]]]
-type Leaves = Mapping[str, Shaped[np.ndarray, "..."]]
+type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
 
 def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
