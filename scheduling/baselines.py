@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from scheduling.bounds import lower_bound
+import numpy as np
+
+from scheduling.bounds import bound_of_rest
 from scheduling.checks import check_jobs
 from scheduling.packing.fill import chooser, fill_microbatch
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
@@ -13,25 +15,41 @@ from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
 
 
-def one_after_another(jobs: Sequence[AdapterJob], **limits: int) -> Plan:
+def one_after_another(
+    jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int, data_parallel: int = 1, tile_tokens: int = 128
+) -> Plan:
     """Plans one adapter at a time, each batch packed alone; no-ops keep the distance between its batches."""
-    problem = _problem(jobs, limits)
+    problem = make_problem(
+        jobs,
+        check_jobs(
+            jobs,
+            capacity_tokens=capacity_tokens,
+            num_stages=num_stages,
+            data_parallel=data_parallel,
+            tile_tokens=tile_tokens,
+        ),
+    )
     order = ((job, number) for job, batches in enumerate(problem.batches) for number in range(len(batches)))
-    return _plan(problem, _in_order(problem, order), limits)
+    return _plan(problem, _in_order(problem, order))
 
 
-def batch_by_batch(jobs: Sequence[AdapterJob], **limits: int) -> Plan:
+def batch_by_batch(
+    jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int, data_parallel: int = 1, tile_tokens: int = 128
+) -> Plan:
     """Plans in mLoRA's order: one batch of each adapter in turn, packed alone; no-ops where too near."""
-    problem = _problem(jobs, limits)
+    problem = make_problem(
+        jobs,
+        check_jobs(
+            jobs,
+            capacity_tokens=capacity_tokens,
+            num_stages=num_stages,
+            data_parallel=data_parallel,
+            tile_tokens=tile_tokens,
+        ),
+    )
     rounds = zip_longest(*([(job, n) for n in range(len(batches))] for job, batches in enumerate(problem.batches)))
     order = (batch for turn in rounds for batch in turn if batch is not None)
-    return _plan(problem, _in_order(problem, order), limits)
-
-
-def _problem(jobs: Sequence[AdapterJob], limits: dict[str, int]) -> Problem:
-    limits.setdefault("data_parallel", 1)
-    limits.setdefault("tile_tokens", 128)
-    return make_problem(jobs, **check_jobs(jobs, **limits))
+    return _plan(problem, _in_order(problem, order))
 
 
 def _in_order(problem: Problem, order: Iterator[tuple[int, int]]) -> Filling:
@@ -56,8 +74,17 @@ def _in_order(problem: Problem, order: Iterator[tuple[int, int]]) -> Filling:
     return filling
 
 
-def _plan(problem: Problem, filling: Filling, limits: dict[str, int]) -> Plan:
-    bound = lower_bound(problem.jobs, **limits)
-    plan = Plan(jobs=problem.jobs, slots=to_slots(problem, filling), lower_bound=bound, **limits)
+def _plan(problem: Problem, filling: Filling) -> Plan:
+    limits = problem.limits
+    everything = [np.arange(job.num_samples) for job in problem.jobs]
+    plan = Plan(
+        jobs=problem.jobs,
+        slots=to_slots(problem, filling),
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        tile_tokens=limits.tile_tokens,
+        lower_bound=bound_of_rest(problem.jobs, everything, problem.ready, limits),
+    )
     verify_plan(plan)
     return plan

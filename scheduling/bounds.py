@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduling.types import AdapterJob
+from scheduling.types import AdapterJob, Limits
 
 
 def lower_bound(
@@ -29,43 +29,29 @@ def lower_bound(
     >>> lower_bound([AdapterJob("law", [600, 600, 600], 1)], capacity_tokens=1024, num_stages=4)
     9
     """
-    return bound_of_rest(
-        jobs,
-        [np.arange(job.num_samples) for job in jobs],
-        [0] * len(jobs),
-        microbatch_tiles=capacity_tokens // tile_tokens,
-        tile_tokens=tile_tokens,
-        num_stages=num_stages,
-        data_parallel=data_parallel,
+    limits = Limits(
+        capacity_tokens=capacity_tokens, num_stages=num_stages, data_parallel=data_parallel, tile_tokens=tile_tokens
     )
+    return bound_of_rest(jobs, [np.arange(job.num_samples) for job in jobs], [0] * len(jobs), limits)
 
 
-def bound_of_rest(
-    jobs: Sequence[AdapterJob],
-    left: Sequence[np.ndarray],
-    ready: Sequence[int],
-    *,
-    microbatch_tiles: int,
-    tile_tokens: int,
-    num_stages: int,
-    data_parallel: int,
-) -> int:
+def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready: Sequence[int], limits: Limits) -> int:
     """The same for the positions in `left` alone, when job k may not start before slot `ready[k]`."""
     tiles, counts, lengths, starts = [], [], [np.zeros(0, np.int64)], []
-    room = microbatch_tiles * tile_tokens
+    room = limits.tiles * limits.tile_tokens
     for job, positions, first in zip(jobs, left, ready, strict=True):
         if not len(positions):
             continue
         tokens = job.stream[positions]
         cuts = np.flatnonzero(np.diff(positions // job.global_batch, prepend=-1))
-        tiles.append(-(-np.add.reduceat(tokens, cuts) // tile_tokens))
+        tiles.append(-(-np.add.reduceat(tokens, cuts) // limits.tile_tokens))
         halves = np.add.reduceat((2 * tokens > room).astype(np.int64), cuts)  # no two of these share a microbatch
-        by_tiles = -(-tiles[-1] // (microbatch_tiles * data_parallel))
-        counts.append(np.maximum(1, np.maximum(by_tiles, -(-halves // data_parallel))))
+        by_tiles = -(-tiles[-1] // limits.slot_tiles)
+        counts.append(np.maximum(1, np.maximum(by_tiles, -(-halves // limits.data_parallel))))
         lengths.append(tokens)
         starts.append(first)
-    bins = -(-_bins_for(np.concatenate(lengths), room) // data_parallel)
-    return max(bins, _one_machine(tiles, counts, starts, microbatch_tiles * data_parallel, num_stages))
+    bins = -(-_bins_for(np.concatenate(lengths), room) // limits.data_parallel)
+    return max(bins, _one_machine(tiles, counts, starts, limits.slot_tiles, limits.num_stages))
 
 
 def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int) -> int:

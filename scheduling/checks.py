@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob
+from scheduling.types import AdapterJob, Limits
 
 
-def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> dict[str, int]:
+def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> Limits:
     """Refuses what cannot be planned; returns the limits as plain whole numbers."""
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
@@ -22,15 +22,16 @@ def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> dict[str, int]:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    capacity, tile = limits["capacity_tokens"], limits["tile_tokens"]
+    checked = Limits(**{name: int(value) for name, value in limits.items()})
+    capacity, tile = checked.capacity_tokens, checked.tile_tokens
     if capacity < tile:
         raise PlanError(
             "plan.capacity",
             f"a microbatch of {capacity} tokens has no room for one tile of {tile}",
             fix=f"capacity_tokens: {tile} or more",
         )
-    _refuse_long_samples(jobs, capacity // tile * tile, tile)
-    return {name: int(value) for name, value in limits.items()}
+    _refuse_long_samples(jobs, checked.tiles * tile, tile)
+    return checked
 
 
 def check_time_limit(seconds: float) -> float:

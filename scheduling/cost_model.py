@@ -65,7 +65,7 @@ class CostModel:
             raise PlanError("plan.cost", "a cost model needs at least one stage")
 
     def stage(self, index: int) -> StageCost:
-        return self.stages[index] if len(self.stages) > 1 else self.stages[0]
+        return self.stages[index % len(self.stages)]
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
@@ -116,7 +116,8 @@ def fit_cost_model(
 ) -> CostModel:
     """Fits each stage's passes to measurements by least squares, with coefficients that cannot be negative.
 
-    >>> times = [Measurement(0, kind, n, n * n, 1e-3 + 2e-6 * n) for n in (1, 50) for kind in ("forward", "backward")]
+    >>> seconds = {n: 1e-3 + 2e-6 * n for n in (1, 50, 99)}
+    >>> times = [Measurement(0, kind, n, n * n, s) for n, s in seconds.items() for kind in ("forward", "backward")]
     >>> round(fit_cost_model(times).stages[0].forward.token_s, 9)
     2e-06
     """

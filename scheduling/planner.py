@@ -17,7 +17,7 @@ from scheduling.packing.even import even_out
 from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.search import Budget, search
-from scheduling.types import AdapterJob, Plan
+from scheduling.types import AdapterJob, Limits, Plan
 from scheduling.verify import verify_plan
 
 EVALUATIONS_PER_S = 40_000  # half of what one quiet core does, so that the clock seldom decides
@@ -62,30 +62,31 @@ def make_plan(
     """
     deadline = time.monotonic() + check_time_limit(time_limit_s)
     jobs = tuple(jobs)
-    limits = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
+    shape = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
     if capacity_tokens == "auto":
-        capacity_tokens = _best_capacity(jobs, limits, cost_model, max_capacity_tokens)
-    limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **limits)
-    problem = make_problem(jobs, **limits)
+        capacity_tokens = _best_capacity(jobs, shape, cost_model, max_capacity_tokens)
+    limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
+    problem = make_problem(jobs, limits)
     evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
     left = [np.arange(job.num_samples) for job in jobs]
     bound, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
-    plan = Plan(jobs=jobs, slots=to_slots(problem, filling), seed=seed, lower_bound=bound, **limits)
+    plan = Plan(
+        jobs=jobs,
+        slots=to_slots(problem, filling),
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        tile_tokens=limits.tile_tokens,
+        seed=seed,
+        lower_bound=bound,
+    )
     verify_plan(plan, jobs)
     return plan
 
 
 def fill(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int) -> tuple[int, Filling]:
     """The lower bound of a problem, and the best filling found."""
-    bound = bound_of_rest(
-        problem.jobs,
-        left,
-        problem.ready,
-        microbatch_tiles=problem.tiles,
-        tile_tokens=problem.tile_tokens,
-        num_stages=problem.num_stages,
-        data_parallel=problem.data_parallel,
-    )
+    bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
     filling = greedy(problem)
     if not problem.weighted:
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
@@ -94,26 +95,37 @@ def fill(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int
 
 
 def _best_capacity(
-    jobs: tuple[AdapterJob, ...], limits: dict[str, int], cost_model: CostModel | None, largest: int
+    jobs: tuple[AdapterJob, ...], shape: dict[str, int], cost_model: CostModel | None, largest: int
 ) -> int:
     """The capacity with the shortest predicted time, from one-pass plans for a ladder of capacities."""
     if cost_model is None:
         raise PlanError(
             "plan.no-costs", 'capacity_tokens="auto" needs a cost model', fix="cost_model=default_cost_model(…)"
         )
-    check_jobs(jobs, capacity_tokens=largest, **limits)
-    tile = limits["tile_tokens"]
+    limits = check_jobs(jobs, capacity_tokens=largest, **shape)
+    tile = limits.tile_tokens
     smallest = -(-max(max(job.sample_tokens) for job in jobs) // tile)
     ladder = {round(smallest * 1.2**step) * tile for step in range(64) if smallest * 1.2**step * tile <= largest}
     fewer = _first_batches(jobs)
-    times = {capacity: _predicted_s(fewer, capacity, limits, cost_model) for capacity in sorted(ladder)}
+    times = {
+        capacity: _predicted_s(fewer, replace(limits, capacity_tokens=capacity), cost_model)
+        for capacity in sorted(ladder)
+    }
     return min(times, key=lambda capacity: (times[capacity], capacity))
 
 
-def _predicted_s(jobs: tuple[AdapterJob, ...], capacity: int, limits: dict[str, int], cost_model: CostModel) -> float:
+def _predicted_s(jobs: tuple[AdapterJob, ...], limits: Limits, cost_model: CostModel) -> float:
     from scheduling.simulate import simulate  # "auto" only
 
-    return simulate(make_plan(jobs, capacity_tokens=capacity, time_limit_s=0, **limits), cost_model).duration_s
+    plan = make_plan(
+        jobs,
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        tile_tokens=limits.tile_tokens,
+        time_limit_s=0,
+    )
+    return simulate(plan, cost_model).duration_s
 
 
 def _first_batches(jobs: tuple[AdapterJob, ...]) -> tuple[AdapterJob, ...]:

@@ -70,11 +70,11 @@ def replan(
     ready = [progress[job.name].ready if job.name in progress else 0 for job in jobs]
     bound, slots = at_slot, plan.slots[:at_slot]
     if any(len(positions) for positions in left):
-        problem = make_problem(jobs, left=[positions.tolist() for positions in left], ready=ready, **limits)
+        problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
         evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
         rest, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
         bound, slots = at_slot + rest, slots + to_slots(problem, filling)
-    again = Plan(jobs=tuple(jobs), slots=slots, seed=seed, lower_bound=bound, stopped=tuple(stopped.items()), **limits)
+    again = replace(plan, jobs=tuple(jobs), slots=slots, seed=seed, lower_bound=bound, stopped=tuple(stopped.items()))
     verify_plan(again)
     return again
 

@@ -79,6 +79,26 @@ class AdapterJob:
         return SampleRef(self.name, epoch, position // self.global_batch, sample)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a microbatch holds and how far batches must be apart."""
+
+    capacity_tokens: int
+    num_stages: int
+    data_parallel: int = 1
+    tile_tokens: int = 128
+
+    @property
+    def tiles(self) -> int:
+        """Whole tiles in a microbatch."""
+        return self.capacity_tokens // self.tile_tokens
+
+    @property
+    def slot_tiles(self) -> int:
+        """Whole tiles in the microbatches of all replicas."""
+        return self.tiles * self.data_parallel
+
+
 class SampleRef(NamedTuple):
     """One use of one sample. A named tuple, because a plan may hold a million of them."""
 
@@ -127,6 +147,15 @@ class Plan:
     @property
     def num_slots(self) -> int:
         return len(self.slots)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            capacity_tokens=self.capacity_tokens,
+            num_stages=self.num_stages,
+            data_parallel=self.data_parallel,
+            tile_tokens=self.tile_tokens,
+        )
 
     @cached_property
     def num_noops(self) -> int:

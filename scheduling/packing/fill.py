@@ -21,7 +21,7 @@ def chooser(problem: Problem) -> Choose:
 
 def remembering(choose: Choose) -> Choose:
     """The same answers; a search asks the same question many times."""
-    known: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def remembered(*question: int) -> tuple[int, int]:
         answer = known.get(question)

@@ -9,6 +9,7 @@ d[b, t] = batch b is complete after slot t.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,7 @@ class _Rows:
     def __init__(self):
         self.data, self.row, self.column, self.lower, self.upper = [], [], [], [], []
 
-    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+    def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
         for column, value in terms:
             self.row.append(len(self.lower))
             self.column.append(column)
@@ -81,8 +82,10 @@ def _with_slots(problem: Problem, slots: int, time_limit_s: float) -> tuple[Fill
     answer = milp(
         np.zeros(upper.size),
         integrality=np.ones(upper.size),
-        bounds=Bounds(0, upper),
-        constraints=LinearConstraint(csr_array((rows.data, (rows.row, rows.column)), shape), rows.lower, rows.upper),
+        bounds=Bounds(np.zeros(upper.size), upper),  # pyright: ignore[reportArgumentType]  (scipy types say float)
+        constraints=LinearConstraint(
+            csr_array((rows.data, (rows.row, rows.column)), shape), np.array(rows.lower), np.array(rows.upper)
+        ),
         options={"time_limit": time_limit_s},
     )
     if answer.x is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from scheduling.types import AdapterJob, SampleRef, Slot
+from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
 Part = tuple[int, int, int]  # (job, batch, bit mask over the batch's samples in ascending order of length)
 Microbatch = tuple[Part, ...]
@@ -38,16 +38,28 @@ class Problem:
         jobs: with their samples; `batches` may cover a part of them.
         batches: per job, in order.
         ready: per job, the first slot in which its first batch may run (more than 0 when planning again).
-        tiles: capacity of one microbatch in tiles.
     """
 
     jobs: tuple[AdapterJob, ...]
     batches: tuple[tuple[Batch, ...], ...]
     ready: tuple[int, ...]
-    tiles: int
-    tile_tokens: int
-    num_stages: int
-    data_parallel: int
+    limits: Limits
+
+    @property
+    def tiles(self) -> int:
+        return self.limits.tiles
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.limits.tile_tokens
+
+    @property
+    def num_stages(self) -> int:
+        return self.limits.num_stages
+
+    @property
+    def data_parallel(self) -> int:
+        return self.limits.data_parallel
 
     @property
     def slot_tokens(self) -> int:
@@ -61,34 +73,22 @@ class Problem:
 
 def make_problem(
     jobs: Sequence[AdapterJob],
+    limits: Limits,
     *,
-    capacity_tokens: int,
-    tile_tokens: int,
-    num_stages: int,
-    data_parallel: int,
     left: Sequence[Sequence[int]] | None = None,
     ready: Sequence[int] | None = None,
 ) -> Problem:
     """All samples of all jobs, free to start in slot 0; or those at the positions in `left`, from slots `ready` on."""
-    tiles = capacity_tokens // tile_tokens
     left = [range(job.num_samples) for job in jobs] if left is None else left
     return Problem(
         jobs=tuple(jobs),
-        batches=tuple(
-            _batches(job, positions, tile_tokens, tiles * data_parallel, num_stages)
-            for job, positions in zip(jobs, left, strict=True)
-        ),
+        batches=tuple(_batches(job, positions, limits) for job, positions in zip(jobs, left, strict=True)),
         ready=tuple(ready) if ready is not None else (0,) * len(jobs),
-        tiles=tiles,
-        tile_tokens=tile_tokens,
-        num_stages=num_stages,
-        data_parallel=data_parallel,
+        limits=limits,
     )
 
 
-def _batches(
-    job: AdapterJob, positions: Sequence[int], tile_tokens: int, slot_tiles: int, num_stages: int
-) -> tuple[Batch, ...]:
+def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple[Batch, ...]:
     """Groups positions of the stream (ascending) into their global batches; from last to first, for the tails."""
     lengths, count = job.sample_tokens, len(job.sample_tokens)
     groups = [list(group) for _, group in groupby(positions, key=lambda p: p // job.global_batch)]
@@ -98,8 +98,8 @@ def _batches(
         ordered = sorted((lengths[p % count], p) for p in group)
         tokens = tuple(n for n, _ in ordered)
         total = sum(tokens)
-        tiles = -(-total // tile_tokens)
-        slots = max(1, -(-tiles // slot_tiles))
+        tiles = -(-total // limits.tile_tokens)
+        slots = max(1, -(-tiles // limits.slot_tiles))
         batches.append(
             Batch(
                 tokens=tokens,
@@ -110,7 +110,7 @@ def _batches(
                 tail=tail,
             )
         )
-        tail += slots + num_stages - 1
+        tail += slots + limits.num_stages - 1
     return tuple(reversed(batches))
 
 
