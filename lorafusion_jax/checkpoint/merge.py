@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -31,16 +32,20 @@ class MergeReport:
     """What merging changed.
 
     Attributes:
-        change: tensor → largest |scale · A B| added to it.
-        rounding: largest |W + scale · A B - what the checkpoint's dtype keeps of it|.
+        deltas: tensor → largest |scale · A B| added to it.
+        max_rounding: largest |W + scale · A B - what the checkpoint's dtype keeps of it|.
     """
 
-    change: Mapping[str, float]
-    rounding: float
+    deltas: Mapping[str, float]
+    max_rounding: float
 
     @property
-    def largest_change(self) -> float:
-        return max(self.change.values())
+    def max_delta(self) -> float:
+        return max(self.deltas.values())
+
+    @property
+    def num_changed(self) -> int:
+        return len(self.deltas)
 
 
 class _Place(NamedTuple):
@@ -53,40 +58,46 @@ class _Place(NamedTuple):
     stop: int
 
 
-def merge_adapter(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir: str | Path, *,
+def merge_adapter(base_dir: str | Path, adapter_dir: str | Path, to_dir: str | Path, *,
                   finish: Callable[[Path], None] | None = None) -> MergeReport:
-    """Writes the base model with an adapter added to its weights.
+    """Writes the base model with the adapter of a PEFT folder added to its weights.
 
     W' = round(W + scale · A B), computed in float32, rounded to the checkpoint's dtype
 
     Args:
         base_dir: Hugging Face directory with model.safetensors, or shards and an index.
-        spec: the adapter; only its scale counts.
-        arrays: from `read_adapter` or `take_adapter`.
+        adapter_dir: see `read_adapter`.
         to_dir: new or empty folder; gets weights, index, configuration and tokenizer files.
         finish: called with the folder before it gets its name.
 
     Raises:
-        CheckpointError: `export.exists`; `merge.base`, everything in the base that is missing or does not fit.
+        CheckpointError: what `read_adapter` says of the adapter; `export.exists`; `merge.base`, everything in the base
+            that is missing or does not fit; `merge.not-finite`.
         RunError: `save.no-space`, `save.failed`.
     """
+    return merge_arrays(base_dir, *read_adapter(adapter_dir), to_dir, finish=finish)
+
+
+def merge_arrays(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir: str | Path, *,
+                 finish: Callable[[Path], None] | None = None) -> MergeReport:
+    """`merge_adapter` with an adapter in memory (`read_adapter`, `take_adapter`); of `spec` only the scale counts."""
     base_dir = Path(base_dir)
     places = _places(base_dir)
     targets = {f"model.{path}.weight": pair for path, pair in arrays.items()}
     raise_all(_misfits(places, targets, base_dir))
-    change: dict[str, float] = {}
-    rounding = 0.0
+    deltas: dict[str, float] = {}
+    max_rounding = 0.0
     with new_folder(to_dir) as folder:
         _copy_small_files(base_dir, folder)
         for file in sorted({place.file for place in places.values()}):
             shutil.copyfile(base_dir / file, folder / file)
             with (folder / file).open("r+b") as stream:
                 for name in (name for name in targets if places[name].file == file):
-                    change[name], error = _add(stream, places[name], *targets[name], spec.scale)
-                    rounding = max(rounding, error)
+                    deltas[name], rounding = _add(stream, places[name], *targets[name], spec.scale)
+                    max_rounding = max(max_rounding, rounding)
         if finish is not None:
             finish(folder)
-    return MergeReport(change=change, rounding=rounding)
+    return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 
 def _add(stream: BinaryIO, place: _Place, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:

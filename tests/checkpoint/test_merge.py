@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.merge import merge_adapter
+from lorafusion_jax.checkpoint.merge import merge_arrays
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.modules.spec import AdapterSpec
 
@@ -55,7 +55,7 @@ def read_all(folder):
 def test_targets_change_by_the_product_and_nothing_else_changes(dtype, shards, arrays, tmp_path):
     before = weights(dtype)
     base = write_base(tmp_path / "base", before, shards=shards)
-    report = merge_adapter(base, SPEC, arrays, tmp_path / "out")
+    report = merge_arrays(base, SPEC, arrays, tmp_path / "out")
     after = read_all(tmp_path / "out")
     assert after.keys() == before.keys()
     # one rounding of the dtype, relative 2^-8 and 2^-11 at most; float32 also sums two products of size up to 8
@@ -69,15 +69,15 @@ def test_targets_change_by_the_product_and_nothing_else_changes(dtype, shards, a
         delta = SPEC.scale * (a.astype(np.float64) @ b).T
         exact = before[name].astype(np.float64) + delta
         np.testing.assert_allclose(tensor.astype(np.float64), exact, rtol=unit, atol=8 * unit * (dtype == np.float32))
-        assert report.change[name] == pytest.approx(np.abs(delta).max(), rel=1e-6)
-    assert report.rounding <= 8 * unit
-    assert (report.rounding == 0) == (dtype == np.float32)
-    assert report.largest_change == max(report.change.values())
+        assert report.deltas[name] == pytest.approx(np.abs(delta).max(), rel=1e-6)
+    assert report.max_rounding <= 8 * unit
+    assert (report.max_rounding == 0) == (dtype == np.float32)
+    assert (report.max_delta, report.num_changed) == (max(report.deltas.values()), 2)
 
 
 def test_configuration_and_tokenizer_come_along_and_pickles_do_not(arrays, tmp_path):
     base = write_base(tmp_path / "base", weights(np.float32), shards=2)
-    merge_adapter(base, SPEC, arrays, tmp_path / "out", finish=lambda folder: (folder / "README.md").write_text("card"))
+    merge_arrays(base, SPEC, arrays, tmp_path / "out", finish=lambda folder: (folder / "README.md").write_text("card"))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "README.md", "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
         "model.safetensors.index.json", "tokenizer.json"]
@@ -89,7 +89,7 @@ def test_a_base_that_does_not_fit_is_told_at_once_and_leaves_nothing(arrays, tmp
     arrays["layers.2.self_attn.q_proj"] = arrays["layers.0.self_attn.q_proj"]
     base = write_base(tmp_path / "base", tensors)
     with pytest.raises(CheckpointError) as caught:
-        merge_adapter(base, SPEC, arrays, tmp_path / "out")
+        merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert caught.value.code == "merge.base"
     for told in (f"misshapen: {NAME.format(0)} is [4, 9]", f"quantised: {NAME.format(1)} is I8",
                  f"missing: {NAME.format(2)}"):
@@ -101,16 +101,16 @@ def test_an_overflow_of_the_dtype_is_an_error(arrays, tmp_path):
     tensors = weights(np.float16) | {NAME.format(1): np.full((4, 8), 65504, np.float16)}
     arrays["layers.1.self_attn.q_proj"] = (np.full((8, 2), 8, np.float32), np.full((2, 4), 8, np.float32))
     with pytest.raises(CheckpointError, match=r"merge\.not-finite"):
-        merge_adapter(write_base(tmp_path / "base", tensors), SPEC, arrays, tmp_path / "out")
+        merge_arrays(write_base(tmp_path / "base", tensors), SPEC, arrays, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_taken_folder_is_refused_before_any_work(arrays, tmp_path):
     base = write_base(tmp_path / "base", weights(np.float32))
     with pytest.raises(CheckpointError, match=r"export\.exists"):
-        merge_adapter(base, SPEC, arrays, base)
+        merge_arrays(base, SPEC, arrays, base)
     (tmp_path / "out").mkdir()
-    merge_adapter(base, SPEC, arrays, tmp_path / "out")
+    merge_arrays(base, SPEC, arrays, tmp_path / "out")
 
 
 @pytest.mark.parametrize("damage", ["no weights", "cut file", "missing shard", "leaves the folder"])
@@ -126,7 +126,7 @@ def test_damaged_bases_are_told(damage, arrays, tmp_path):
         index = base / "model.safetensors.index.json"
         index.write_text(index.read_text().replace("model-00002", "../model-00002"))
     with pytest.raises(CheckpointError) as caught:
-        merge_adapter(base, SPEC, arrays, tmp_path / "out")
+        merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert caught.value.code == "merge.base"
 
 
@@ -137,5 +137,5 @@ def test_a_full_disk_is_told_and_leaves_nothing(arrays, tmp_path, monkeypatch):
     base = write_base(tmp_path / "base", weights(np.float32))
     monkeypatch.setattr("lorafusion_jax.checkpoint.merge.shutil.copyfile", full)
     with pytest.raises(RunError, match=r"save\.no-space"):
-        merge_adapter(base, SPEC, arrays, tmp_path / "out")
+        merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

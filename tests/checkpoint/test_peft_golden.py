@@ -40,8 +40,7 @@ def test_logits_with_the_folder_are_those_of_peft(golden):
 
 
 def test_logits_of_the_merged_model_are_those_of_peft(golden, tmp_path):
-    spec, arrays = read_adapter(GOLDEN / "adapter")
-    merge_adapter(GOLDEN / "base", spec, arrays, tmp_path / "merged")
+    merge_adapter(GOLDEN / "base", GOLDEN / "adapter", tmp_path / "merged")
     model = load_decoder(tmp_path / "merged", dtype=jnp.float32)
     assert relative_error(model, None, golden) < LIMIT
     assert relative_error(load_decoder(GOLDEN / "base", dtype=jnp.float32), None, golden) > 100 * LIMIT

@@ -1,0 +1,14 @@
+"""The examples in docstrings run."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["modules.apply", "modules.context", "modules.init", "modules.lora", "modules.spec",
+                                  "modules.tree", "checkpoint.new_folder", "checkpoint.peft_config"])
+def test_examples_of(name):
+    failed, attempted = doctest.testmod(import_module(f"lorafusion_jax.{name}"))
+    assert attempted
+    assert not failed
