@@ -58,7 +58,7 @@ class _Rows:
 
 def _with_slots(problem: Problem, slots: int, time_limit_s: float) -> tuple[Filling | None, bool]:
     """A plan with that many slots (None if not found), and whether that answer is certain."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # not at import: most runs never solve exactly
+    from scipy.optimize import milp  # not at import: most runs never solve exactly
     from scipy.sparse import csr_array
 
     replicas = problem.data_parallel
@@ -82,10 +82,10 @@ def _with_slots(problem: Problem, slots: int, time_limit_s: float) -> tuple[Fill
     answer = milp(
         np.zeros(upper.size),
         integrality=np.ones(upper.size),
-        bounds=Bounds(np.zeros(upper.size), upper),  # pyright: ignore[reportArgumentType]  (scipy types say float)
-        constraints=LinearConstraint(
-            csr_array((rows.data, (rows.row, rows.column)), shape), np.array(rows.lower), np.array(rows.upper)
-        ),
+        bounds=(np.zeros(upper.size), upper),
+        constraints=[
+            (csr_array((rows.data, (rows.row, rows.column)), shape), np.array(rows.lower), np.array(rows.upper))
+        ],
         options={"time_limit": time_limit_s},
     )
     if answer.x is None:

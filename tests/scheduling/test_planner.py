@@ -1,0 +1,112 @@
+"""Shares, replicas, capacity, time, and the extremes of what may be planned."""
+
+import time
+from collections import Counter
+
+import pytest
+
+from scheduling import AdapterJob, default_cost_model, make_plan, simulate, verify_plan
+
+LENGTHS = [(i * 37) % 500 + 20 for i in range(96)]
+
+
+def tokens_in(plan, slots):
+    counts = Counter()
+    for slot in slots:
+        for ref in slot.samples:
+            counts[ref.adapter] += plan.job_of[ref.adapter].sample_tokens[ref.sample]
+    return counts
+
+
+def test_weights_are_shares():
+    jobs = [AdapterJob(name, LENGTHS * 4, 8, weight=weight) for name, weight in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
+    plan = make_plan(jobs, capacity_tokens=2048, num_stages=2)
+    end = min(max(i for i, s in enumerate(plan.slots) if any(r.adapter == job.name for r in s.samples)) for job in jobs)
+    counts = tokens_in(plan, plan.slots[:end])  # all three are active
+    shares = {name: count / sum(counts.values()) for name, count in counts.items()}
+    assert shares["a"] == pytest.approx(3 / 6, abs=0.03)
+    assert shares["c"] == pytest.approx(2 / 6, abs=0.03)
+    assert shares["b"] == pytest.approx(1 / 6, abs=0.03)
+
+
+def test_equal_weights_finish_together():
+    jobs = [AdapterJob("long", LENGTHS * 6, 32), AdapterJob("short", LENGTHS, 32)]
+    plan = make_plan(jobs, capacity_tokens=2048, num_stages=2)
+    assert plan.gap <= 0.02
+
+
+def test_one_adapter_alone_waits_for_its_updates():
+    plan = make_plan([AdapterJob("a", [100] * 12, 4)], capacity_tokens=512, num_stages=4)
+    assert plan.num_slots == 3 + 2 * 3
+    assert plan.num_noops == 6
+
+
+def test_one_sample():
+    plan = make_plan([AdapterJob("a", [7], 64)], capacity_tokens=128, num_stages=8)
+    assert (plan.num_slots, plan.num_noops, plan.tokens) == (1, 0, 7)
+
+
+def test_hundreds_of_adapters():
+    jobs = [AdapterJob(f"a{i}", LENGTHS[i % 90 : i % 90 + 6], 1 + i % 3) for i in range(300)]
+    plan = make_plan(jobs, capacity_tokens=2048, num_stages=4)
+    assert plan.gap <= 0.12  # batches of 1 to 3 samples: each pays for its tile
+
+
+def test_unequal_jobs_end_early():
+    jobs = [
+        AdapterJob("big", LENGTHS * 3, 16, epochs=2),
+        AdapterJob("tiny", [30], 1),
+        AdapterJob("few", LENGTHS[:9], 4),
+    ]
+    plan = make_plan(jobs, capacity_tokens=1024, num_stages=4)
+    verify_plan(plan, jobs)
+    assert plan.gap <= 0.15
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_share_batches_evenly(replicas):
+    jobs = [AdapterJob(name, LENGTHS * 2, 32) for name in "abc"]
+    plan = make_plan(jobs, capacity_tokens=1024, num_stages=2, data_parallel=replicas)
+    assert plan.gap <= 0.1
+    loads = [
+        [sum(plan.job_of[ref.adapter].sample_tokens[ref.sample] for ref in part) for part in slot.replicas]
+        for slot in plan.slots
+    ]
+    totals = [sum(replica) for replica in zip(*loads, strict=True)]
+    assert max(totals) <= 1.06 * min(totals)
+    split = [slot for slot in plan.slots if len({r[:3] for part in slot.replicas for r in part[:1]}) < replicas]
+    assert split  # some batch runs on several replicas at once
+
+
+def test_load_is_even_at_the_end():
+    jobs = [AdapterJob("a", [128] * 9, 9)]
+    plan = make_plan(jobs, capacity_tokens=1024, num_stages=4)
+    assert [len(slot.samples) for slot in plan.slots] in ([5, 4], [4, 5])
+
+
+def test_auto_capacity_beats_other_capacities():
+    jobs = [AdapterJob(name, LENGTHS, 8) for name in "ab"]
+    costs = default_cost_model("h100", num_stages=4)
+    best = make_plan(jobs, capacity_tokens="auto", num_stages=4, cost_model=costs, time_limit_s=0)
+    seconds = simulate(best, costs).duration_s
+    for capacity in (640, 2048, 4096, 16384):
+        other = make_plan(jobs, capacity_tokens=capacity, num_stages=4, time_limit_s=0)
+        assert seconds <= simulate(other, costs).duration_s * 1.02, capacity
+
+
+def test_the_time_limit_is_kept():
+    jobs = [AdapterJob(f"a{i}", LENGTHS * 4, 32) for i in range(8)]
+    once = time.process_time()
+    make_plan(jobs, capacity_tokens=1024, num_stages=4, time_limit_s=0)
+    once = time.process_time() - once
+    started = time.process_time()
+    make_plan(jobs, capacity_tokens=1024, num_stages=4, time_limit_s=0.3, search_evaluations=10**9)
+    assert time.process_time() - started <= 0.3 + 3 * once + 0.1
+
+
+def test_seeds_may_differ_but_repeat():
+    jobs = [AdapterJob(name, LENGTHS[:30], 5) for name in "abc"]
+    limits = {"capacity_tokens": 640, "num_stages": 4, "time_limit_s": 30.0, "search_evaluations": 3000}
+    first = make_plan(jobs, seed=1, **limits)
+    assert first.digest == make_plan(jobs, seed=1, **limits).digest
+    assert make_plan(jobs, seed=2, **limits).num_slots <= first.num_slots + 1
