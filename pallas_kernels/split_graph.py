@@ -78,29 +78,24 @@ class Prepared:
     def contiguous(self, rows: int, size: int) -> bool:
         return self.static.single and self.rows % (rows * size) == 0
 
-    def with_zero(self, values: jax.Array) -> jax.Array:
-        """Appends the zero adapter of padding rows."""
-        return jnp.concatenate([values, jnp.zeros_like(values[:1])])
-
-    @property
-    def inverse_keep(self) -> jax.Array | None:
-        return None if self.ops.dropout is None else self.with_zero(inverse_keep(self.ops.dropout.rate))
-
-    def bank_a(self, *, scaled: bool) -> jax.Array:
-        """[A + 1, K, R of all projections]; scaled by the dropout scale for dx."""
+    def bank_a(self) -> jax.Array:
+        """[A (+ 1), K, R of all projections], the dropout scale folded in: serves S and dx alike."""
         pieces = [self._bank(self.ops.as_[i], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
         rest = self.layout.total - sum(self.layout.ranks.values())
         bank = jnp.pad(jnp.concatenate(pieces, axis=2), ((0, 0), (0, 0), (0, rest)))
-        if scaled and self.ops.dropout is not None:
+        if self.ops.dropout is not None:
             bank = bank.astype(jnp.float32) * inverse_keep(self.ops.dropout.rate)[:, None, None]
-        return self.with_zero(bank.astype(self.ops.x.dtype))
+        return self._finish(bank)
 
-    def bank_b(self, i: int, *, scaled: bool) -> jax.Array:
-        """[A + 1, R, N] of one projection; scaled for the forward product."""
+    def bank_b(self, i: int) -> jax.Array:
+        """[A (+ 1), R, N] of one projection, its scale folded in: serves y and dS alike."""
         bank = self._bank(self.ops.bs[i], self.layout.ranks[i], axis=1)
-        if scaled:
-            bank = bank.astype(jnp.float32) * self.ops.scale[:, None, None]
-        return self.with_zero(bank.astype(self.ops.x.dtype))
+        return self._finish(bank.astype(jnp.float32) * self.ops.scale[:, None, None])
+
+    def _finish(self, bank: jax.Array) -> jax.Array:
+        """Casts, and appends the zero adapter of padding rows where there can be some."""
+        bank = bank.astype(self.ops.x.dtype)
+        return bank if self.static.single else jnp.pad(bank, ((0, 1), (0, 0), (0, 0)))
 
     def _bank(self, bank: jax.Array, rank: int, axis: int) -> jax.Array:
         pads = [(0, 0)] * 3
@@ -128,9 +123,8 @@ def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:
     )
     return down(
         ops.x,
-        prepared.bank_a(scaled=False),
+        prepared.bank_a(),
         prepared.block_adapter(config.block_t),
-        prepared.inverse_keep,
         bits,
         config=config,
         interpret=static.interpret,
@@ -141,19 +135,17 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
     """dS [T, R] and dB float32 [A, R, N] of one projection."""
     static, layout = prepared.static, prepared.layout
     config = _configs(static).dsdb or tuning.dsdb_config(prepared.rows, dy.shape[1], layout.ranks[i], static.tile)
-    chunks = prepared.chunks(config.block_t, config.blocks_per_chunk)
+    chunk_adapter = prepared.block_adapter(config.chunk)
     ds, partials_CNR = dsdb(
         dy,
         s,
-        prepared.bank_b(i, scaled=False),
-        prepared.with_zero(prepared.ops.scale),
-        chunks,
+        prepared.bank_b(i),
+        chunk_adapter,
         rank_offset=layout.offsets[i],
         config=config,
-        contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk),
         interpret=static.interpret,
     )
-    db_ANR = _sum(prepared, partials_CNR, chunks.adapter)[:, :, : prepared.ops.bs[i].shape[1]]
+    db_ANR = _sum(prepared, partials_CNR, chunk_adapter)[:, :, : prepared.ops.bs[i].shape[1]]
     return ds, db_ANR.swapaxes(1, 2) * prepared.ops.scale[:, None, None]
 
 

@@ -1,4 +1,4 @@
-"""Backend "pallas_mosaic_gpu": Hopper GEMMs with the low-rank product inside, Triton kernels for the passes over x and dY.
+"""Backend "pallas_mosaic_gpu": Hopper GEMMs with the low-rank product inside, Triton kernels for the other passes.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -61,7 +61,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         das = split_graph.input_side(prepared, joined, bits)
         fused = split_graph.widest(ops)
         dx = _gemm(
-            prepared, dys[fused], ops.ws[fused], joined, prepared.bank_a(scaled=True), _dx_config(prepared, fused),
+            prepared, dys[fused], ops.ws[fused], joined, prepared.bank_a(), _dx_config(prepared, fused),
             transposed=True, bits=bits,
         )  # fmt: skip
     for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
@@ -76,7 +76,7 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
         y = jnp.matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
     else:
         y = _gemm(
-            prepared, ops.x, ops.ws[i], s, prepared.bank_b(i, scaled=True), _forward_config(prepared, i),
+            prepared, ops.x, ops.ws[i], s, prepared.bank_b(i), _forward_config(prepared, i),
             transposed=False, low_offset=layout.offsets[i],
         )  # fmt: skip
     return y if ops.biases[i] is None else y + ops.biases[i].astype(y.dtype)

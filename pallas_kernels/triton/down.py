@@ -29,7 +29,6 @@ def down(
     x: jax.Array,
     a: jax.Array,
     block_adapter: jax.Array,
-    inverse_keep: jax.Array | None,
     bits: jax.Array | None,
     *,
     config: DownConfig,
@@ -38,9 +37,9 @@ def down(
     """Returns S [T, R] in x.dtype.
 
     Args:
-        a: [A + 1, K, R]; the last adapter is zero and serves padding rows.
-        block_adapter: int32 [T / block_t], 0..A.
-        inverse_keep: float32 [A + 1] and bits: uint32 [T, K / 256, 8]; None without dropout.
+        a: [A, K, R], the dropout scale folded in; padding rows are served by an adapter of zeros.
+        block_adapter: int32 [T / block_t].
+        bits: uint32 [T, K / 256, 8]; None without dropout.
     """
     num_rows, num_in = x.shape
     rank = a.shape[2]
@@ -56,19 +55,17 @@ def down(
             col0 = (part * steps + i) * columns
             x_tile = x_ref[pl.ds(row0, rows), pl.ds(col0, columns)]
             if bits is not None:
-                keep = MASKS[config.mask](rest[1], row0, col0, rows, columns)
+                keep = MASKS[config.mask](rest[0], row0, col0, rows, columns)
                 x_tile = jnp.where(keep, x_tile, jnp.zeros_like(x_tile))
             return acc + dot(x_tile, a_ref[adapter, pl.ds(col0, columns), :])
 
         acc = lax.fori_loop(0, steps, step, jnp.zeros((rows, rank), jnp.float32))
-        if bits is not None:
-            acc = acc * rest[0][adapter]
         out_ref[part, pl.ds(row0, rows), :] = acc.astype(out_ref.dtype)
 
     partial_dtype = x.dtype if config.split_k == 1 else jnp.float32
     partials = call(
         kernel,
-        [x, a, block_adapter] + ([] if bits is None else [inverse_keep, bits]),
+        [x, a, block_adapter] + ([] if bits is None else [bits]),
         name="lora_down",
         grid=(num_rows // rows, config.split_k),
         out_shape=jax.ShapeDtypeStruct((config.split_k, num_rows, rank), partial_dtype),

@@ -47,6 +47,8 @@ def dsdb_config(num_rows: int, num_out: int, rank: int, tile: int) -> DsdbConfig
     block_t = row_block(tile, 64)
     block_n = _divisor(num_out, 128 if rank <= 64 else 64)
     size = 1 if rank > 64 else 2 if num_out <= 6144 or rank > 32 else 4
+    while tile % (block_t * size):  # a chunk must lie inside a tile
+        size //= 2
     split = _split(num_rows // (block_t * size), num_out // block_n, wanted=2 * NUM_SMS)
     return DsdbConfig(
         block_t=block_t, blocks_per_chunk=size, block_n=block_n, split_n=split, num_stages=3 if size <= 2 else 2

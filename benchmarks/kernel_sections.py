@@ -1,0 +1,254 @@
+"""The measuring half of `kernels.py`: one function per section, run in a child process.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from benchmarks import kernel_checks, oracles
+from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from pallas_kernels.tuning import search
+from pallas_kernels.tuning.timing import time_calls
+
+OP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
+SWEEP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
+BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
+
+
+class Recorder:
+    """Appends JSON lines as results come, so that a deadline loses nothing."""
+
+    def __init__(self, path: pathlib.Path, budget_s: float):
+        self._file = path.open("w")
+        self._deadline = time.monotonic() + budget_s
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def add(self, **record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Runs `work`; a failure becomes a record."""
+        if self.left_s < 3:
+            self.add(name=name, error="no time left")
+            return
+        try:
+            work()
+        except Exception as error:  # a broken variant must not end the section
+            self.add(name=name, error=f"{type(error).__name__}: {error}"[:600])
+
+
+def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool) -> None:
+    print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+    recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
+    {"check": kernel_checks.run, "ops": run_ops, "profile": run_profile, "sweep": run_sweep}[section](recorder, tiny)
+
+
+def run_ops(recorder: Recorder, tiny: bool) -> None:
+    """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
+    shapes = ((256, 512),) if tiny else OP_SHAPES
+    tokens = 256 if tiny else 8192
+    for k, n in shapes:
+        variants = list(op_variants(tokens, k, n, tiny))
+        compiled = compile_all(recorder, variants)
+        calls = {name: (fn, sets) for name, (fn, sets) in compiled.items()}
+        timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
+        for variant in variants:
+            if variant.name in timings:
+                recorder.add(
+                    shape=f"{tokens}x{k}->{n}", variant=variant.kind, adapters=variant.spec.adapters,
+                    rank=variant.spec.rank, rate=variant.spec.rate, **dataclasses.asdict(timings[variant.name]),
+                )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run one layer."""
+
+    kind: str
+    spec: LinearSpec
+    layer: Callable[..., jax.Array]  # (x, a, b, w, arrays) -> y
+    parallel: bool  # may compile beside others: nothing in it is autotuned on the device
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.spec.name}"
+
+
+def op_variants(tokens: int, k: int, n: int, tiny: bool):
+    def spec(**changes):
+        return LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
+
+    backends = ("xla", "pallas_triton") if tiny else BACKENDS
+    yield Variant(kind="frozen", spec=spec(), parallel=False, layer=lambda x, a, b, w, arrays: oracles.frozen(x, w))
+    for rate in (0.0, 0.1):
+        yield Variant(kind="xla_naive", spec=spec(rate=rate), parallel=False, layer=naive)
+        yield Variant(kind="xla_wide", spec=spec(rate=rate, adapters=4), parallel=False, layer=wide)
+        for backend in backends:
+            yield Variant(kind=backend, spec=spec(rate=rate), parallel=backend != "xla", layer=ours(backend))
+        for adapters in (4, 16):
+            for backend in backends[:1] if adapters == 16 else (backends[0], backends[-1]):
+                many = spec(rate=rate, adapters=adapters)
+                yield Variant(kind=backend, spec=many, parallel=backend != "xla", layer=ours(backend))
+    yield Variant(kind=backends[0], spec=spec(rate=0.1, rank=64), parallel=True, layer=ours(backends[0]))
+
+
+def ours(backend: str):
+    def layer(x, a, b, w, arrays):
+        options = {"scale": arrays["scale"], "dropout": arrays["dropout"], "implementation": backend}
+        if a.shape[0] == 1:
+            return pk.lora_linear(x, w, a[0], b[0], **{**options, "scale": arrays["scale"][0]})
+        return pk.multi_lora_linear(x, w, a, b, tile_adapter=arrays["tile_adapter"], **options)
+
+    return layer
+
+
+def naive(x, a, b, w, arrays):
+    rate = 0.1 if arrays["dropout"] is not None else 0.0
+    return oracles.lora_xla(x, w, a[0], b[0], scale=2.0, rate=rate, key=arrays["key"])
+
+
+def wide(x, a, b, w, arrays):
+    rate = 0.1 if arrays["dropout"] is not None else 0.0
+    return oracles.lora_wide(
+        x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"], rate=rate, key=arrays["key"]
+    )
+
+
+def forward_backward(variant: Variant):
+    """y, dx, dA, dB in one program."""
+
+    def step(arrays):
+        x, a, b = arrays["x"], arrays["a"], arrays["b"]
+        y, vjp = jax.vjp(lambda x, a, b: variant.layer(x, a, b, arrays["w"], arrays), x, a, b)
+        grads = vjp(arrays["dy"])
+        return (y, grads[0]) if variant.kind == "frozen" else (y, *grads)
+
+    return step
+
+
+def compile_all(recorder: Recorder, variants: list[Variant]):
+    """Compiles, in parallel where the compiler tunes nothing on the device; returns name -> (function, inputs)."""
+    jobs, inputs = {}, {}
+    with ThreadPoolExecutor(14) as pool:
+        for variant in variants:
+
+            def lower(variant=variant):
+                if variant.spec not in inputs:
+                    arrays = dict(make_arrays(variant.spec), key=jax.random.key(3))
+                    other = {**arrays, "x": jnp.roll(arrays["x"], 1, 0), "dy": jnp.roll(arrays["dy"], 1, 0)}
+                    inputs[variant.spec] = [(arrays,), (other,)]
+                lowered = jax.jit(forward_backward(variant)).lower(*inputs[variant.spec][0])
+                compiled = pool.submit(lowered.compile) if variant.parallel else lowered.compile
+                jobs[variant.name] = (compiled, inputs[variant.spec])
+
+            recorder.attempt(variant.name, lower)
+        done = {}
+        for parallel in (True, False):
+            for variant in variants:
+                if variant.name in jobs and variant.parallel == parallel:
+
+                    def finish(variant=variant):
+                        compiled, sets = jobs[variant.name]
+                        fn = compiled.result() if variant.parallel else compiled()
+                        jax.block_until_ready(fn(*sets[0]))
+                        done[variant.name] = (fn, sets)
+
+                    recorder.attempt(variant.name, finish)
+    return done
+
+
+def run_profile(recorder: Recorder, tiny: bool) -> None:
+    """Lists the kernels of one call with their times."""
+    if tiny:
+        return
+    from jax.experimental.mosaic.gpu import profiler
+
+    for adapters, rate, n in ((1, 0.1, 4096), (4, 0.1, 4096), (1, 0.0, 4096), (4, 0.1, 14336)):
+        spec = LinearSpec(tokens=8192, in_features=4096, out_features=n, adapters=adapters, rate=rate)
+        variant = Variant(kind=BACKENDS[0], spec=spec, layer=ours(BACKENDS[0]), parallel=True)
+
+        def work(variant=variant):
+            arrays = make_arrays(variant.spec)
+            fn = jax.jit(forward_backward(variant))
+            jax.block_until_ready(fn(arrays))
+            _, runs = profiler.measure(fn, aggregate=False, iterations=5)(arrays)
+            kernels = [
+                (name[:60], statistics.median(one[i][1] for one in runs) * 1e3) for i, (name, _) in enumerate(runs[0])
+            ]
+            recorder.add(name=variant.name, kernels=kernels)
+
+        recorder.attempt(variant.name, work)
+
+
+def run_sweep(recorder: Recorder, tiny: bool) -> None:
+    """Times tile sizes kernel by kernel; a program runs a kernel over several copies of its large operand."""
+    shapes = ((256, 256),) if tiny else SWEEP_SHAPES
+    for k, n, rank in [(*shape, 16) for shape in shapes] + [(*shapes[0], 64)]:
+        spec = LinearSpec(
+            tokens=256 if tiny else 8192, in_features=k, out_features=n, rank=rank, rate=0.1, tile=64 if tiny else 128
+        )
+        sweep_shape(recorder, spec, tiny, quick=tiny or rank == 64)
+
+
+def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool) -> None:
+    inputs, copies = search.make_inputs(spec)
+    jobs, calls, by_name = {}, {}, {}
+    with ThreadPoolExecutor(14) as pool:
+        for candidate in search.candidates(spec, quick=quick):
+            if tiny and candidate.kernel.startswith("mosaic"):
+                continue
+            name = f"{candidate.kernel} {candidate.config}"
+            by_name[name] = candidate
+            sets = sweep_sets(inputs, copies, candidate)
+
+            def lower(candidate=candidate, name=name, sets=sets):
+                def many(inputs, larges, w):
+                    return [candidate.run(inputs, candidate.config, large, w) for large in larges]
+
+                jobs[name] = (pool.submit(jax.jit(many).lower(*sets[0]).compile), sets)
+
+            recorder.attempt(name, lower)
+        for name, (job, sets) in jobs.items():
+
+            def finish(name=name, job=job, sets=sets):
+                fn = job.result(timeout=max(1, recorder.left_s - 5))
+                jax.block_until_ready(fn(*sets[0]))
+                calls[name] = (fn, sets)
+
+            recorder.attempt(name, finish)
+    for name, timing in time_calls(calls, rounds=2 if tiny else 7, round_s=0.001 if tiny else 0.006).items():
+        per_call = len(jobs[name][1][0][1])
+        times = {key: value / per_call for key, value in dataclasses.asdict(timing).items()}
+        recorder.add(
+            name=name, spec=spec.name, kernel=by_name[name].kernel, config=changed(by_name[name].config), **times
+        )
+
+
+def sweep_sets(inputs, copies: dict, candidate) -> list[tuple]:
+    """Arguments of a candidate: short kernels run over all copies in one program, GEMMs over one copy at a time."""
+    larges, weights = copies[candidate.large], copies["w"]
+    if candidate.bytes:
+        return [(inputs, larges, weights[0])]
+    return [(inputs, [large], w) for large, w in zip(larges, weights, strict=True)]
+
+
+def changed(config) -> dict:
+    """The fields of a configuration that differ from its defaults."""
+    fields = dataclasses.fields(config)
+    return {f.name: getattr(config, f.name) for f in fields if getattr(config, f.name) != f.default}

@@ -1,0 +1,118 @@
+"""Benchmark of the LoRA linear layer: correctness, whole ops, tile sizes, kernel lists.
+
+    python benchmarks/kernels.py --sections check,ops,sweep,profile --budget 450 --out results/
+
+Every section runs in a process with a deadline of its own: a kernel that hangs or crashes takes nothing else along.
+Records are JSON lines, one file per section; the tables at the end are printed from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECTIONS = {"check": 0.23, "ops": 0.45, "profile": 0.09, "sweep": 0.23}  # shares of the budget
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--budget", type=float, default=450, help="seconds for everything")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
+    parser.add_argument("--child", choices=tuple(SECTIONS))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        sys.path.insert(0, str(ROOT))
+        from benchmarks import kernel_sections
+
+        kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny)
+        return
+    started = time.monotonic()
+    sections = args.sections.split(",")
+    for i, section in enumerate(sections):
+        left = args.budget - (time.monotonic() - started)
+        shares = [SECTIONS[name] for name in sections[i:]]
+        run_section(section, args, left * shares[0] / sum(shares))
+    report(args.out, sections)
+
+
+def run_section(section: str, args: argparse.Namespace, budget_s: float) -> None:
+    """Runs one section in a child and kills it when its time is up."""
+    command = [sys.executable, __file__, "--child", section, "--out", str(args.out), "--budget", f"{budget_s:.0f}"]
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not args.tiny:
+        flags += " --xla_gpu_enable_command_buffer="  # graphs would overlap kernels of one module
+        if section in ("check", "sweep"):  # only our kernels are timed there: tuning XLA's products would waste minutes
+            flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    environment = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONUNBUFFERED="1")
+    print(f"== {section}: {budget_s:.0f} s", flush=True)
+    child = subprocess.Popen(command + (["--tiny"] if args.tiny else []), env=environment, cwd=ROOT)
+    try:
+        child.wait(timeout=budget_s + 15)
+    except subprocess.TimeoutExpired:
+        print(f"== {section}: stopped at its deadline", flush=True)
+        child.kill()
+        child.wait()
+
+
+def records(out: pathlib.Path, section: str) -> list[dict]:
+    path = out / f"kernels_{section}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def report(out: pathlib.Path, sections: list[str]) -> None:
+    """Prints the tables, shortest last."""
+    for section in sorted(sections, key=("sweep", "profile", "check", "ops").index):
+        rows = records(out, section)
+        failed = [row for row in rows if "error" in row]
+        print(f"\n== {section}: {len(rows)} records, {len(failed)} failed")
+        for row in failed[:12]:
+            print("  FAILED", row.get("name"), row["error"][:220])
+        {"check": print_check, "ops": print_ops, "profile": print_profile, "sweep": print_sweep}[section](
+            [row for row in rows if "error" not in row]
+        )
+
+
+def print_check(rows: list[dict]) -> None:
+    for row in rows:
+        mark = "ok " if row["ok"] else "BAD"
+        print(f"  {mark} {row['name']:44s} {row['detail']}")
+
+
+def print_profile(rows: list[dict]) -> None:
+    for row in rows:
+        print(f"  {row['name']} ({sum(us for _, us in row['kernels']):.0f} us)")
+        for name, us in row["kernels"]:
+            print(f"      {us:8.1f}  {name}")
+
+
+def print_sweep(rows: list[dict]) -> None:
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["spec"], row["kernel"]), []).append(row)
+    for (spec, kernel), members in groups.items():
+        best = sorted(members, key=lambda row: row["p50_us"])
+        text = "; ".join(f"{row['p50_us']:.1f} {row['config']}" for row in best[:2])
+        print(f"  {spec:38s} {kernel:11s} {text} ... {best[-1]['p50_us']:.1f}")
+
+
+def print_ops(rows: list[dict]) -> None:
+    frozen = {row["shape"]: row["p50_us"] for row in rows if row["variant"] == "frozen"}
+    for row in rows:
+        ratio = row["p50_us"] / frozen.get(row["shape"], float("nan"))
+        print(
+            f"  {row['shape']:20s} {row['variant']:18s} A{row['adapters']:<2d} r{row['rank']} p{row['rate']:<4g}"
+            f" {row['p50_us']:8.1f} us [{row['p20_us']:.0f}, {row['p80_us']:.0f}]  {ratio:.3f} of frozen"
+        )
+
+
+if __name__ == "__main__":
+    main()

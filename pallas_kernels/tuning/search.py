@@ -1,0 +1,215 @@
+"""Times candidate tile sizes of every kernel for one layer shape.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from pallas_kernels.device import interprets, num_sms
+from pallas_kernels.dropout import keep_words
+from pallas_kernels.mosaic_gpu import gemm as mosaic
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.split_graph import Prepared, prepare
+from pallas_kernels.tiles import row_adapter
+from pallas_kernels.triton import gemm as triton_gemm
+from pallas_kernels.triton.da import DaConfig, da
+from pallas_kernels.triton.down import DownConfig, down
+from pallas_kernels.triton.dsdb import DsdbConfig, dsdb
+from pallas_kernels.tuning.config import fit
+
+SETS = 3  # copies of the large operand a call walks through, so that it never sits in the cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One kernel with one choice of tiles: a function of a list of large operands."""
+
+    kernel: str
+    config: Any
+    run: Callable[..., Any]
+    large: str  # which array is streamed: "x" or "dy"
+    bytes: int = 0
+    flops: int = 0
+
+
+def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
+    """Yields every candidate that fits the shape."""
+    t, k, n, r = spec.tokens, spec.in_features, spec.out_features, spec.rank
+    for config in down_grid(quick):
+        if k % (config.block_k * config.split_k) == 0 and spec.tile % config.block_t == 0:
+            yield Candidate(kernel="down", config=config, run=_down, large="x", bytes=2 * t * k)
+    for config in da_grid(quick):
+        if k % config.block_k == 0 and spec.tile % config.block_t == 0:
+            yield Candidate(kernel="da", config=config, run=_da, large="x", bytes=2 * t * k)
+    for config in dsdb_grid(quick):
+        if n % (config.block_n * config.split_n) == 0 and (spec.adapters == 1 or spec.tile % config.chunk == 0):
+            yield Candidate(kernel="dsdb", config=config, run=_dsdb, large="dy", bytes=2 * t * n)
+    for config in mosaic_grid(quick):
+        for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
+            sized = fit(config, max(16, r))
+            divides = t % sized.block_m == 0 and outer % sized.block_n == 0 and inner % sized.tile_k == 0
+            if divides and sized.stages >= 2:
+                yield Candidate(kernel="mosaic_" + kernel, config=sized, run=run, large=large, flops=2 * t * k * n)
+    for config in triton_grid(quick):
+        for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
+            if outer % config.block_n == 0 and inner % config.block_k == 0:
+                yield Candidate(kernel="triton_" + kernel, config=config, run=run, large=large, flops=2 * t * k * n)
+
+
+def down_grid(quick: bool) -> list[DownConfig]:
+    grid = [
+        DownConfig(block_t=64, block_k=128, split_k=1, num_stages=4),
+        DownConfig(block_t=64, block_k=128, split_k=2, num_stages=3),
+        DownConfig(block_t=64, block_k=128, split_k=4, num_stages=4),
+        DownConfig(block_t=64, block_k=256, split_k=2, num_stages=3),
+        DownConfig(block_t=64, block_k=128, split_k=2, num_stages=4, num_warps=8),
+        DownConfig(block_t=64, block_k=64, split_k=4, num_stages=4),
+        DownConfig(block_t=128, block_k=128, split_k=4, num_stages=3, num_warps=8),
+        DownConfig(block_t=64, block_k=128, split_k=2, num_stages=2, mask="gather"),
+    ]
+    return grid[:3] if quick else grid
+
+
+def da_grid(quick: bool) -> list[DaConfig]:
+    grid = [
+        DaConfig(block_t=64, blocks_per_chunk=16, block_k=128, num_stages=4),
+        DaConfig(block_t=64, blocks_per_chunk=8, block_k=128, num_stages=3),
+        DaConfig(block_t=64, blocks_per_chunk=16, block_k=64, num_stages=4),
+        DaConfig(block_t=64, blocks_per_chunk=16, block_k=256, num_stages=3, num_warps=8),
+        DaConfig(block_t=128, blocks_per_chunk=8, block_k=128, num_stages=3, num_warps=8),
+        DaConfig(block_t=64, blocks_per_chunk=16, block_k=128, num_stages=2, mask="gather"),
+    ]
+    return grid[:3] if quick else grid
+
+
+def dsdb_grid(quick: bool) -> list[DsdbConfig]:
+    grid = [
+        DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, split_n=4, num_stages=3),
+        DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=128, split_n=8, num_stages=2),
+        DsdbConfig(block_t=128, blocks_per_chunk=1, block_n=64, split_n=4, num_stages=4),
+        DsdbConfig(block_t=128, blocks_per_chunk=1, block_n=128, split_n=4, num_stages=3, num_warps=8),
+        DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=64, split_n=4, num_stages=4),
+        DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, split_n=8, num_stages=3),
+        DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, split_n=2, num_stages=3),
+        DsdbConfig(block_t=128, blocks_per_chunk=2, block_n=64, split_n=8, num_stages=3, num_warps=8),
+        DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=64, split_n=8, num_stages=3, num_warps=4),
+        DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=64, split_n=8, num_stages=3, num_warps=8),
+    ]
+    return grid[:3] if quick else grid
+
+
+def mosaic_grid(quick: bool) -> list[mosaic.GemmConfig]:
+    grid = [
+        mosaic.GemmConfig(),
+        mosaic.GemmConfig(split_n=False, along_n=False),
+        mosaic.GemmConfig(stages=3, store_n=64),
+        mosaic.GemmConfig(split_n=False, along_n=True, store_n=64, stages=3),
+        mosaic.GemmConfig(along_n=False, band=16),
+        mosaic.GemmConfig(tile_m=64, tile_n=256, stages=3, split_n=False),
+        mosaic.GemmConfig(split_n=False, along_n=False, band=16),
+    ]
+    return grid[:2] if quick else grid
+
+
+def triton_grid(quick: bool) -> list[triton_gemm.GemmConfig]:
+    grid = [
+        triton_gemm.GemmConfig(num_stages=4),
+        triton_gemm.GemmConfig(num_stages=3),
+        triton_gemm.GemmConfig(block_n=128, num_warps=4),
+    ]
+    return grid[:1] if quick else grid
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("ops", "s", "ds", "bits"), meta_fields=("static",))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The arrays a candidate meets besides the large operand."""
+
+    static: Static
+    ops: Operands
+    s: jax.Array
+    ds: jax.Array
+    bits: jax.Array | None
+
+    @property
+    def prepared(self) -> Prepared:
+        return prepare(self.static, self.ops)
+
+
+def make_inputs(spec: LinearSpec) -> tuple[Inputs, dict[str, list[jax.Array]]]:
+    """Draws the arrays, and copies of x, dY and w to walk through.  S and dS are drawn too: no time depends on them."""
+    arrays = make_arrays(spec)
+    single = spec.adapters == 1
+    static = Static(
+        tile=spec.tokens if single else spec.tile,
+        num_adapters=spec.adapters,
+        backend="pallas_mosaic_gpu",
+        single=single,
+        interpret=interprets(),
+    )
+    table = jnp.zeros(1, jnp.int32) if single else arrays["tile_adapter"]
+    ops = Operands(
+        x=arrays["x"], ws=(arrays["w"],), as_=(arrays["a"],), bs=(arrays["b"],), biases=(None,),
+        tile_adapter=table, scale=arrays["scale"], dropout=arrays["dropout"],
+    )  # fmt: skip
+    total = prepare(static, ops).layout.total
+    low = [jax.random.normal(k, (spec.tokens, total), ops.x.dtype) for k in jax.random.split(jax.random.key(7))]
+    bits = None
+    if ops.dropout is not None:
+        bits = jax.jit(keep_words, static_argnums=2)(ops.dropout, row_adapter(table, static.tile), spec.in_features)
+    copies = {name: [jnp.roll(arrays[name], i, 0) for i in range(SETS)] for name in ("x", "dy", "w")}
+    return Inputs(static=static, ops=ops, s=low[0], ds=low[1], bits=bits), copies
+
+
+def _down(inputs: Inputs, config: DownConfig, x: jax.Array, w: jax.Array) -> jax.Array:
+    prepared = inputs.prepared
+    blocks = prepared.block_adapter(config.block_t)
+    return down(x, prepared.bank_a(), blocks, inputs.bits, config=config, interpret=prepared.static.interpret)
+
+
+def _da(inputs: Inputs, config: DaConfig, x: jax.Array, w: jax.Array) -> jax.Array:
+    prepared = inputs.prepared
+    return da(
+        x, inputs.ds, inputs.bits, prepared.chunks(config.block_t, config.blocks_per_chunk), config=config,
+        contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk), interpret=prepared.static.interpret,
+    ).sum(0)  # fmt: skip
+
+
+def _dsdb(inputs: Inputs, config: DsdbConfig, dy: jax.Array, w: jax.Array):
+    prepared = inputs.prepared
+    ds, partials = dsdb(
+        dy, inputs.s, prepared.bank_b(0), prepared.block_adapter(config.chunk), config=config,
+        interpret=prepared.static.interpret,
+    )  # fmt: skip
+    return ds, partials.sum(0)
+
+
+def _forward(inputs: Inputs, config: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _gemm(inputs, config, x, w, inputs.s, inputs.prepared.bank_b(0), transposed=False)
+
+
+def _dx(inputs: Inputs, config: Any, dy: jax.Array, w: jax.Array) -> jax.Array:
+    return _gemm(inputs, config, dy, w, inputs.ds, inputs.prepared.bank_a(), transposed=True, bits=inputs.bits)
+
+
+def _gemm(inputs: Inputs, config: Any, lhs, rhs, low, bank, *, transposed, bits=None) -> jax.Array:
+    prepared = inputs.prepared
+    if isinstance(config, mosaic.GemmConfig):
+        blocks = prepared.block_adapter(config.tile_m)
+        return mosaic.gemm(
+            lhs, rhs, low, bank, blocks, transposed=transposed, bits=bits, config=config, num_sms=num_sms()
+        )
+    blocks = prepared.block_adapter(config.block_m)
+    return triton_gemm.gemm(
+        lhs, rhs, low, bank, blocks, transposed=transposed, bits=bits, config=config,
+        interpret=prepared.static.interpret,
+    )  # fmt: skip
