@@ -1,15 +1,13 @@
 """Packed causal attention in plain jnp: blocks along a band below the diagonal, for every device.
 
-Rows are cut into blocks; step d of the loop lets every block of queries see the block of keys d blocks before it,
-with the running softmax of flash attention. The number of steps is the reach of the longest segment, known at run
-time, so short segments cost a few small products and not T x T, and no more than T x block scores exist at once.
-Dims: `T` rows, a multiple of the block · `n` blocks · `B` rows a block · `H` heads = `K` key heads x `G` · `C` head
-    width.
+Rows are cut into blocks, and step d lets blocks of queries see the block of keys d blocks before them, with the running
+softmax of flash attention. Blocks are ordered by how far back their segments reach, so those that still have something
+to see at step d are the first ones, and a step takes only these, a quarter of all at a time. Work follows the pairs of
+blocks that hold something, not T x T and not the longest segment; scores of T x block / 4 exist at once.
+Dims: `T` rows · `n` blocks · `p` blocks taken at once · `B` rows a block · `H` = `K` key heads x `G` · `C` head width.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +39,24 @@ def _banded(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
 
 
 def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
-    before = _before(k_nKBC, v_nKBC, ids_nB)
+    order, reach = _farthest_first(ids_nB)
+    keys = _before(k_nKBC, v_nKBC, ids_nB)
+    q, ids = q_nKGBC[order], ids_nB[order]
 
-    def step(d, carry):
-        m, total, o = carry
-        k, v, seen = _shifted(before, ids_nB, d)
-        s = jnp.where(seen, _scores(q_nKGBC, k), _MASKED)
-        m_new = jnp.maximum(m, s.max(-1))
-        p, fade = jnp.exp(s - m_new[..., None]), jnp.exp(m - m_new)
-        o = o * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
-        return m_new, total * fade + p.sum(-1), o
+    def visit(d, at, carry):
+        m_old, total_old, o_old, q_p, ids_p, order_p = _take((*carry, q, ids, order), at)
+        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        s = jnp.where(seen, _scores(q_p, k), _MASKED)
+        m = jnp.maximum(m_old, s.max(-1))
+        p, fade = jnp.exp(s - m[..., None]), jnp.exp(m_old - m)
+        o = o_old * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
+        return _put(carry, (m, total_old * fade + p.sum(-1), o), at)
 
-    empty = jnp.full(q_nKGBC.shape[:-1], _MASKED, jnp.float32)
-    start = (empty, jnp.zeros_like(empty), jnp.zeros(q_nKGBC.shape, jnp.float32))
+    empty = jnp.full(q.shape[:-1], _MASKED, jnp.float32)
     # Step 0 holds the diagonal, so every row has seen itself and m is finite from there on.
-    m, total, o = lax.fori_loop(0, _reach(ids_nB), step, start)
-    return (o / total[..., None]).astype(q_nKGBC.dtype), m + jnp.log(total)
+    m, total, o = _visit_all(visit, reach, (empty, jnp.zeros_like(empty), jnp.zeros(q.shape, jnp.float32)))
+    back = jnp.argsort(order)
+    return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
 
 
 def _banded_fwd(q, k, v, ids):
@@ -66,37 +66,65 @@ def _banded_fwd(q, k, v, ids):
 
 def _banded_bwd(residuals, do_nKGBC):
     q_nKGBC, k_nKBC, v_nKBC, ids_nB, o, lse = residuals
-    before = _before(k_nKBC, v_nKBC, ids_nB)
+    order, reach = _farthest_first(ids_nB)
+    keys = _before(k_nKBC, v_nKBC, ids_nB)
     delta = (do_nKGBC.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
-    do_nKGBC = do_nKGBC.astype(q_nKGBC.dtype)
+    rows = [x[order] for x in (q_nKGBC, do_nKGBC.astype(q_nKGBC.dtype), lse, delta, ids_nB)]
+    n = len(k_nKBC)
 
-    def step(d, carry):
+    def visit(d, at, carry):
         dq, dk, dv = carry
-        k, v, seen = _shifted(before, ids_nB, d)
-        p = jnp.where(seen, jnp.exp(_scores(q_nKGBC, k) - lse[..., None]), 0.0)
-        dp = _product("nkrc,nksc->nkrs", do_nKGBC, v)
-        ds = jnp.where(seen, p * (dp - delta[..., None]) * q_nKGBC.shape[-1] ** -0.5, 0.0).astype(q_nKGBC.dtype)
-        dq = dq + _product("nkrs,nksc->nkrc", ds, k)
-        dk = _add_at(dk, _product("nkrs,nkrc->nksc", ds, q_nKGBC), d)
-        dv = _add_at(dv, _product("nkrs,nkrc->nksc", p.astype(do_nKGBC.dtype), do_nKGBC), d)
+        dq_p, q, do, lse, delta, ids_p, order_p = _take((dq, *rows, order), at)
+        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        p = jnp.where(seen, jnp.exp(_scores(q, k) - lse[..., None]), 0.0)
+        dp = _product("nkrc,nksc->nkrs", do, v)
+        ds = jnp.where(seen, p * (dp - delta[..., None]) * q.shape[-1] ** -0.5, 0.0).astype(q.dtype)
+        (dq,) = _put((dq,), (dq_p + _product("nkrs,nksc->nkrc", ds, k),), at)
+        there = n + order_p - d
+        dk = dk.at[there].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
+        dv = dv.at[there].add(_product("nkrs,nkrc->nksc", p.astype(do.dtype), do), unique_indices=True)
         return dq, dk, dv
 
-    n = len(k_nKBC)
     zeros = jnp.zeros((2 * n, *k_nKBC.shape[1:]), jnp.float32)
-    dq, dk, dv = lax.fori_loop(0, _reach(ids_nB), step, (jnp.zeros(q_nKGBC.shape, jnp.float32), zeros, zeros))
+    dq, dk, dv = _visit_all(visit, reach, (jnp.zeros(q_nKGBC.shape, jnp.float32), zeros, zeros))
+    dq = dq[jnp.argsort(order)]
     return dq.astype(q_nKGBC.dtype), dk[n:].astype(k_nKBC.dtype), dv[n:].astype(v_nKBC.dtype), None
 
 
 _banded.defvjp(_banded_fwd, _banded_bwd)
 
 
-def _reach(ids_nB: jax.Array) -> jax.Array:
-    """Steps needed: 1 + the most blocks between a block of queries and the segment start of its first row."""
+def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks ordered by how many blocks back they look, itself included, and those numbers, falling."""
     n, B = ids_nB.shape
     ids_T = ids_nB.reshape(-1)
     is_start = jnp.concatenate([jnp.ones(1, bool), ids_T[1:] != ids_T[:-1]])
     start = lax.cummax(jnp.where(is_start, jnp.arange(n * B, dtype=jnp.int32), 0))[::B]
-    return jnp.max(jnp.arange(n, dtype=jnp.int32) - start // B) + 1
+    reach = jnp.arange(n, dtype=jnp.int32) - start // B + 1
+    order = jnp.argsort(-reach, stable=True).astype(jnp.int32)
+    return order, reach[order]
+
+
+def _visit_all(visit, reach_n: jax.Array, carry):
+    """Calls `visit(d, at, carry)` until every block has looked as far back as it reaches; `at` slices the ordered
+    blocks."""
+    n = len(reach_n)
+    size = max(n // 4, 1)
+    size = next(size for size in range(size, 0, -1) if n % size == 0)
+
+    def step(d, carry):
+        busy = (reach_n > d).sum(dtype=jnp.int32)
+        return lax.fori_loop(0, (busy + size - 1) // size, lambda i, carry: visit(d, (i * size, size), carry), carry)
+
+    return lax.fori_loop(0, reach_n[0], step, carry)
+
+
+def _take(arrays, at):
+    return tuple(lax.dynamic_slice_in_dim(x, *at) for x in arrays)
+
+
+def _put(arrays, parts, at):
+    return tuple(lax.dynamic_update_slice_in_dim(x, part, at[0], 0) for x, part in zip(arrays, parts, strict=True))
 
 
 def _before(k_nKBC, v_nKBC, ids_nB):
@@ -105,19 +133,13 @@ def _before(k_nKBC, v_nKBC, ids_nB):
     return front(k_nKBC, 0), front(v_nKBC, 0), front(ids_nB, -1)
 
 
-def _shifted(before, ids_nB, d):
+def _looked_at(keys, ids_pB, order_p, d):
     """Keys and values of the block d before each block, and which of them its queries may see."""
-    n, B = ids_nB.shape
-    k, v, ids = (lax.dynamic_slice_in_dim(x, n - d, n) for x in before)
-    rows = jnp.arange(B)
-    seen = (ids_nB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
+    there = keys[0].shape[0] // 2 + order_p - d
+    k, v, ids = (x.at[there].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
+    rows = jnp.arange(ids.shape[1])
+    seen = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
     return k, v, seen[:, None, None]
-
-
-def _add_at(acc, update, d):
-    n = len(update)
-    old = lax.dynamic_slice_in_dim(acc, n - d, n)
-    return lax.dynamic_update_slice_in_dim(acc, old + update, n - d, 0)
 
 
 def _scores(q_nKGBC, k_nKBC):
