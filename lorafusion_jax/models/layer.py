@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -18,6 +17,7 @@ from ..modules import LoRAContext, LoRALinear, lora_siblings
 from ..modules.spec import AdapterSpec, bank_rank
 from .attention import AttentionImplementation, attention
 from .config import ModelConfig
+from .gate import silu_gate
 from .norm import RMSNorm
 from .rope import apply_rope
 from .segments import Segments
@@ -98,8 +98,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
         gate_TF, up_TF = lora_siblings(x_TD, (self.gate_proj, self.up_proj), lora, site=MLP_INPUT)
-        inner_TF = jax.nn.silu(gate_TF.astype(jnp.float32)) * up_TF.astype(jnp.float32)
-        return self.down_proj(inner_TF.astype(x_TD.dtype), lora, site=DOWN_INPUT)
+        return self.down_proj(silu_gate(gate_TF, up_TF), lora, site=DOWN_INPUT)
 
 
 class DecoderLayer(nnx.Module):

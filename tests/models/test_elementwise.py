@@ -1,0 +1,58 @@
+"""Norm and gate: written-out gradients against automatic ones, and what they keep for the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from lorafusion_jax.models.gate import silu_gate
+from lorafusion_jax.models.norm import rms_norm
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def norm(x, weight):
+    return rms_norm(1e-3, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (norm, (normal(5, 16), normal(16))),
+        (norm, (normal(5, 3, 8), normal(8))),
+        (silu_gate, (normal(5, 16), normal(5, 16))),
+    ],
+)
+def test_gradients_are_those_of_finite_differences(function, arguments):
+    # Differences of float32 values at steps of 1e-2: three digits.
+    check_grads(function, arguments, order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
+
+
+def test_norm_is_its_definition():
+    x, weight = normal(7, 16), normal(16)
+    wanted = (
+        np.asarray(x, np.float64) / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-3) * weight
+    )
+    np.testing.assert_allclose(norm(x, weight), wanted, rtol=1e-5)
+
+
+def test_gate_is_its_definition():
+    gate, up = normal(7, 16), normal(7, 16)
+    np.testing.assert_allclose(silu_gate(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "small"),
+    [
+        (norm, (normal(64, 32, dtype=jnp.bfloat16), normal(32, dtype=jnp.bfloat16)), 64 * 4 + 32 * 2),
+        (silu_gate, (normal(64, 32, dtype=jnp.bfloat16), normal(64, 32, dtype=jnp.bfloat16)), 64 * 32 * 2),
+    ],
+)
+def test_backward_keeps_the_inputs_and_little_else(function, arguments, small):
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *arguments))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == arguments[0].size * 2 + small
