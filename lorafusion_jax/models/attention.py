@@ -58,7 +58,7 @@ def default_implementation(q: jax.Array) -> AttentionImplementation:
 
 def _kernel(implementation: str, segments: Segments) -> Callable[..., jax.Array]:
     if implementation == "xla":
-        return partial(xla_attention, ids_T=segments.ids)
+        return partial(xla_attention, ids_T=jnp.asarray(segments.ids))
     if implementation == "cudnn":
         return partial(cudnn_attention, segments=segments)
     raise ValueError(f"implementation={implementation!r} is none of 'xla', 'cudnn'")

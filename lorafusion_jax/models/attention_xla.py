@@ -22,7 +22,7 @@ def xla_attention(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, ids_T: j
     T, H, C = q_THC.shape
     block = min(BLOCK, -(-T // 8) * 8)
     pad = -T % block
-    ids_T = jnp.pad(jnp.asarray(ids_T), (0, pad), constant_values=jnp.iinfo(jnp.int32).max)
+    ids_T = jnp.pad(ids_T, (0, pad), constant_values=jnp.iinfo(jnp.int32).max)
     q, k, v = (_blocks(jnp.pad(x, ((0, pad), (0, 0), (0, 0))), block, k_TKC.shape[1]) for x in (q_THC, k_TKC, v_TKC))
     o_nKGBC = _banded(q, k[:, :, 0], v[:, :, 0], ids_T.reshape(-1, block))
     return o_nKGBC.transpose(0, 3, 1, 2, 4).reshape(T + pad, H, C)[:T]

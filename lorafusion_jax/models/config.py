@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..errors import CheckpointError
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -71,7 +72,7 @@ class ModelConfig:
     sliding_window: int | None = None
 
     @classmethod
-    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:
         """Reads a model directory, a config.json or its dictionary.
 
         Raises:
@@ -217,11 +218,12 @@ def _translate(raw: dict[str, Any], problems: list[str]) -> ModelConfig | None:
 
 def _family(raw: dict[str, Any], problems: list[str]) -> Family | None:
     names = raw.get("architectures") or []
-    known = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
+    known: list[Family] = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     if known:
         return known[0]
-    if not names and raw.get("model_type") in get_args(Family):
-        return raw["model_type"]
+    by_type: dict[str, Family] = {family: family for family in ARCHITECTURES.values()}
+    if not names and raw.get("model_type") in by_type:
+        return by_type[raw["model_type"]]
     said = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
     problems.append(f"unknown architecture {said} (known: {', '.join(ARCHITECTURES)})")
     return None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ..modules import LoRAContext
@@ -103,8 +104,9 @@ class Decoder(nnx.Module):
         """
         inputs = LayerInputs(rope=rope_tables(self.config, jnp.asarray(positions)), segments=segments, lora=ctx)
         x_TD = self.embed_tokens.weight[...][jnp.asarray(tokens)]
-        run = self._unrolled if isinstance(self.layers, nnx.List) else self._scanned
-        return self.norm(run(x_TD, inputs, attention))
+        if isinstance(self.layers, nnx.List):
+            return self.norm(self._unrolled(self.layers, x_TD, inputs, attention))
+        return self.norm(self._scanned(self.layers, x_TD, inputs, attention))
 
     def head(self) -> Float[Array, "D V"]:
         """The output projection; a tied one is a transposed view of the embedding."""
@@ -124,14 +126,14 @@ class Decoder(nnx.Module):
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
         return jnp.matmul(hidden_TD, self.head(), preferred_element_type=jnp.float32)
 
-    def _unrolled(self, x_TD, inputs: LayerInputs, attention) -> jax.Array:
-        for number, layer in enumerate(self.layers):
+    def _unrolled(self, layers: Sequence[DecoderLayer], x_TD, inputs: LayerInputs, attention) -> jax.Array:
+        for number, layer in enumerate(layers):
             graph, state = nnx.split(layer)
             x_TD = self._layer(graph, attention)(state, x_TD, _at_layer(inputs, number))
         return x_TD
 
-    def _scanned(self, x_TD, inputs: LayerInputs, attention) -> jax.Array:
-        graph, state = nnx.split(self.layers)
+    def _scanned(self, layers: DecoderLayer, x_TD, inputs: LayerInputs, attention) -> jax.Array:
+        graph, state = nnx.split(layers)
         run = self._layer(graph, attention)
 
         def body(x_TD, each):
@@ -159,7 +161,7 @@ def _stack(layers: Sequence[DecoderLayer]) -> DecoderLayer:
 def _draw_adapters(model: Decoder, adapters: Sequence[AdapterSpec]) -> None:
     """Sets the LoRA leaves to what each adapter's seed says, whoever else is there."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
-    if any(isinstance(leaf[...], jax.core.Tracer) for leaf in leaves.values()):
+    if any(isinstance(leaf[...], Tracer) for leaf in leaves.values()):
         return  # shapes only: no reason to draw numbers
     drawn: dict[str, np.ndarray] = init_leaves(adapters, {name: leaf.shape for name, leaf in leaves.items()})
     for name, leaf in leaves.items():

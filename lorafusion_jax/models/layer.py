@@ -80,7 +80,7 @@ class Attention(nnx.Module):
             y.reshape(y.shape[0], -1, self.head_dim)
             for y in lora_siblings(x_TD, projections, inputs.lora, site=ATTENTION_INPUT)
         )
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         o_THC = attention(q, k, v, inputs.segments, implementation=implementation)

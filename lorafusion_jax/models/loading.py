@@ -131,8 +131,8 @@ def _contiguous(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(x.shape)
 
 
-def _plain(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+def _plain(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
 
 
 @lru_cache(maxsize=256)

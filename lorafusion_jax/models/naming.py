@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,13 @@ def save_decoder(
         RunError: it cannot be written, such as for lack of space.
 
     Example:
-        >>> save_decoder(model, "runs/base")  # doctest: +SKIP
+        >>> import tempfile
+        >>> from lorafusion_jax.models import ModelConfig
+        >>> config = ModelConfig(family="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
+        ...                      num_heads=1, num_kv_heads=1, head_dim=8)
+        >>> out = save_decoder(Decoder(config), tempfile.mkdtemp() + "/base")
+        >>> sorted(file.name for file in out.iterdir())
+        ['config.json', 'model.safetensors']
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -111,8 +117,8 @@ class _Writer:
 
 
 def _write_companions(model: Decoder, draft: Path, source: Path | None, dtype: Any) -> None:
-    for name in COMPANIONS if source else ():
-        if (source / name).is_file():
+    for name in COMPANIONS:
+        if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
     if not (draft / "config.json").exists():
         kind = jnp.dtype(model.embed_tokens.weight.dtype if dtype is None else dtype).name
