@@ -159,7 +159,7 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
 
             recorder.attempt(variant.name, lower)
         done = {}
-        for parallel in (True, False):
+        for parallel in (False, True):  # the pool works on ours while these are tuned on the device
             for variant in variants:
                 if variant.name in jobs and variant.parallel == parallel:
 

@@ -17,7 +17,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECTIONS = {"check": 0.23, "ops": 0.45, "profile": 0.09, "sweep": 0.23}  # shares of the budget
+SECTIONS = {"check": 0.22, "ops": 0.50, "profile": 0.09, "sweep": 0.19}  # shares of the budget
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Tables that deal row blocks out to kernel programs so that each program serves one adapter.
 
-A chunk is up to `size` row blocks of one adapter.  Chunk j of an adapter always holds its blocks [j * size, (j+1) * size):
-the partial sums of an adapter do not depend on who else is in the call.
+A chunk is up to `size` row blocks of one adapter.  Chunk j of an adapter always holds its blocks
+[j * size, (j + 1) * size): the partial sums of an adapter do not depend on who else is in the call.
 """
 
 from __future__ import annotations

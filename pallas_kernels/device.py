@@ -1,4 +1,4 @@
-"""What the device is that a program is built for: the attached one, or the abstract one of an ahead-of-time lowering."""
+"""The device a program is built for: the attached one, or the abstract one of an ahead-of-time lowering."""
 
 from __future__ import annotations
 

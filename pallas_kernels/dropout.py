@@ -42,7 +42,8 @@ class Dropout:
             its place in the microbatch.
 
     Example:
-        >>> drop = Dropout(rate=jnp.array([0.1]), key=jnp.array([7], jnp.uint32), row_key=jnp.arange(4, dtype=jnp.uint32))
+        >>> key, row_key = jnp.array([7], jnp.uint32), jnp.arange(4, dtype=jnp.uint32)
+        >>> drop = Dropout(rate=jnp.array([0.1]), key=key, row_key=row_key)
         >>> keep_mask(drop, jnp.zeros(4, jnp.int32), 512).shape
         (4, 512)
     """

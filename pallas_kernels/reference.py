@@ -40,4 +40,4 @@ def reference_multi_lora_linear(
     y_TN = jnp.einsum("tk,kn->tn", x_TK, w, precision="highest") + jnp.where((rows >= 0)[:, None], low_TN, 0)
     if bias is not None:
         y_TN = y_TN + bias
-    return y_TN.astype(x.dtype).reshape(x.shape[:-1] + (w.shape[1],))
+    return y_TN.astype(x.dtype).reshape((*x.shape[:-1], w.shape[1]))

@@ -113,7 +113,7 @@ def _keep_tiles(static: Static, ops: Operands) -> jax.Array | None:
 
 def _tiles(static: Static, values: jax.Array) -> jax.Array:
     """[T, ...] -> [I, J, ...]; one tile of all rows for a single adapter: then every product is one plain matmul."""
-    return values.reshape((-1, values.shape[0] if static.single else static.tile) + values.shape[1:])
+    return values.reshape((-1, values.shape[0] if static.single else static.tile, *values.shape[1:]))
 
 
 def _bank(static: Static, ops: Operands, bank: jax.Array) -> jax.Array:

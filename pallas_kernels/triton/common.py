@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,17 +27,14 @@ def call(
     interpret: bool,
 ) -> Any:
     """Runs a kernel over whole arrays; its program slices them itself."""
-    with warnings.catch_warnings():
-        # the backend's announced end is handled in one place: here, and by the Mosaic GPU kernels beside these
-        warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            out_shape=out_shape,
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
-            name=name,
-        )(*operands)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )(*operands)
 
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, trans_lhs: bool = False, trans_rhs: bool = False) -> jax.Array:

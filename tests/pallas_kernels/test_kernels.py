@@ -1,0 +1,139 @@
+"""Kernels below the ops: the table of chunks, Hopper GEMMs in the GPU interpreter, lowering for CUDA without a GPU."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_problems import draw, relative
+
+import pallas_kernels as pk
+from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from pallas_kernels.chunks import make_chunks
+from pallas_kernels.dropout import keep_mask, keep_words
+from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+
+# jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
+pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
+
+A100 = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+SMALL = AbstractDevice(device_kind="NVIDIA H200", num_cores=3, platform="gpu")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_hold_every_block_once_and_one_adapter_each(seed, size):
+    random = np.random.default_rng(seed)
+    table = random.integers(-1, 4, 13).astype(np.int32)
+    chunks = jax.tree.map(np.asarray, make_chunks(jnp.asarray(table), 4, size, single=False))
+    listed = chunks.blocks[chunks.blocks >= 0]
+    np.testing.assert_array_equal(np.sort(listed), np.arange(13))
+    for blocks, count, adapter in zip(chunks.blocks, chunks.count, chunks.adapter, strict=True):
+        assert count == (blocks >= 0).sum() == (blocks[:count] >= 0).sum()
+        owners = np.where(table[blocks[:count]] < 0, 4, table[blocks[:count]])
+        assert (owners == adapter).all()
+    for adapter in range(4):  # in order, cut every `size` blocks: independent of the other adapters
+        rows = chunks.adapter == adapter
+        mine = [block for blocks in chunks.blocks[rows] for block in blocks if block >= 0]
+        np.testing.assert_array_equal(mine, np.flatnonzero(table == adapter))
+        assert (chunks.count[chunks.adapter == adapter][:-1] == size).all()
+
+
+@pytest.mark.parametrize("split_n", [True, False])
+@pytest.mark.parametrize("mode", ["forward", "backward", "backward with dropout"])
+def test_hopper_gemm_in_the_interpreter(mode, split_n):
+    random = np.random.default_rng(0)
+    rows, columns, depth, rank, adapters = 256, 256, 128, 16, 2
+    config = GemmConfig(tile_m=64 if not split_n else 128, tile_n=128, stages=2, split_n=split_n)
+    transposed = mode != "forward"
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(random.normal(size=shape) * scale, jnp.bfloat16)
+
+    lhs, low = normal(rows, depth), normal(rows, 3 * rank)
+    rhs = normal(columns, depth, scale=0.1) if transposed else normal(depth, columns, scale=0.1)
+    bank = normal(adapters + 1, columns, rank) if transposed else normal(adapters + 1, rank, columns)
+    blocks = jnp.asarray([1, 0, 2, 1][: rows // config.tile_m], jnp.int32)
+    owner = jnp.repeat(blocks, config.tile_m)
+    bits, keep = None, True
+    if mode.endswith("dropout"):
+        drop = pk.Dropout(
+            rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32)
+        )
+        adapter = jnp.where(owner == adapters, -1, owner)
+        bits, keep = keep_words(drop, adapter, columns), keep_mask(drop, adapter, columns)
+    spec = "tr,tnr->tn" if transposed else "tr,trn->tn"
+    wide = [array.astype(jnp.float32) for array in (lhs, rhs.T if transposed else rhs, low[:, 16:32], bank[owner])]
+    want = wide[0] @ wide[1] + jnp.where(keep, jnp.einsum(spec, *wide[2:]), 0)
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=SMALL)),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
+    ):
+        got = gemm(
+            lhs, rhs, low, bank, blocks, transposed=transposed, low_offset=16, bits=bits, config=config, num_sms=3
+        )
+        got = np.asarray(got, np.float32)
+    assert relative(got, want) < 4e-3  # one rounding to bfloat16
+
+
+def lowered(device, function, *arguments) -> str:
+    """The program for CUDA, made on this machine."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "kernels"),
+    [(A100, "pallas_triton", (5, 0)), (H200, "pallas_triton", (5, 0)), (H200, "pallas_mosaic_gpu", (3, 2))],
+)
+@pytest.mark.parametrize("change", [{}, {"rate": 0.1}, {"rate": 0.1, "adapters": 4, "rank": 64}])
+def test_ops_lower_for_cuda(device, backend, kernels, change):
+    spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, **change)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def step(arrays):
+        def layer(x, a, b):
+            rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+            return pk.multi_lora_linear(x, arrays["w"], a, b, implementation=backend, **rest)
+
+        y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
+        return y, *vjp(arrays["dy"])
+
+    text = lowered(device, step, arrays)
+    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+def test_hopper_backend_says_what_it_cannot_serve():
+    spec = LinearSpec(tokens=2048, in_features=1000, out_features=1024)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def layer(arrays, x):
+        rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+        return pk.multi_lora_linear(
+            x, arrays["w"], arrays["a"], arrays["b"], implementation="pallas_mosaic_gpu", **rest
+        )
+
+    with pytest.raises(NotImplementedError, match="1000 in features: it needs a multiple of 128"):
+        lowered(H200, layer, arrays, arrays["x"])
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        lowered(A100, layer, arrays, arrays["x"])
+
+
+def test_siblings_with_padding_lower_for_hopper():
+    arguments, _ = draw(table=[0, 1, -1, 2], k=256, widths=(256, 128, 128), ranks=(16, None, 8), rates=[0.1, 0.0, 0.2],
+                        dtype=jnp.bfloat16)  # fmt: skip
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+
+    # tiles of 32 rows are too short for a warpgroup: the Hopper backend says so, Triton serves them
+    def layer(arguments, backend):
+        rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout", "biases")}
+        return pk.multi_lora_linears(
+            arguments["x"], arguments["ws"], arguments["as_"], arguments["bs"], implementation=backend, **rest
+        )
+
+    with pytest.raises(NotImplementedError, match="multiple of 64"):
+        lowered(H200, lambda arguments: layer(arguments, "pallas_mosaic_gpu"), arguments)
+    text = lowered(H200, lambda arguments: layer(arguments, "pallas_triton"), arguments)
+    assert text.count("__gpu$xla.gpu.triton") == 3  # S of all; two products

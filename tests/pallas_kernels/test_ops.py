@@ -1,0 +1,249 @@
+"""Values and gradients of the ops against the plain formula, by backend, and what they promise beside values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from kernel_problems import TILE, draw, relative
+
+import pallas_kernels as pk
+from pallas_kernels.reference import reference_multi_lora_linear
+
+BACKENDS = ["xla", "pallas_triton"]
+TABLE = [1, -1, 0, 1, 2, 0]
+# float32 sums of a few hundred terms differ by their order: about 1e-7 each; bfloat16 rounds y, S and dS to 8 bits
+FLOAT32, BFLOAT16 = 1e-5, 1e-2
+
+CASES = {
+    "plain": {},
+    "dropout": {"rates": [0.0, 0.1, 0.5]},
+    "odd shapes": {"k": 200, "widths": (70,), "rates": [0.3, 0.1, 0.0], "bias": True},
+    "ranks": {"ranks": (20,)},
+    "siblings": {"widths": (64, 128, 64), "ranks": (8, None, 16), "rates": [0.2, 0.0, 0.1]},
+}
+
+
+def ops_and_gradients(layer, arguments, dys):
+    """ys, dx, dAs, dBs."""
+
+    @jax.jit
+    def run(x, as_, bs):
+        ys, vjp = jax.vjp(lambda x, as_, bs: layer(arguments, x, as_, bs), x, as_, bs)
+        return ys, *vjp(tuple(dys))
+
+    return run(arguments["x"], arguments["as_"], arguments["bs"])
+
+
+def ours(backend):
+    def layer(arguments, x, as_, bs):
+        rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout", "biases")}
+        return pk.multi_lora_linears(x, arguments["ws"], as_, bs, implementation=backend, **rest)
+
+    return layer
+
+
+def reference(arguments, x, as_, bs):
+    rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout")}
+    return tuple(
+        jnp.matmul(x, w, precision="highest")
+        if a is None
+        else reference_multi_lora_linear(x, w, a, b, bias=bias, **rest)
+        for w, a, b, bias in zip(arguments["ws"], as_, bs, arguments["biases"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(backend, case):
+    arguments, dys = draw(table=TABLE, **CASES[case])
+    got = ops_and_gradients(ours(backend), arguments, dys)
+    want = ops_and_gradients(reference, arguments, dys)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(g, w) < FLOAT32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_input_with_float32_adapters(backend):
+    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5], dtype=jnp.bfloat16)
+    got = ops_and_gradients(ours(backend), arguments, dys)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, arguments)
+    want = ops_and_gradients(reference, wide, [dy.astype(jnp.float32) for dy in dys])
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(g, w) < BFLOAT16
+    ys, dx, das, dbs = got
+    assert (ys[0].dtype, dx.dtype, das[0].dtype, dbs[0].dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_of_one_adapter_changes_no_bit_of_another(backend):
+    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
+    clean = ops_and_gradients(ours(backend), arguments, dys)
+    sick = 1
+    rows = np.repeat(TABLE, TILE) == sick
+    poison = jnp.asarray(rows)[:, None]
+    bad = {
+        **arguments,
+        "x": jnp.where(poison, jnp.nan, arguments["x"]),
+        "as_": [arguments["as_"][0].at[sick].set(jnp.inf)],
+        "bs": [arguments["bs"][0].at[sick].set(jnp.nan)],
+    }
+    ys, dx, das, dbs = ops_and_gradients(ours(backend), bad, [jnp.where(poison, jnp.nan, dy) for dy in dys])
+    others = np.array([0, 2])
+    np.testing.assert_array_equal(ys[0][~rows], clean[0][0][~rows])
+    np.testing.assert_array_equal(dx[~rows], clean[1][~rows])
+    np.testing.assert_array_equal(das[0][others], clean[2][0][others])
+    np.testing.assert_array_equal(dbs[0][others], clean[3][0][others])
+    assert np.isnan(ys[0][rows]).all()
+    assert np.isnan(das[0][sick]).any()
+    assert np.isnan(dbs[0][sick]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_padding_rows_reaches_nobody(backend):
+    arguments, dys = draw(table=TABLE, rates=[0.1, 0.1, 0.1])
+    clean = ops_and_gradients(ours(backend), arguments, dys)
+    rows = np.repeat(TABLE, TILE) == -1
+    poison = jnp.asarray(rows)[:, None]
+    bad = {**arguments, "x": jnp.where(poison, jnp.nan, arguments["x"])}
+    ys, _, das, dbs = ops_and_gradients(ours(backend), bad, [jnp.where(poison, jnp.nan, dy) for dy in dys])
+    np.testing.assert_array_equal(ys[0][~rows], clean[0][0][~rows])
+    np.testing.assert_array_equal(das[0], clean[2][0])
+    np.testing.assert_array_equal(dbs[0], clean[3][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_company_does_not_change_an_adapter(backend):
+    """Adapter 1 beside others, and the same rows alone: the same bits row by row, sums equal to rounding."""
+    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
+    together = ops_and_gradients(ours(backend), arguments, dys)
+    rows = np.repeat(TABLE, TILE) == 1
+    alone = {
+        **arguments,
+        "x": arguments["x"][rows],
+        "as_": [arguments["as_"][0][1:2]],
+        "bs": [arguments["bs"][0][1:2]],
+        "tile_adapter": jnp.zeros(TABLE.count(1), jnp.int32),
+        "scale": arguments["scale"][1:2],
+        "dropout": pk.Dropout(
+            rate=arguments["dropout"].rate[1:2],
+            key=arguments["dropout"].key[1:2],
+            row_key=arguments["dropout"].row_key[rows],
+        ),
+    }
+    ys, dx, das, dbs = ops_and_gradients(ours(backend), alone, [dy[rows] for dy in dys])
+    assert relative(together[0][0][rows], ys[0]) < 1e-6
+    assert relative(together[1][rows], dx) < 1e-6
+    assert relative(together[2][0][1], das[0][0]) < 1e-6
+    assert relative(together[3][0][1], dbs[0][0]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_single_adapter_op_is_the_same_op(backend):
+    arguments, _ = draw(table=[0, 0, 0], adapters=1, rates=[0.1])
+    x, w, a, b = arguments["x"][:70], arguments["ws"][0], arguments["as_"][0][0], arguments["bs"][0][0]
+    drop = arguments["dropout"]
+    drop = pk.Dropout(rate=drop.rate, key=drop.key, row_key=drop.row_key[:70])
+    y = pk.lora_linear(x, w, a, b, scale=0.5, dropout=drop, implementation=backend)
+    want = reference(arguments, arguments["x"], arguments["as_"], arguments["bs"])[0][:70]
+    assert relative(y, want) < FLOAT32
+    assert pk.lora_linear(x.reshape(2, 35, -1), w, a, b, scale=0.5).shape == (2, 35, w.shape[1])
+
+
+def test_the_frozen_weight_gets_no_gradient_work():
+    arguments, dys = draw(table=TABLE, k=96, widths=(160,))
+
+    def loss(x, a, b):
+        y = pk.multi_lora_linear(
+            x, arguments["ws"][0], a, b, tile_adapter=arguments["tile_adapter"], scale=arguments["scale"]
+        )
+        return jnp.vdot(y, dys[0])
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(arguments["x"], arguments["as_"][0], arguments["bs"][0]))
+    assert "96,160]" in text  # w itself is there ...
+    assert ":f32[96,160] = dot_general" not in text  # ... but nothing computes its gradient
+
+
+def test_scan_remat_and_saved_names():
+    arguments, _ = draw(table=TABLE, widths=(128,), rates=[0.0, 0.1, 0.5])
+    drop = arguments["dropout"]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 0.5]), (arguments["as_"][0], arguments["bs"][0]))
+
+    def loss(banks, x, wrap):
+        def body(h, layer):
+            (a, b), number = layer
+            site = pk.Dropout(rate=drop.rate, key=pk.fold_key(drop.key, number), row_key=drop.row_key)
+            y = pk.multi_lora_linear(
+                h, arguments["ws"][0], a, b, tile_adapter=arguments["tile_adapter"], scale=arguments["scale"],
+                dropout=site,
+            )  # fmt: skip
+            return y, None
+
+        y, _ = jax.lax.scan(wrap(body), x, (banks, jnp.arange(2)))
+        return jnp.sum(y**2)
+
+    policy = jax.checkpoint_policies.save_only_these_names("lora_s")
+    plain = jax.jit(jax.grad(lambda banks, x: loss(banks, x, lambda f: f)))(stacked, arguments["x"])
+    again = jax.jit(jax.grad(lambda banks, x: loss(banks, x, lambda f: jax.checkpoint(f, policy=policy))))(
+        stacked, arguments["x"]
+    )
+    for p, q in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        assert relative(q, p) < 1e-6  # recomputed with the same dropout
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two (simulated) devices")
+def test_shard_map_sums_adapter_gradients():
+    arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
+    want = ops_and_gradients(ours("xla"), arguments, dys)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = P("data")
+    layer = jax.shard_map(
+        lambda x, w, a, b, table, scale, drop: pk.multi_lora_linear(
+            x, w, a, b, tile_adapter=table, scale=scale, dropout=drop
+        ),
+        mesh=mesh,
+        in_specs=(rows, P(), P(), P(), rows, P(), pk.Dropout(rate=P(), key=P(), row_key=rows)),
+        out_specs=rows,
+    )
+
+    @jax.jit
+    def gradients(x, a, b):
+        def loss(x, a, b):
+            table, scale, drop = arguments["tile_adapter"], arguments["scale"], arguments["dropout"]
+            return jnp.vdot(layer(x, arguments["ws"][0], a, b, table, scale, drop), dys[0])
+
+        return jax.grad(loss, (0, 1, 2))(x, a, b)
+
+    dx, da, db = gradients(arguments["x"], arguments["as_"][0], arguments["bs"][0])
+    assert relative(dx, want[1]) < 1e-6
+    assert relative(da, want[2][0]) < 1e-6
+    assert relative(db, want[3][0]) < 1e-6
+
+
+def test_vmap_is_refused():
+    arguments, _ = draw(table=TABLE)
+
+    def layer(x):
+        rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+        return pk.multi_lora_linear(x, arguments["ws"][0], arguments["as_"][0], arguments["bs"][0], **rest)
+
+    with pytest.raises(NotImplementedError, match="leading dimensions of x are batch dimensions"):
+        jax.vmap(layer)(jnp.stack([arguments["x"]] * 2))
+
+
+def test_names_and_shapes_are_checked():
+    arguments, _ = draw(table=TABLE)
+    x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
+    rest = {"tile_adapter": arguments["tile_adapter"], "scale": arguments["scale"]}
+    with pytest.raises(ValueError, match="choose one of pallas_mosaic_gpu, pallas_triton, xla"):
+        pk.multi_lora_linear(x, w, a, b, **rest, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        pk.multi_lora_linear(x, w, a, b, **rest, implementation="pallas_mosaic_gpu")
+    with pytest.raises(ValueError, match=r"a of projection 0 .* b of projection 0"):
+        pk.multi_lora_linear(x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=jnp.ones(2))
+    with pytest.raises(ValueError, match="must split into that many equal tiles"):
+        pk.multi_lora_linear(x, w, a, b, tile_adapter=jnp.zeros(5, jnp.int32), scale=rest["scale"])
+    table = jnp.zeros(24, jnp.int32)
+    with pytest.raises(NotImplementedError, match="multiple of 16"):
+        pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=rest["scale"], implementation="pallas_triton")
