@@ -117,5 +117,5 @@ def _update(spec: AdapterSpec, optim, index, lora: Leaves, sums: Sums, optimizer
     changes, stepped = transformation(optim, numbers).update(grads, optimizer, own)
     moved = optax.apply_updates(own, changes)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
-    report = StepReport(sums.loss[index], optax.global_norm(grads), finite)
+    report = StepReport(sums.loss[index], optax.tree.norm(grads), finite)
     return lv.put(lora, index, moved), Sums(lv.clear(sums.grads, index), sums.loss.at[index].set(0.0)), stepped, report

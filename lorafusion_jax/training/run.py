@@ -148,7 +148,8 @@ class _Run:
         result = RunResult(folder=self._folder.path, adapters=self._state.adapters, seconds=self._state.seconds,
                            plan=self._plan)
         self._tell(Event(kind="finished", slot=self._state.slot,
-                         values={"exit_code": result.exit_code, "seconds": round(result.seconds, 3)}))
+                         values={"exit_code": result.exit_code, "seconds": round(result.seconds, 3),
+                                 "peak_bytes": _peak_bytes()}))
         return result
 
     def _load(self) -> Parts:
@@ -208,3 +209,8 @@ class _Run:
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))
 
+
+
+def _peak_bytes() -> int | None:
+    """Most device memory that was in use; None where the backend does not say (CPU)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

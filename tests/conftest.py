@@ -1,0 +1,64 @@
+"""A tiny random base model and small job files, shared by the tests that train."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lorafusion_jax.examples import examples_directory
+
+WORDS = "adapter base batch bias cache file graph kernel layer loss mask model norm plan rank row scale shard slot tile".split()
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory) -> Path:
+    """An HF directory of a random 2-layer model with the tokenizer of the examples."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
+
+    config = ModelConfig(family="llama", vocab_size=3072, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+                         num_kv_heads=2, head_dim=8, tie_embeddings=True)
+    with jax.default_device(jax.local_devices()[0]):
+        model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    directory = tmp_path_factory.mktemp("base") / "tiny"
+    save_decoder(model, directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(examples_directory() / "base" / name, directory / name)
+    return directory
+
+
+@pytest.fixture
+def write_rows(tmp_path) -> Callable[..., str]:
+    """Writes prompt/completion rows of different lengths; returns the file's name."""
+
+    def write(name: str, count: int, seed: int = 0, longest: int = 24) -> str:
+        draw = random.Random(f"{name}-{seed}")
+        rows = [{"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
+                 "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))} for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return f"{name}.jsonl"
+
+    return write
+
+
+@pytest.fixture
+def write_job(tmp_path, tiny_base) -> Callable[..., Path]:
+    """Writes a job file for the tiny base; sections are keyword arguments. JSON is YAML."""
+
+    def write(adapters: list[dict], **sections) -> Path:
+        job = {"base": {"model": str(tiny_base), "dtype": "float32"},
+               "data": {"max_length": 64}, "batch": {"capacity_tokens": 128, "tile_tokens": 16},
+               "train": {"log_every_s": 0, "layers": "scan"}} | sections
+        path = tmp_path / "jobs.yaml"
+        path.write_text(json.dumps(job | {"adapters": adapters}))
+        return path
+
+    return write
