@@ -150,5 +150,7 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Contracts; an operand of queries [n, K, G, B, ·] goes in and comes out as rows [n, K, G·B, ·]."""
     rows = next(x.shape[2:4] for x in (a, b) if x.ndim == 5)
     a, b = (x.reshape(*x.shape[:2], -1, x.shape[-1]) if x.ndim == 5 else x for x in (a, b))
-    out = jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+    # tf32, the default of GPUs for float32, would lose three digits of what float32 promises.
+    precision = "highest" if a.dtype == jnp.float32 else None
+    out = jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
     return out.reshape(*out.shape[:2], *rows, -1) if spec.split("->")[1][2] == "r" else out

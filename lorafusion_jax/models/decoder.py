@@ -124,7 +124,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "T V"]:
         """Computes all logits in float32; for small models and tests (training uses `objective.adapter_losses`)."""
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
-        return jnp.matmul(hidden_TD, self.head(), preferred_element_type=jnp.float32)
+        precision = "highest" if hidden_TD.dtype == jnp.float32 else None
+        return jnp.matmul(hidden_TD, self.head(), precision=precision, preferred_element_type=jnp.float32)
 
     def _unrolled(self, layers: Sequence[DecoderLayer], x_TD, inputs: LayerInputs, attention) -> jax.Array:
         for number, layer in enumerate(layers):

@@ -123,9 +123,7 @@ def _losses_fwd(num_adapters, c, hidden_TD, head_DV, rows):
         losses_c = _weighted(piece, log_sum - _target(logits_cV, piece))
         is_target = jnp.arange(logits_cV.shape[1]) == piece.targets[:, None]
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * piece.weights[:, None]
-        slope_cD = lax.dot_general(
-            slope_cV.astype(hidden_TD.dtype), head_DV, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_DV.T)
         counts = (piece.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
@@ -160,7 +158,7 @@ def _over_chunks(
     def step(i, out):
         here = lax.dynamic_slice_in_dim(order, i * c, c)
         take = partial(jnp.take, indices=here, axis=0, mode="clip")
-        logits_cV = jnp.matmul(take(hidden_TD), head_DV, preferred_element_type=jnp.float32)
+        logits_cV = _product(take(hidden_TD), head_DV)
         piece = _Rows(*map(take, rows))
         return tuple(
             old.at[here].set(new, mode="drop") for old, new in zip(out, function(logits_cV, piece), strict=True)
@@ -168,6 +166,12 @@ def _over_chunks(
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # tf32, the default of GPUs for float32, would lose three digits of what float32 promises.
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _log_sum(logits_cV: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Packed attention against its definition, and that segments cannot reach each other."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -45,9 +46,9 @@ def meaning(q, k, v, do, ids):
     return o, np.einsum("hts,shc->thc", ds, k_all), dk, dv
 
 
-@jax.jit
-def run(q, k, v, do, segments):
-    o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation="xla"), q, k, v)
+@partial(jax.jit, static_argnames="implementation")
+def run(q, k, v, do, segments, implementation="xla"):
+    o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=implementation), q, k, v)
     return o, *pullback(do)
 
 
@@ -187,3 +188,39 @@ def test_private_function_still_has_the_arguments_we_pass(cudnn_without_gpu):
         "qkv_layout",
     }
     assert wanted <= parameters.keys()
+
+
+PACKINGS = {"one": [4096], "equal": [256] * 16, "ragged": [3, 900, 1, 64, 2000, 333], "many": [100] * 40}
+
+
+def wide_inputs(lengths):
+    rng = np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.normal(size=(4096, heads, 128)), jnp.bfloat16) for heads in (8, 2, 2, 8)]
+    return arrays, Segments.from_lengths(lengths, 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_cudnn_gives_what_xla_gives(packing):
+    arrays, segments = wide_inputs(PACKINGS[packing])
+    pairs = zip(run(*arrays, segments, implementation="cudnn"), run(*arrays, segments), strict=True)
+    for got, wanted in pairs:
+        wanted = np.asarray(wanted, np.float32)
+        # Both round probabilities, their gradients and results to 8 bits.
+        np.testing.assert_allclose(np.asarray(got, np.float32), wanted, atol=2**-5 * np.abs(wanted).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
+def test_bad_values_stay_in_their_segment_in_cudnn(where):
+    arrays, segments = wide_inputs(PACKINGS["ragged"])
+    clean = run(*arrays, segments, implementation="cudnn")
+    row = 920  # in the fourth segment
+    arrays[where] = arrays[where].at[row].set(np.nan)
+    results = run(*arrays, segments, implementation="cudnn")
+    others = segments.ids != segments.ids[row]
+    for got, wanted in zip(results, clean, strict=True):
+        got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
+        # cuDNN may add up dq in any order.
+        np.testing.assert_allclose(got[others], wanted[others], atol=2**-7 * np.abs(wanted).max())
+        assert np.isfinite(got[others]).all()
