@@ -15,6 +15,7 @@ from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.even import even_out
 from scheduling.packing.greedy import greedy
+from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.search import Budget, search
 from scheduling.types import AdapterJob, Limits, Plan
@@ -34,6 +35,7 @@ def make_plan(
     time_limit_s: float = 0.5,
     seed: int = 0,
     search_evaluations: int | None = None,
+    exact_time_limit_s: float = 0.0,
     cost_model: CostModel | None = None,
     max_capacity_tokens: int = 16384,
 ) -> Plan:
@@ -50,6 +52,8 @@ def make_plan(
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
         time_limit_s: for the search; 0 takes the first plan.
         search_evaluations: partial plans to look at (None: 40 000 per second of the limit).
+        exact_time_limit_s: for an exact solver that polishes the plan afterwards, per slot saved (0: none). It needs
+            scipy, and proves something only for small instances, up to about 40 samples.
         cost_model: predicts times for `capacity_tokens="auto"`.
         max_capacity_tokens: largest capacity that "auto" may take.
 
@@ -70,6 +74,9 @@ def make_plan(
     evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
     left = [np.arange(job.num_samples) for job in jobs]
     bound, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
+    if check_time_limit(exact_time_limit_s):
+        polished = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s)
+        filling = even_out(problem, polished.filling)
     plan = Plan(
         jobs=jobs,
         slots=to_slots(problem, filling),

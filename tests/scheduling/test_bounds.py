@@ -101,7 +101,16 @@ def test_search_is_at_most_one_slot_from_the_optimum(seed):
         time_limit_s=30.0,
         search_evaluations=4000,
     )
+    polished = make_plan(
+        jobs,
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        time_limit_s=0,
+        exact_time_limit_s=20,
+    )
     problem = make_problem(jobs, limits)
     exact = solve_exactly(problem, incumbent=greedy(problem), bound=plan.lower_bound, time_limit_s=20)
     assert exact.proven
     assert plan.num_slots <= len(exact.filling) + 1
+    assert polished.num_slots == len(exact.filling)

@@ -20,7 +20,7 @@ def tokens_in(plan, slots):
 
 def test_weights_are_shares():
     jobs = [AdapterJob(name, LENGTHS * 4, 8, weight=weight) for name, weight in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
-    plan = make_plan(jobs, capacity_tokens=2048, num_stages=2)
+    plan = make_plan(jobs, capacity_tokens=1024, num_stages=2)
     end = min(max(i for i, s in enumerate(plan.slots) if any(r.adapter == job.name for r in s.samples)) for job in jobs)
     counts = tokens_in(plan, plan.slots[:end])  # all three are active
     shares = {name: count / sum(counts.values()) for name, count in counts.items()}
