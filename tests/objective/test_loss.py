@@ -15,8 +15,13 @@ def problem(T=300, D=16, V=37, seed=0):
     rng = np.random.default_rng(seed)
     row_adapter = np.repeat([0, 1, -1, 2], [100, 80, 20, 100])[:T].astype(np.int32)
     weights = np.where(rng.random(T) < 0.6, rng.random(T), 0).astype(np.float32)
-    return (rng.normal(size=(T, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32),
-            rng.integers(0, V, T).astype(np.int32), weights, row_adapter)
+    return (
+        rng.normal(size=(T, D)).astype(np.float32),
+        rng.normal(size=(D, V)).astype(np.float32),
+        rng.integers(0, V, T).astype(np.int32),
+        weights,
+        row_adapter,
+    )
 
 
 def meaning(hidden, head, targets, weights, row_adapter):
@@ -24,8 +29,11 @@ def meaning(hidden, head, targets, weights, row_adapter):
     hidden, head, weights = (x.astype(np.float64) for x in (hidden, head, weights))
     weights = np.where(row_adapter >= 0, weights, 0)
     logits = hidden @ head
-    log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
-        -1, keepdims=True)
+    log_p = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
     rows = np.arange(len(targets))
     losses = np.array([(-log_p[rows, targets] * weights)[row_adapter == k].sum() for k in range(A)])
     factor = weights * (np.maximum(row_adapter, 0) + 1)
@@ -120,14 +128,24 @@ def test_hits_count_rows_whose_best_token_is_the_target():
 
 def test_all_logits_never_exist_at_once():
     T, D, V = 2048, 16, 50_000
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in
-              [((T, D), jnp.float32), ((D, V), jnp.float32), ((T,), jnp.int32), ((T,), jnp.float32), ((T,), jnp.int32)]]
+    shapes = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in [
+            ((T, D), jnp.float32),
+            ((D, V), jnp.float32),
+            ((T,), jnp.int32),
+            ((T,), jnp.float32),
+            ((T,), jnp.int32),
+        ]
+    ]
     memory = value_and_grad.lower(*shapes, chunk=4096).compile().memory_analysis()
     # A few float32 arrays of 128 x V; all logits would be 16 times as much each.
     assert memory.temp_size_in_bytes < 4 * 4 * 128 * V
 
 
-@pytest.mark.parametrize(("T", "V", "chunk", "rows"), [
-    (8192, 128_256, 16384, 1024), (8192, 4096, 16384, 1024), (1024, 4096, 16384, 128), (64, 100, 128, 64)])
+@pytest.mark.parametrize(
+    ("T", "V", "chunk", "rows"),
+    [(8192, 128_256, 16384, 1024), (8192, 4096, 16384, 1024), (1024, 4096, 16384, 128), (64, 100, 128, 64)],
+)
 def test_chunk_rows(T, V, chunk, rows):
     assert chunk_rows(T, V, chunk) == rows
