@@ -1,0 +1,353 @@
+"""Plans against bounds, the exact solver, a reference solver and other orders of work: one command, tables and plots.
+
+    python benchmarks/scheduling.py            # everything, about ten minutes on two cores
+    python benchmarks/scheduling.py workloads  # one part: workloads heldout growth exact bubbles timeline
+
+Writes benchmarks/results/scheduling_<part>.csv, plots beside it, and the conditions of the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file has the name of the package that it measures
+
+from scheduling import (  # noqa: E402
+    AdapterJob,
+    batch_by_batch,
+    default_cost_model,
+    formula_bound,
+    forward_then_backward,
+    make_plan,
+    one_after_another,
+    one_forward_one_backward,
+    plan_statistics,
+    simulate,
+    timeline_html,
+)
+from scheduling.packing.greedy import greedy  # noqa: E402
+from scheduling.packing.milp import solve_exactly  # noqa: E402
+from scheduling.packing.problem import make_problem  # noqa: E402
+from scheduling.types import Limits  # noqa: E402
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+LIMITS = {"capacity_tokens": 6144, "num_stages": 4}
+TARGET = {8: 1.045, 16: 1.018}
+LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread of tokens
+
+
+def workload(size: int, name: str) -> list[AdapterJob]:
+    adapters = json.loads((HERE / "data" / "scheduling_workloads.json").read_text())["lengths"][f"g{size}"][name]
+    return [
+        AdapterJob(f"{name}-{i}", [n for batch in batches for n in batch], size) for i, batches in enumerate(adapters)
+    ]
+
+
+def workloads() -> list[dict]:
+    """The shared workloads at the default time limit, beside the reference solver."""
+    reference = json.loads((HERE / "data" / "scheduling_reference.json").read_text())["rows"]
+    rows = []
+    for other in reference:
+        jobs = workload(other["global_batch"], other["workload"])
+        first_s = min(_timed(make_plan, jobs, time_limit_s=0, **LIMITS)[1] for _ in range(5))
+        first = make_plan(jobs, time_limit_s=0, **LIMITS)
+        plan, seconds = _timed(make_plan, jobs, **LIMITS)
+        figures = plan_statistics(plan, _costs(4))
+        rows.append(
+            {
+                "global_batch": other["global_batch"],
+                "workload": other["workload"],
+                "bound": formula_bound(jobs, **LIMITS),
+                "tight_bound": plan.lower_bound,
+                "slots": plan.num_slots,
+                "noops": plan.num_noops,
+                "first_plan_slots": first.num_slots,
+                "reference_slots": other["slots"],
+                "density": round(plan.density, 4),
+                "reference_density": other["density"],
+                "first_plan_ms": round(1e3 * first_s, 1),
+                "seconds": round(seconds, 3),
+                "reference_seconds": other["seconds"],
+                "bubble_share": round(figures.bubble_share, 4),
+            }
+        )
+    for size in TARGET:
+        mine = [row for row in rows if row["global_batch"] == size]
+        total = {
+            key: sum(row[key] for row in mine) for key in ("bound", "slots", "first_plan_slots", "reference_slots")
+        }
+        ratios = {key: total[key] / total["bound"] for key in total}
+        print(f"g{size}: {ratios['slots']:.4f} of the bound (target {TARGET[size]}), {ratios}")
+    return rows
+
+
+def heldout() -> list[dict]:
+    """Other seeds, capacities and depths, and unequal jobs. The search's evaluations are fixed, so no clock decides."""
+    rows = []
+    for size in TARGET:
+        for stages in (1, 2, 4, 8):
+            for capacity in (4096, 6144, 8192):
+                for name in ("xsum", "cnn", "wiki", "mix", "het", "unequal"):
+                    jobs = _drawn(name, size, [size, stages, capacity, sum(map(ord, name))])
+                    limits = {"capacity_tokens": capacity, "num_stages": stages}
+                    plan = make_plan(jobs, search_evaluations=20_000, time_limit_s=60.0, **limits)
+                    rows.append(
+                        {"global_batch": size, "workload": name, **limits}
+                        | {"bound": formula_bound(jobs, **limits), "tight_bound": plan.lower_bound}
+                        | {
+                            "slots": plan.num_slots,
+                            "first_plan_slots": make_plan(jobs, time_limit_s=0, **limits).num_slots,
+                        }
+                        | {"batch_by_batch_slots": batch_by_batch(jobs, **limits).num_slots}
+                    )
+    for key in ("global_batch", "num_stages", "capacity_tokens", "workload"):
+        for size in TARGET:
+            for value in dict.fromkeys(row[key] for row in rows if row["global_batch"] == size):
+                mine = [row for row in rows if row["global_batch"] == size and row[key] == value]
+                slots, bound, tight = (sum(row[name] for row in mine) for name in ("slots", "bound", "tight_bound"))
+                print(
+                    f"g{size} {key}={value}: {slots / bound:.4f} of the bound, {slots / tight:.4f} of the tight bound"
+                )
+    return rows
+
+
+def growth() -> list[dict]:
+    """One-pass plans from a thousand to a million samples, each in its own process (for its memory)."""
+    rows = []
+    for adapters, batches in ((4, 4), (8, 20), (64, 25), (64, 250)):
+        command = [sys.executable, str(Path(__file__)), "_grow", str(adapters), str(batches)]
+        row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        print(row)
+        rows.append(row)
+    return rows
+
+
+def _grow(adapters: int, batches: int) -> None:
+    jobs = [
+        AdapterJob(f"a{i}", _lengths(np.random.default_rng([7, i]), list(LENGTHS)[i % 3], 64 * batches), 64)
+        for i in range(adapters)
+    ]
+    samples = sum(job.num_samples for job in jobs)
+    repeats = max(1, min(5, 20_000 // samples))
+    runs = [_timed(make_plan, jobs, time_limit_s=0, **LIMITS) for _ in range(repeats)]
+    first_s = min(seconds for _, seconds in runs)
+    plan, default_s = _timed(make_plan, jobs, **LIMITS)
+    row = {
+        "samples": samples,
+        "adapters": adapters,
+        "batches": batches,
+        "first_plan_s": round(first_s, 3),
+        "us_per_sample": round(1e6 * first_s / samples, 1),
+        "seconds": round(default_s, 3),
+        "slots": plan.num_slots,
+        "gap": round(plan.gap, 5),
+        "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 3),
+    }
+    print(json.dumps(row))
+
+
+def exact() -> list[dict]:
+    """200 random instances of at most 40 samples against the exact solver (20 s per question)."""
+    rows = []
+    for seed in range(200):
+        jobs, limits = _small(seed)
+        problem = make_problem(jobs, limits)
+        keywords = {name: getattr(limits, name) for name in ("capacity_tokens", "num_stages", "data_parallel")}
+        plan = make_plan(jobs, search_evaluations=20_000, time_limit_s=60.0, **keywords)
+        best = make_plan(jobs, time_limit_s=0, **keywords)
+        answer = solve_exactly(problem, incumbent=greedy(problem), bound=plan.lower_bound, time_limit_s=20.0)
+        rows.append(
+            {"seed": seed, "samples": problem.num_samples, "adapters": len(jobs), **keywords}
+            | {"bound": plan.lower_bound, "slots": plan.num_slots, "first_plan_slots": best.num_slots}
+            | {"exact_slots": len(answer.filling), "proven": answer.proven}
+        )
+    known = [row for row in rows if row["proven"] or row["slots"] == row["bound"]]
+    optimal = sum(row["slots"] <= row["exact_slots"] for row in known)
+    worst = max(row["slots"] - row["exact_slots"] for row in rows)
+    print(f"optimal in {optimal} of {len(known)} decided instances ({len(rows)} in all), at most {worst} slot off")
+    return rows
+
+
+def bubbles() -> list[dict]:
+    """Predicted idle time of 4 stages: ours, and other orders of the same work (70B on H100 rates)."""
+    rows = []
+    for name in ("xsum", "cnn", "wiki", "mix", "het"):
+        jobs = workload(16, name)
+        ours, alone, turns = (
+            make_plan(jobs, **LIMITS),
+            one_after_another(jobs, **LIMITS),
+            batch_by_batch(jobs, **LIMITS),
+        )
+        timelines = {
+            "ours": simulate(ours, _costs(4)),
+            "batch by batch, no flush": simulate(turns, _costs(4)),
+            "one adapter at a time, no flush": simulate(alone, _costs(4)),
+            "one adapter at a time, 1F1B with flush": simulate(
+                alone, _costs(4), program=one_forward_one_backward(alone, flush=True)
+            ),
+            "one adapter at a time, GPipe": simulate(alone, _costs(4), program=forward_then_backward(alone)),
+        }
+        rows += [
+            {"workload": name, "order": order, "bubble_share": round(timeline.bubble_share, 4)}
+            | {"fill_drain_share": round(timeline.fill_drain_s / timeline.duration_s, 4)}
+            | {"idle_share": round(statistics.mean(timeline.idle_share), 4), "seconds": round(timeline.duration_s, 2)}
+            for order, timeline in timelines.items()
+        ]
+    for order in dict.fromkeys(row["order"] for row in rows):
+        shares = [row["bubble_share"] for row in rows if row["order"] == order]
+        print(f"{order}: bubbles {statistics.mean(shares):.3f} on average, at most {max(shares):.3f}")
+    return rows
+
+
+def timeline() -> list[dict]:
+    """The page that `scheduling_timeline.png` shows."""
+    jobs = [
+        replace(job, name=name) for job, name in zip(workload(16, "het"), ("news", "chat", "wiki", "law"), strict=True)
+    ]
+    plan, alone = make_plan(jobs, **LIMITS), one_after_another(jobs, **LIMITS)
+    ours = replace(simulate(plan, _costs(4)), title="together (predicted: H100 rates, 70B in 4 stages)")
+    other = simulate(alone, _costs(4), program=one_forward_one_backward(alone, flush=True))
+    note = f"What limits this plan: {plan_statistics(plan, _costs(4)).hint}"
+    page = timeline_html(ours, note=note, compare=replace(other, title="one adapter after another"))
+    (RESULTS / "scheduling_timeline.html").write_text(page)
+    return []
+
+
+def _costs(stages: int):
+    return default_cost_model("h100", num_stages=stages, parameters=70e9, num_layers=80, hidden_size=8192)
+
+
+def _timed(function, *args, **kwargs):
+    started = time.perf_counter()
+    return function(*args, **kwargs), time.perf_counter() - started
+
+
+def _lengths(random: np.random.Generator, name: str, count: int) -> np.ndarray:
+    mean, spread = LENGTHS[name]
+    variance = np.log(1 + (spread / mean) ** 2)
+    return np.exp(random.normal(np.log(mean) - variance / 2, np.sqrt(variance), count)).clip(32, 4096).astype(int)
+
+
+def _drawn(name: str, size: int, seed: list[int]) -> list[AdapterJob]:
+    random = np.random.default_rng(seed)
+    if name == "unequal":  # other lengths, batch sizes, numbers of batches and epochs for each adapter
+        return [
+            AdapterJob(f"a{i}", _lengths(random, kind, int(random.integers(20, 200))), size * 2**power, epochs=epochs)
+            for i, (kind, power, epochs) in enumerate((("xsum", 1, 2), ("cnn", 0, 1), ("wiki", 0, 1), ("xsum", 0, 3)))
+        ]
+    jobs = []
+    for index in range(4):
+        kinds = {"mix": list(LENGTHS), "het": [list(LENGTHS)[index % 3]]}.get(name, [name])
+        drawn = [_lengths(random, kind, 10 * size) for kind in kinds]
+        chosen = np.choose(random.integers(0, len(drawn), 10 * size), drawn)
+        jobs.append(AdapterJob(f"a{index}", chosen, size))
+    return jobs
+
+
+def _small(seed: int) -> tuple[list[AdapterJob], Limits]:
+    random = np.random.default_rng([40, seed])
+    count, capacity = int(random.integers(1, 5)), int(random.choice([1024, 2048, 4096]))
+    sizes = np.maximum(1, random.multinomial(int(random.integers(8, 41)) - count, [1 / count] * count))
+    jobs = [
+        AdapterJob(
+            f"a{index}",
+            random.lognormal(np.log(random.uniform(0.1, 0.45) * capacity), 0.6, size).clip(16, capacity).astype(int),
+            int(random.integers(1, 9)),
+        )
+        for index, size in enumerate(sizes)
+    ]
+    stages, replicas = int(random.choice([1, 2, 4])), int(random.choice([1, 1, 1, 2]))
+    return jobs, Limits(capacity_tokens=capacity, num_stages=stages, data_parallel=replicas)
+
+
+def _plots(part: str, rows: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    if part == "workloads":
+        places = np.arange(len(rows))
+        series = (("reference_slots", "reference solver"), ("first_plan_slots", "first plan"), ("slots", "plan"))
+        for shift, (key, label) in zip((-0.27, 0, 0.27), series, strict=True):
+            axes.bar(places + shift, [row[key] / row["bound"] for row in rows], 0.27, label=label)
+        axes.set_xticks(places, [f"{row['workload']}\ng{row['global_batch']}" for row in rows])
+        axes.set(
+            ylim=(0.95, 1.65), ylabel="slots / plain lower bound", title="Shared workloads, capacity 6144, 4 stages"
+        )
+    elif part == "growth":
+        axes.loglog([row["samples"] for row in rows], [row["us_per_sample"] for row in rows], "o-", label="first plan")
+        axes.set(xlabel="samples", ylabel="µs per sample", ylim=(5, 100), title="Planning time per sample")
+    elif part == "heldout":
+        for size in TARGET:
+            ratios = sorted(row["slots"] / row["bound"] for row in rows if row["global_batch"] == size)
+            axes.plot(np.linspace(0, 100, len(ratios)), ratios, label=f"g{size} (target {TARGET[size]} in total)")
+        axes.set(xlabel="% of workloads", ylabel="slots / plain lower bound", title="Held-out workloads")
+    elif part == "bubbles":
+        orders = list(dict.fromkeys(row["order"] for row in rows))
+        names = list(dict.fromkeys(row["workload"] for row in rows))
+        for index, order in enumerate(orders):
+            shares = [100 * row["bubble_share"] for row in rows if row["order"] == order]
+            axes.bar(np.arange(len(names)) + (index - 2) * 0.17, shares, 0.17, label=order)
+        axes.set_xticks(np.arange(len(names)), names)
+        axes.set(ylabel="predicted bubbles, % of steady time", title="4 stages, 4 adapters, g16")
+    else:
+        plt.close(figure)
+        return
+    axes.legend()
+    for suffix in ("svg", "png"):
+        figure.savefig(RESULTS / f"scheduling_{part}.{suffix}", dpi=110)
+    plt.close(figure)
+
+
+def _conditions(part: str, seconds: float) -> None:
+    path = RESULTS / "scheduling_conditions.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[part] = {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cores": os.cpu_count(),
+        "load_average_at_end": [round(load, 1) for load in os.getloadavg()],
+        "seconds": round(seconds),
+    }
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bubbles, timeline)}
+
+
+def main(names: list[str]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    for name in names or PARTS:
+        print(f"== {name}")
+        rows, seconds = _timed(PARTS[name])
+        if rows:
+            with (RESULTS / f"scheduling_{name}.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            _plots(name, rows)
+        _conditions(name, seconds)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["_grow"]:
+        _grow(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(sys.argv[1:])
