@@ -25,7 +25,7 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
         [_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False
     ).replace("<", "\\u003c")
     page = {
-        "@TITLE@": escape(timeline.title or "timeline"),
+        "@TITLE@": escape(timeline.title or "timeline") if compare is None else "Two timelines",
         "@NOTE@": escape(note),
         "@TABLES@": "\n".join(map(_table, shown)),
         "@DATA@": data,
