@@ -15,6 +15,30 @@ from lorafusion_jax.examples import examples_directory
 WORDS = "adapter base batch bias cache file graph kernel layer loss mask model norm plan rank row scale shard slot tile".split()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_caches(tmp_path_factory):
+    """Keeps token and program caches out of the user's, and lets equal programs compile once per session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def quick_compiles(own_caches):
+    """Programs of tiny models: compiling is all of the time, so most optimizations are off and results are kept."""
+    import jax
+    import platformdirs
+
+    def use(most: bool, folder: str | None, seconds: float) -> None:
+        jax.config.update("jax_disable_most_optimizations", most)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+    use(True, platformdirs.user_cache_dir("lorafusion") + "/programs", 0.1)
+    yield
+    use(False, None, 1.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory) -> Path:
     """An HF directory of a random 2-layer model with the tokenizer of the examples."""

@@ -37,8 +37,8 @@ class AdapterExporter:
             return target
         index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
         own = {leaf: np.asarray(array)[..., None, :, :] for leaf, array in lv.take(lora, spec, index).items()}
-        export_adapter(own, spec, 0, self._config.base.model, target)
-        self._describe(target, self._config.adapter(name), step)
+        export_adapter(own, spec, 0, self._config.base.model, target,
+                       finish=lambda draft: self._describe(draft, self._config.adapter(name), step))
         self._folder.mark_latest(name, self._config.save.keep)
         return target
 

@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _quick(quick_compiles):
+    """Every test here compiles programs of a tiny model."""
