@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduling.bounds import bound_of_rest
 from scheduling.checks import check_jobs
-from scheduling.packing.fill import chooser, fill_microbatch
+from scheduling.packing.fill import fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
@@ -56,7 +56,7 @@ def _in_order(problem: Problem, order: Iterator[tuple[int, int]]) -> Filling:
     filling: Filling = []
     last: dict[int, int] = {}
     empty = ((),) * problem.data_parallel
-    choose = chooser(problem)
+    choose = fill_best(problem)
     for job, number in order:
         if job in last:
             filling += [empty] * max(0, last[job] + problem.num_stages - len(filling))

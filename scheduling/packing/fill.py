@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scheduling.packing.problem import Microbatch, Problem
+from scheduling.packing.problem import Microbatch, Problem, bits
 from scheduling.packing.subsets import fullest
 
 Choose = Callable[[int, int, int, int], tuple[int, int]]  # (job, batch, mask, room) -> (chosen mask, tokens)
 
 
-def chooser(problem: Problem) -> Choose:
-    """Picks by exact subset sums."""
+def fill_best(problem: Problem) -> Choose:
+    """Chooses the subset with the most tokens."""
 
     def choose(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
         return fullest(problem.batches[job][batch].tokens, mask, room)
+
+    return choose
+
+
+def longest_first(problem: Problem) -> Choose:
+    """Chooses the longest sample that fits, and what fills the rest of the room best."""
+
+    def choose(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
+        tokens = problem.batches[job][batch].tokens
+        longest = next((bit for bit in reversed(bits(mask)) if tokens[bit] <= room), None)
+        if longest is None:
+            return 0, 0
+        beside, taken = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
+        return beside | 1 << longest, taken + tokens[longest]
 
     return choose
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
-from scheduling.packing.fill import chooser, fill_microbatch
+from scheduling.packing.fill import fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Microbatch, Problem
 
 
@@ -28,7 +28,7 @@ class _State:
     """
 
     def __init__(self, problem: Problem):
-        self.choose = chooser(problem)
+        self.choose = fill_best(problem)
         self.batch = [0] * len(problem.jobs)
         self.mask = [batches[0].full_mask if batches else 0 for batches in problem.batches]
         self.tokens = [batches[0].total if batches else 0 for batches in problem.batches]
