@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
 
-.PHONY: demo test test-oldest lint format types gpu-test lock clean
+.PHONY: demo test test-oldest lint format gpu-test lock clean
 
 demo: .venv/.ready
-	$(BIN)/lorafusion demo
+	@$(BIN)/lorafusion demo
 
 test: .venv/.ready
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -20,20 +20,23 @@ format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The suite on the oldest supported jax, in its own environment.
-test-oldest:
-	@$(PYTHON) .ci/setup.py --venv .venv-oldest --oldest
-	.venv-oldest/bin/python -m pytest
+# The suite on the oldest version of every direct dependency, in an environment of its own.
+test-oldest: .venv-oldest/.ready
+	@.venv-oldest/bin/python -m pytest
 
 # Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu -m gpu
 
+# The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready
 	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --extra dev pyproject.toml -o $(LOCK)
 
 .venv/.ready: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv
+
+.venv-oldest/.ready: pyproject.toml .ci/setup.py
+	@$(PYTHON) .ci/setup.py --venv .venv-oldest --oldest
 
 clean:
 	rm -rf .venv .venv-oldest dist build

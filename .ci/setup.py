@@ -1,4 +1,4 @@
-"""Makes a virtual environment from the lock file. Standard library only; runs before anything is installed.
+"""Makes a virtual environment for this repository. Standard library only; runs before anything is installed.
 
 Every failure that a new user can meet (old Python, no network, full disk) ends in one line that says what to do.
 """
@@ -11,7 +11,7 @@ import sys
 
 NEEDED = (3, 12)
 NEEDED_GB = 3
-OLDEST = ["jax==0.11.1", "jaxlib==0.11.1", "flax==0.12.9"]
+AGAIN = "run the same command again."
 
 
 def fail(message):
@@ -26,38 +26,54 @@ def run(*command):
 
 def explain(output):
     text = output.lower()
-    if "no space left" in text:
-        fail("the disk is full; about {} GB are needed here.".format(NEEDED_GB))
-    signs = ("connection", "resolve", "dns", "network", "timed out", "unreachable", "error sending request", "retries")
+    if "no space left" in text or "disk quota" in text:
+        fail("the disk is full; about {} GB are needed here. Free some space and {}".format(NEEDED_GB, AGAIN))
+    if "ensurepip is not available" in text:
+        fail("this Python cannot make virtual environments; install its venv package (python3-venv) and " + AGAIN)
+    signs = ("connection", "resolve host", "dns error", "network", "timed out", "unreachable", "error sending request",
+             "failed to fetch", "no matching distribution found for uv")
     if any(sign in text for sign in signs):
-        fail("the package registry cannot be reached; check the network (or proxy) and run the same command again.")
+        fail("the package registry cannot be reached; check the network (or proxy) and " + AGAIN)
     sys.stderr.write(output[-3000:])
     fail("installation failed, see above.")
 
 
+def uv_of_lock():
+    """The locked uv, so that everybody installs with the same one."""
+    with open("requirements.lock") as lock:
+        return next((line.split()[0] for line in lock if line.startswith("uv==")), "uv")
+
+
+def install(venv, oldest):
+    python, uv = os.path.join(venv, "bin", "python"), os.path.join(venv, "bin", "uv")
+    if not os.path.exists(uv):  # nothing there, or a set-up that was broken off
+        run(sys.executable, "-m", "venv", "--clear", venv)
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", uv_of_lock())
+    pip = (uv, "pip", "--quiet")
+    if oldest:
+        run(*pip, "install", "--python", python, "--resolution", "lowest-direct", "--upgrade", "--editable", ".[dev]")
+    else:
+        run(*pip, "sync", "--require-hashes", "--python", python, "requirements.lock")
+        run(*pip, "install", "--python", python, "--no-deps", "--editable", ".")
+
+
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=".venv")
-    parser.add_argument("--oldest", action="store_true", help="oldest supported jax instead of the locked one")
+    parser.add_argument("--oldest", action="store_true", help="the oldest supported packages instead of the locked ones")
     options = parser.parse_args()
     if sys.version_info < NEEDED:
         fail("Python >= 3.12 is needed, this is {}.{}; set it with: make PYTHON=/path/to/python3.12".format(
             *sys.version_info[:2]))
     if shutil.disk_usage(".").free < NEEDED_GB * 10**9:
-        fail("less than {} GB are free here; free some space and run the same command again.".format(NEEDED_GB))
-    python = os.path.join(options.venv, "bin", "python")
+        fail("less than {} GB are free here; free some space and {}".format(NEEDED_GB, AGAIN))
     print("setup: installing into {} (once, about a minute)".format(options.venv), flush=True)
     try:
-        if not os.path.exists(python):
-            run(sys.executable, "-m", "venv", options.venv)
-        run(python, "-m", "pip", "install", "--quiet", "uv")
-        uv = os.path.join(options.venv, "bin", "uv")
-        run(uv, "pip", "sync", "--quiet", "--require-hashes", "--python", python, "requirements.lock")
-        run(uv, "pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ".")
-        if options.oldest:
-            run(uv, "pip", "install", "--quiet", "--python", python, *OLDEST)
+        install(options.venv, options.oldest)
     except OSError as problem:
         explain(str(problem))
+    except KeyboardInterrupt:
+        fail("broken off; to go on, " + AGAIN)
     with open(os.path.join(options.venv, ".ready"), "w") as mark:
         mark.write("ok\n")
 
