@@ -21,7 +21,7 @@ from scheduling.packing.search import Budget, search
 from scheduling.types import AdapterJob, Limits, Plan
 from scheduling.verify import verify_plan
 
-EVALUATIONS_PER_S = 40_000  # half of what one quiet core does, so that the clock seldom decides
+EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides
 AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
 
 
@@ -51,7 +51,7 @@ def make_plan(
         data_parallel: microbatches per slot.
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
         time_limit_s: for the search; 0 takes the first plan.
-        search_evaluations: partial plans to look at (None: 40 000 per second of the limit).
+        search_evaluations: partial plans to look at (None: 36 000 per second of the limit).
         exact_time_limit_s: for an exact solver that polishes the plan afterwards, per slot saved (0: none). It needs
             scipy, and proves something only for small instances, up to about 40 samples.
         cost_model: predicts times for `capacity_tokens="auto"`.

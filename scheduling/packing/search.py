@@ -19,7 +19,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from math import exp
 
 from scheduling.packing.fill import fill_best, fill_microbatch, longest_first, remembering
@@ -79,12 +79,14 @@ def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, 
     if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two new children per partial plan
         return best
     while len(best) > bound and not budget.spent:
-        before = budget.evaluations
-        best = beam.run(width, len(best)) or best
-        cost = max(1.0, (before - budget.evaluations) / width)
-        if width >= LAST_WIDTH or budget.evaluations < cost * 2 * FIRST_WIDTH:
-            beam.jitter = JITTER
-        width = max(FIRST_WIDTH, min(LAST_WIDTH, int(0.9 * budget.evaluations / cost)))
+        found = beam.run(width, len(best))
+        if found is None and not beam.cut:  # nothing was left out, so wider beams see the same
+            if beam.thorough:
+                break
+            beam.thorough = True
+        best = found or best
+        beam.jitter = JITTER if width == LAST_WIDTH else 0.0
+        width = LAST_WIDTH
     return best
 
 
@@ -96,19 +98,20 @@ class _Beam:
         self.choosers = (remembering(fill_best(problem)), remembering(longest_first(problem)))
         self.squares: dict[Part, float] = {}
         self.noise = random.Random(seed)
-        self.jitter, self.hurry = 0.0, False
+        self.jitter, self.hurry, self.cut, self.thorough = 0.0, False, False, False
         self.slot_tokens = problem.slot_tokens
         self.price = 1 + len(problem.jobs) / 16  # a child costs the more, the more jobs there are
 
     def run(self, width: int, slots: int) -> Filling | None:
-        """The best plan with fewer than `slots` slots that a beam of this width finds."""
-        level = [self._root()]
+        """The best plan with fewer than `slots` slots that a beam finds, as wide as the budget affords at each slot."""
+        level, self.cut = [self._root()], False
         for slot in range(slots - 1):
             if self.budget.late and not self.hurry:
                 if slots - slot > HURRIED:
                     return None
                 self.hurry = True
                 del level[1:]  # no time left: only finish the most promising one, the plain way
+            before = self.budget.evaluations
             found: dict[tuple, _Node] = {}
             for node in level:
                 for child in self._children(node, slot):
@@ -116,7 +119,11 @@ class _Beam:
                     rival = found.get(key)
                     if rival is None or child.promise < rival.promise:
                         found[key] = child
-            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_promise)[:width]
+            cost = (before - self.budget.evaluations) / len(level)
+            affordable = max(1, int(self.budget.evaluations / cost / (slots - slot)))
+            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_promise)
+            self.cut |= len(level) > min(width, affordable)
+            del level[min(width, affordable) :]
             if not level:
                 return None
             finished = next((child for child in level if not child.left), None)
@@ -165,6 +172,10 @@ class _Beam:
         orders = [by_begun]
         if self.hurry:
             return orders
+        if self.thorough:
+            return [[*front, *by_begun[4:]] for front in permutations(by_begun[:4])] + [
+                [job for job in by_begun if job != idle] for idle in by_begun
+            ]
         if len(free) > 1:
             orders += [by_way, sorted(free, key=tokens.__getitem__)]
         for front in by_begun[1:4]:
