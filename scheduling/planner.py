@@ -45,6 +45,10 @@ def make_plan(
     the rest of the time limit. The search counts evaluations, so the plan depends on the inputs and the seed alone;
     only on a machine so busy that the limit comes first does the clock cut it short.
 
+    Jobs with equal weights share the machine so that the run is shortest. Unequal weights are kept as shares of the
+    tokens per slot while the jobs are active, as far as the distance between batches lets a job take its share; such a
+    plan is made in one pass, without a search.
+
     Args:
         capacity_tokens: rows of a microbatch; "auto" takes the one with the shortest predicted time.
         num_stages: S; batch j+1 of an adapter starts at least S slots after the last slot of batch j.

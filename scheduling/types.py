@@ -37,7 +37,7 @@ class AdapterJob:
     """
 
     name: str
-    sample_tokens: tuple[int, ...]
+    sample_tokens: Sequence[int]  # any sequence or array of whole numbers; kept as a tuple
     global_batch: int
     epochs: int = 1
     weight: float = 1.0

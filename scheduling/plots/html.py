@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html import escape
-from importlib.resources import files
 
 from scheduling.plots.colors import adapter_colors, adapter_names
 from scheduling.timeline import Timeline
@@ -20,6 +19,8 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
         compare: a second timeline.
     """
     shown = [timeline] if compare is None else [timeline, compare]
+    from importlib.resources import files  # slow to import, and few runs draw
+
     template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
     data = json.dumps(
         [_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False
