@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from benchmarks import kernel_checks, oracles
-from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from benchmarks import kernel_checks, kernel_layer, oracles
+from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
 from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
-OP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 SWEEP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
 BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
 
@@ -56,17 +55,20 @@ class Recorder:
 def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool) -> None:
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
-    {"check": kernel_checks.run, "ops": run_ops, "profile": run_profile, "sweep": run_sweep}[section](recorder, tiny)
+    sections = {"check": kernel_checks.run, "ops": run_ops, "profile": run_profile, "sweep": run_sweep}
+    {**sections, "layer": kernel_layer.run}[section](recorder, tiny)
 
 
 def run_ops(recorder: Recorder, tiny: bool) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
-    shapes = ((256, 512),) if tiny else OP_SHAPES
-    tokens = 256 if tiny else 8192
-    for k, n in shapes:
-        variants = list(op_variants(tokens, k, n, tiny))
-        compiled = compile_all(recorder, variants)
-        calls = {name: (fn, sets) for name, (fn, sets) in compiled.items()}
+    rows = [(8192, *shape, True) for shape in BENCHMARK_SHAPES]
+    rows += [(t, *shape, False) for shape in BENCHMARK_SHAPES for t in (2048, 4096, 16384)]
+    for tokens, k, n, full in [(256, 256, 512, True)] if tiny else rows:
+        if recorder.left_s < 25 and not tiny:
+            recorder.add(name=f"{tokens}x{k}->{n}", error="no time left")
+            continue
+        variants = list(op_variants(tokens, k, n, tiny=tiny, full=full))
+        calls = compile_all(recorder, variants)
         timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
         for variant in variants:
             if variant.name in timings:
@@ -90,22 +92,30 @@ class Variant:
         return f"{self.kind} {self.spec.name}"
 
 
-def op_variants(tokens: int, k: int, n: int, tiny: bool):
-    def spec(**changes):
-        return LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
+def op_variants(tokens: int, k: int, n: int, *, tiny: bool, full: bool):
+    def row(kind: str, layer: Callable[..., jax.Array], **changes) -> Variant:
+        spec = LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
+        return Variant(kind=kind, spec=spec, parallel=kind.startswith("pallas"), layer=layer)
 
-    backends = ("xla", "pallas_triton") if tiny else BACKENDS
-    yield Variant(kind="frozen", spec=spec(), parallel=False, layer=lambda x, a, b, w, arrays: oracles.frozen(x, w))
+    def own(backend: str, **changes) -> Variant:
+        return row(backend, ours(backend), **changes)
+
+    fused = "pallas_triton" if tiny else "pallas_mosaic_gpu"
+    yield row("frozen", lambda x, a, b, w, arrays: oracles.frozen(x, w))
     for rate in (0.0, 0.1):
-        yield Variant(kind="xla_naive", spec=spec(rate=rate), parallel=False, layer=naive)
-        yield Variant(kind="xla_wide", spec=spec(rate=rate, adapters=4), parallel=False, layer=wide)
-        for backend in backends:
-            yield Variant(kind=backend, spec=spec(rate=rate), parallel=backend != "xla", layer=ours(backend))
-        for adapters in (4, 16):
-            for backend in backends[:1] if adapters == 16 else (backends[0], backends[-1]):
-                many = spec(rate=rate, adapters=adapters)
-                yield Variant(kind=backend, spec=many, parallel=backend != "xla", layer=ours(backend))
-    yield Variant(kind=backends[0], spec=spec(rate=0.1, rank=64), parallel=True, layer=ours(backends[0]))
+        yield row("xla_naive", naive, rate=rate)
+        for adapters in (1, 4, 16) if full or rate else (1,):
+            yield own(fused, rate=rate, adapters=adapters)
+        for adapters in (1, 4):
+            yield own("xla", rate=rate, adapters=adapters)
+        if full:
+            yield row("xla_wide", wide, rate=rate, adapters=4)
+    for adapters in (1, 4):
+        yield own(fused, rate=0.1, rank=64, adapters=adapters)
+        yield own("xla", rate=0.1, rank=64, adapters=adapters)
+    if full and not tiny:
+        yield own("pallas_triton", rate=0.1)
+        yield row("ragged_dot", ragged, rate=0.1, adapters=4)
 
 
 def ours(backend: str):
@@ -126,6 +136,13 @@ def naive(x, a, b, w, arrays):
 def wide(x, a, b, w, arrays):
     rate = 0.1 if arrays["dropout"] is not None else 0.0
     return oracles.lora_wide(
+        x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"], rate=rate, key=arrays["key"]
+    )
+
+
+def ragged(x, a, b, w, arrays):
+    rate = 0.1 if arrays["dropout"] is not None else 0.0
+    return oracles.lora_ragged(
         x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"], rate=rate, key=arrays["key"]
     )
 
@@ -174,26 +191,33 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
 
 
 def run_profile(recorder: Recorder, tiny: bool) -> None:
-    """Lists the kernels of one call with their times."""
+    """Lists the kernels of one call with their times, on a card as warm as in the comparison of whole ops."""
     if tiny:
         return
     from jax.experimental.mosaic.gpu import profiler
 
-    for adapters, rate, n in ((1, 0.1, 4096), (4, 0.1, 4096), (1, 0.0, 4096), (4, 0.1, 14336)):
-        spec = LinearSpec(tokens=8192, in_features=4096, out_features=n, adapters=adapters, rate=rate)
-        variant = Variant(kind=BACKENDS[0], spec=spec, layer=ours(BACKENDS[0]), parallel=True)
+    cases = [("frozen", 1, 0.0), (BACKENDS[0], 1, 0.0), (BACKENDS[0], 1, 0.1), (BACKENDS[0], 4, 0.1)]
+    for shape in ((4096, 4096), (4096, 14336), (14336, 4096)):
+        for kind, adapters, rate in cases:
+            spec = LinearSpec(tokens=8192, in_features=shape[0], out_features=shape[1], adapters=adapters, rate=rate)
+            layer = ours(kind) if kind != "frozen" else lambda x, a, b, w, arrays: oracles.frozen(x, w)
+            variant = Variant(kind=kind, spec=spec, layer=layer, parallel=True)
 
-        def work(variant=variant):
-            arrays = make_arrays(variant.spec)
-            fn = jax.jit(forward_backward(variant))
-            jax.block_until_ready(fn(arrays))
-            _, runs = profiler.measure(fn, aggregate=False, iterations=5)(arrays)
-            kernels = [
-                (name[:60], statistics.median(one[i][1] for one in runs) * 1e3) for i, (name, _) in enumerate(runs[0])
-            ]
-            recorder.add(name=variant.name, kernels=kernels)
+            def work(variant=variant):
+                arrays = make_arrays(variant.spec)
+                fn = jax.jit(forward_backward(variant))
+                for _ in range(200):
+                    out = fn(arrays)
+                jax.block_until_ready(out)
+                del out
+                _, runs = profiler.measure(fn, aggregate=False, iterations=25)(arrays)
+                kernels = [
+                    (name[:60], statistics.median(one[i][1] for one in runs) * 1e3)
+                    for i, (name, _) in enumerate(runs[0])
+                ]
+                recorder.add(name=variant.name, kernels=kernels)
 
-        recorder.attempt(variant.name, work)
+            recorder.attempt(variant.name, work)
 
 
 def run_sweep(recorder: Recorder, tiny: bool) -> None:

@@ -17,7 +17,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECTIONS = {"check": 0.22, "ops": 0.50, "profile": 0.09, "sweep": 0.19}  # shares of the budget
+SECTIONS = {"check": 0.12, "profile": 0.10, "layer": 0.25, "ops": 0.38, "sweep": 0.15}  # shares of the budget
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> None
     command = [sys.executable, __file__, "--child", section, "--out", str(args.out), "--budget", f"{budget_s:.0f}"]
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
-        flags += " --xla_gpu_enable_command_buffer="  # graphs would overlap kernels of one module
+        if section != "layer":
+            flags += " --xla_gpu_enable_command_buffer="  # graphs would overlap kernels of one module
         if section in ("check", "sweep"):  # only our kernels are timed there: tuning XLA's products would waste minutes
             flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     environment = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONUNBUFFERED="1")
@@ -70,15 +71,13 @@ def records(out: pathlib.Path, section: str) -> list[dict]:
 
 def report(out: pathlib.Path, sections: list[str]) -> None:
     """Prints the tables, shortest last."""
-    for section in sorted(sections, key=("sweep", "profile", "check", "ops").index):
+    for section in sorted(sections, key=("sweep", "profile", "check", "ops", "layer").index):
         rows = records(out, section)
         failed = [row for row in rows if "error" in row]
         print(f"\n== {section}: {len(rows)} records, {len(failed)} failed")
         for row in failed[:12]:
             print("  FAILED", row.get("name"), row["error"][:220])
-        {"check": print_check, "ops": print_ops, "profile": print_profile, "sweep": print_sweep}[section](
-            [row for row in rows if "error" not in row]
-        )
+        PRINTERS[section]([row for row in rows if "error" not in row])
 
 
 def print_check(rows: list[dict]) -> None:
@@ -112,6 +111,20 @@ def print_ops(rows: list[dict]) -> None:
             f"  {row['shape']:20s} {row['variant']:18s} A{row['adapters']:<2d} r{row['rank']} p{row['rate']:<4g}"
             f" {row['p50_us']:8.1f} us [{row['p20_us']:.0f}, {row['p80_us']:.0f}]  {ratio:.3f} of frozen"
         )
+
+
+def print_layer(rows: list[dict]) -> None:
+    for row in rows:
+        frozen = next((r["p50_us"] for r in rows if r["part"] == row["part"] and r["variant"] == "frozen"), float("nan"))
+        print(
+            f"  {row['part']:18s} {row['variant']:16s} A{row['adapters']:<2d} p{row['rate']:<4g} {row['p50_us']:9.1f} us"
+            f" [{row['p20_us']:.0f}, {row['p80_us']:.0f}]  {row['p50_us'] / frozen:.3f} of frozen"
+        )
+
+
+PRINTERS = {
+    "check": print_check, "ops": print_ops, "profile": print_profile, "sweep": print_sweep, "layer": print_layer
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -145,10 +146,11 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], tile_adapter),
         num_adapters=num_adapters,
-        backend=backends.choose(implementation),
+        backend="xla",
         single=single,
         interpret=interprets(),
     )
+    static = dataclasses.replace(static, backend=backends.choose(implementation, static, ops))
     backends.check(static, ops)
     ys = vjp.apply(static, vjp.vary_like(ops))
     return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)

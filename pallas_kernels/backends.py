@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Literal
 
 from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tuning.choice import preferred
 
 Implementation = Literal["xla", "pallas_triton", "pallas_mosaic_gpu"]
 
@@ -24,11 +25,12 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(_MODULES[name])
 
 
-def choose(implementation: str | None) -> str:
-    """Returns the backend's name; None takes the one that measured fastest, XLA where nothing was measured."""
-    name = "xla" if implementation is None else implementation
-    load(name)
-    return name
+def choose(implementation: str | None, static: Static, ops: Operands) -> str:
+    """Returns the backend's name; None takes the one that measured fastest for this device and shape."""
+    if implementation is None:
+        return next(name for name in preferred(static, ops) if load(name).refusal(static, ops) is None)
+    load(implementation)
+    return implementation
 
 
 def check(static: Static, ops: Operands) -> None:

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import inverse_keep, keep_words
 from pallas_kernels.problem import Operands, Static
-from pallas_kernels.tiles import row_adapter, sum_tiles
+from pallas_kernels.tiles import row_adapter
 from pallas_kernels.triton.da import da
 from pallas_kernels.triton.down import down
 from pallas_kernels.triton.dsdb import dsdb
+from pallas_kernels.triton.sums import sum_partials
 from pallas_kernels.tuning import config as tuning
 
 MIN_RANK = 16  # a tensor-core step
@@ -145,8 +146,8 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
         config=config,
         interpret=static.interpret,
     )
-    db_ANR = _sum(prepared, partials_CNR, chunk_adapter)[:, :, : prepared.ops.bs[i].shape[1]]
-    return ds, db_ANR.swapaxes(1, 2) * prepared.ops.scale[:, None, None]
+    db_ARN = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, transposed=True)
+    return ds, db_ARN[:, : prepared.ops.bs[i].shape[1], :]
 
 
 def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dict[int, jax.Array]:
@@ -163,9 +164,8 @@ def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dic
         contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk),
         interpret=static.interpret,
     )
-    da_AKR = _sum(prepared, partials_CKR, chunks.adapter)
-    if ops.dropout is not None:
-        da_AKR = da_AKR * inverse_keep(ops.dropout.rate)[:, None, None]
+    factor = jnp.ones_like(ops.scale) if ops.dropout is None else inverse_keep(ops.dropout.rate)
+    da_AKR = _sum(prepared, partials_CKR, chunks.adapter, factor, transposed=False)
     return {i: da_AKR[:, :, start : start + ops.as_[i].shape[2]] for i, start in layout.offsets.items()}
 
 
@@ -181,10 +181,12 @@ def widest(ops: Operands) -> int:
     return max(ops.with_lora, key=lambda i: ops.ws[i].shape[1])
 
 
-def _sum(prepared: Prepared, partials: jax.Array, adapter: jax.Array) -> jax.Array:
+def _sum(prepared: Prepared, partials: jax.Array, adapter: jax.Array, factor: jax.Array, *, transposed: bool):
+    """Adds up partial sums per adapter and scales them; one adapter is one plain reduction for XLA."""
     if prepared.static.single:
-        return partials.sum(0)[None]
-    return sum_tiles(partials, adapter, prepared.static.num_adapters)
+        total = partials.sum(0)[None] * factor[:, None, None]
+        return total.swapaxes(1, 2) if transposed else total
+    return sum_partials(partials, adapter, factor, transposed=transposed, interpret=prepared.static.interpret)
 
 
 def _configs(static: Static) -> Any:

@@ -205,11 +205,14 @@ class _Tile:
 
     def load_words(self, bits_gmem):
         """Loads the tile's keep words: a thread gets exactly the words of its own rows and column pairs."""
-        words = plgpu.load(
+        return plgpu.load(
             bits_gmem.at[pl.ds(self.row0, self.config.tile_m), lax.div(self.col0, BLOCK), :],
             layout=plgpu.Layout.WGMMA,
             optimized=False,
         )
+
+    def align_words(self, words):
+        """Shifts the bits of the tile's first columns to the front; after the loop, or it would wait for the load."""
         first = lax.div(lax.rem(self.col0, BLOCK), WORDS).astype(jnp.uint32)
         return lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
 
@@ -241,6 +244,7 @@ class _Tile:
         slots = min(2, per_column * (config.tile_n // width))
         out_tile = out_gmem.at[pl.ds(self.row0, config.tile_m), pl.ds(self.col0, config.tile_n)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        words = None if words is None else self.align_words(words)
         for j in range(config.tile_n // width):
             columns = slice(j * width, (j + 1) * width)
             chunk = acc[:, columns]

@@ -1,5 +1,7 @@
 """Kernels below the ops: the table of chunks, Hopper GEMMs in the GPU interpreter, lowering for CUDA without a GPU."""
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+from pallas_kernels.triton.sums import sum_partials
 
 # jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
@@ -86,7 +89,7 @@ def lowered(device, function, *arguments) -> str:
 
 @pytest.mark.parametrize(
     ("device", "backend", "kernels"),
-    [(A100, "pallas_triton", (5, 0)), (H200, "pallas_triton", (5, 0)), (H200, "pallas_mosaic_gpu", (3, 2))],
+    [(A100, "pallas_triton", (7, 0)), (H200, "pallas_triton", (7, 0)), (H200, "pallas_mosaic_gpu", (5, 2))],
 )
 @pytest.mark.parametrize("change", [{}, {"rate": 0.1}, {"rate": 0.1, "adapters": 4, "rank": 64}])
 def test_ops_lower_for_cuda(device, backend, kernels, change):
@@ -103,6 +106,47 @@ def test_ops_lower_for_cuda(device, backend, kernels, change):
 
     text = lowered(device, step, arrays)
     assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "kernels"),
+    [
+        (H200, {}, (5, 2)),
+        (H200, {"tokens": 512}, (0, 0)),  # too few rows to fill the card
+        (H200, {"dtype": "float32"}, (0, 0)),  # tensor cores would round to tf32
+        (A100, {}, (0, 0)),  # nothing measured there
+    ],
+)
+def test_default_takes_kernels_only_where_they_measured_faster(device, changes, kernels):
+    spec = dataclasses.replace(LinearSpec(tokens=2048, in_features=1024, out_features=1024, adapters=2), **changes)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def step(arrays):
+        def layer(x, a, b):
+            rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+            return pk.multi_lora_linear(x, arrays["w"], a, b, **rest)
+
+        y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
+        return y, *vjp(arrays["dy"])
+
+    text = lowered(device, step, arrays)
+    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+def test_partial_sums_of_an_adapter_ignore_the_others():
+    random = np.random.default_rng(0)
+    partials = random.normal(size=(7, 64, 16)).astype(np.float32)
+    adapter = np.array([1, 0, 2, 1, 3, 0, -1], np.int32)
+    partials[adapter == 2] = np.nan
+    factor = np.array([2.0, 0.5, 1.0], np.float32)
+    got = np.asarray(sum_partials(*map(jnp.asarray, (partials, adapter, factor)), transposed=True, interpret=True))
+    for k in (0, 1):
+        want = factor[k] * partials[adapter == k].astype(np.float64).sum(0).T
+        np.testing.assert_allclose(got[k], want, rtol=1e-5, atol=1e-6)
+    assert np.isnan(got[2]).all()
+    alone = sum_partials(*map(jnp.asarray, (partials[adapter == 1], np.zeros(2, np.int32), factor[1:2])),
+                         transposed=True, interpret=True)  # fmt: skip
+    np.testing.assert_array_equal(got[1], alone[0])
 
 
 def test_hopper_backend_says_what_it_cannot_serve():
