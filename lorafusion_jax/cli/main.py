@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from lorafusion_jax.cli import check, data, demo, doctor, export, init, plan, resume, status, train
@@ -36,10 +35,10 @@ def run(arguments: list[str] | None = None) -> int:
     except (LoraFusionError, PlanError) as problem:
         errors_to().print(str(problem), style="red", highlight=False, markup=False, soft_wrap=True)
         return getattr(problem, "exit_code", 2)
-    except click.ClickException as problem:
-        problem.show()
+    except typer.TyperException as problem:  # unknown command or option, missing argument
+        problem.show()  # pyright: ignore[reportAttributeAccessIssue]
         return problem.exit_code
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
