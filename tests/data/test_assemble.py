@@ -1,0 +1,77 @@
+"""Slots to arrays: where rows go, what they learn, and keys that know nothing of packing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorafusion_jax.data.assemble import Piece, assemble, num_segments, row_keys, sample_key
+
+TILE, CAPACITY = 16, 160
+
+
+def piece(adapter: int, length: int, key: int = 0, weight: float = 0.5) -> Piece:
+    tokens = np.arange(1, length + 1, dtype=np.int32) + 100 * adapter
+    mask = np.zeros(length, bool)
+    mask[length // 2 :] = True
+    mask[0] = False
+    return Piece(adapter, tokens, mask, weight, key)
+
+
+def packed(pieces):
+    return assemble(pieces, capacity_tokens=CAPACITY, tile_tokens=TILE, max_segments=num_segments(len(pieces)))
+
+
+def test_every_row_predicts_the_next_token_of_its_sample():
+    batch = packed([piece(0, 5), piece(0, 4), piece(1, 6)])
+    np.testing.assert_array_equal(batch.tokens[:9], [1, 2, 3, 4, 5, 1, 2, 3, 4])
+    np.testing.assert_array_equal(batch.targets[:4], [2, 3, 4, 5])
+    np.testing.assert_array_equal(batch.positions[:9], [0, 1, 2, 3, 4, 0, 1, 2, 3])
+    np.testing.assert_array_equal(batch.weights[:9], [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0])  # the last row predicts nothing
+    np.testing.assert_array_equal(batch.tokens[16:22], [101, 102, 103, 104, 105, 106])  # the next adapter starts a tile
+
+
+def test_tiles_belong_to_one_adapter_and_padding_to_none():
+    batch = packed([piece(2, 17), piece(0, 3)])
+    np.testing.assert_array_equal(batch.tile_adapter, [2, 2, 0] + [-1] * 7)
+    np.testing.assert_array_equal(batch.row_adapter, np.repeat(batch.tile_adapter, TILE))
+
+
+def test_too_many_rows_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        packed([piece(0, 100), piece(1, 100)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(2, 12)), min_size=1, max_size=6))
+def test_segments_cover_every_row_once_and_rise(sizes):
+    pieces = [piece(adapter, length, key=index) for index, (adapter, length) in enumerate(sorted(sizes))]
+    batch = packed(pieces)
+    used = batch.segment_lengths > 0
+    starts, lengths = batch.segment_offsets[:-1][used], batch.segment_lengths[used]
+    np.testing.assert_array_equal(starts, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+    assert lengths.sum() == CAPACITY
+    np.testing.assert_array_equal(batch.segment_ids, np.repeat(np.arange(used.sum()), lengths))
+    for start, own in zip(starts, pieces, strict=False):
+        np.testing.assert_array_equal(batch.tokens[start : start + len(own.tokens)], own.tokens)
+    learned = sum(int(own.loss_mask[1:].sum()) for own in pieces)
+    assert np.count_nonzero(batch.weights) == learned
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 40), st.integers(1, 40))
+def test_row_keys_depend_on_sample_and_position_only(key, short, long):
+    short, long = sorted((short, long))
+    np.testing.assert_array_equal(row_keys(key, long)[:short], row_keys(key, short))
+
+
+def test_row_keys_of_samples_and_epochs_differ():
+    keys = {(epoch, sample): row_keys(sample_key(epoch, sample), 64) for epoch in range(8) for sample in range(64)}
+    everything = np.concatenate(list(keys.values()))
+    # 32768 draws of 32 bits: 0.125 equal pairs are expected, so five would be a fault
+    assert len(everything) - len(np.unique(everything)) < 5
+
+
+def test_packing_does_not_change_the_rows_of_a_sample():
+    alone = packed([piece(0, 9, key=7)])
+    others = packed([piece(0, 4, key=3), piece(0, 9, key=7), piece(1, 5, key=1)])
+    for name in ("tokens", "targets", "positions", "row_key", "weights"):
+        np.testing.assert_array_equal(getattr(alone, name)[:9], getattr(others, name)[4:13])

@@ -1,0 +1,108 @@
+"""A run that stops and goes on is the run that never stopped: bit for bit, weights and metrics."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import Interrupted, RunFolder, resume, train
+from lorafusion_jax.training.loop import Loop
+
+ADAPTERS = {"law": {"batch": {"global_samples": 5}, "lora": {"rank": 4, "dropout": 0.2}},
+            "med": {"batch": {"global_samples": 3}, "lora": {"rank": 4, "dropout": 0.1}, "epochs": 2}}
+
+
+@pytest.fixture
+def config(write_job, write_rows):
+    entries = [{"name": name, "data": {"train": write_rows(name, 10, longest=10), "eval": write_rows(f"{name}_eval", 3, longest=10)}, **rest}
+               for name, rest in ADAPTERS.items()]
+    return load_config(write_job(entries, save={"every_steps": 2, "keep": 2}))
+
+
+def stop_after(slots: int):
+    """A listener that asks the loop to stop, as a signal would."""
+
+    def listen(event):
+        if event.kind == "slot" and event.slot == slots:
+            stop_after.loop._stop.set()
+
+    return listen
+
+
+@pytest.fixture
+def reachable_loop(monkeypatch):
+    original = Loop.__init__
+
+    def init(self, *arguments, **named):
+        original(self, *arguments, **named)
+        stop_after.loop = self
+
+    monkeypatch.setattr(Loop, "__init__", init)
+
+
+def rows_of(folder):
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] != "slot"]
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
+
+
+def weights_of(folder):
+    return {name: read_adapter(RunFolder(folder).latest(name))[1] for name in ADAPTERS}
+
+
+def assert_same_run(one, other):
+    whole, parts = weights_of(one), weights_of(other)
+    for name in whole:
+        for path in whole[name]:
+            for a, b in zip(whole[name][path], parts[name][path], strict=True):
+                np.testing.assert_array_equal(a, b)
+    assert rows_of(one) == rows_of(other)
+
+
+def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_loop):
+    """Stops twice; then a run that crashes between two checkpoints, whose later metrics are written again, not twice."""
+
+    def crash(event):
+        if event.kind == "step" and event.step == 4:
+            raise RuntimeError("power cut")
+
+    train(config, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "stopped", listeners=[stop_after(1)])
+    with pytest.raises(Interrupted):
+        resume(tmp_path / "stopped", listeners=[stop_after(4)])
+    assert resume(tmp_path / "stopped").exit_code == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, tmp_path / "crashed", listeners=[crash])
+    assert resume(tmp_path / "crashed").exit_code == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+
+    assert resume(tmp_path / "whole").exit_code == 0  # finished: nothing is left to do
+    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+
+
+def test_changed_data_is_refused_and_nothing_is_lost(config, tmp_path, write_rows, reachable_loop):
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", listeners=[stop_after(2)])
+    before = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
+    write_rows("law", 10, seed=1, longest=10)
+    with pytest.raises(CheckpointError, match="run.data-changed") as caught:
+        resume(tmp_path / "run")
+    assert "law" in str(caught.value)
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == before
+
+
+def test_another_plan_is_refused(config, tmp_path, reachable_loop):
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", listeners=[stop_after(2)])
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"plan": "another"}))
+    with pytest.raises(CheckpointError, match="run.other-plan"):
+        resume(tmp_path / "run")

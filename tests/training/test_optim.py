@@ -1,0 +1,64 @@
+"""Optimizers and schedules: the chain a user would write by hand, and nothing shared between adapters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lorafusion_jax.config.schema import OptimSettings
+from lorafusion_jax.training.optim import hyper, learning_rates, transformation
+
+BY_HAND = {
+    "adamw": optax.adamw(3e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1),
+    "lion": optax.lion(3e-3, b1=0.8, b2=0.95, weight_decay=0.1),
+    "sgd": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(3e-3, momentum=0.9)),
+    "adafactor": optax.adafactor(3e-3, multiply_by_parameter_scale=False, weight_decay_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_traced_numbers_give_the_optax_chain(name, clip):
+    settings = OptimSettings(name=name, lr=3e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1, momentum=0.9, clip=clip)
+    by_hand = optax.chain(*([optax.clip_by_global_norm(clip)] if clip else []), BY_HAND[name])
+    weights = {"a": jax.random.normal(jax.random.key(0), (130, 140)), "b": jnp.ones((4, 3))}
+    ours, theirs = (weights, transformation(settings, hyper(settings, 3e-3)).init(weights)), (weights, by_hand.init(weights))
+
+    @jax.jit
+    def step(own, state, grads, numbers):
+        changes, state = transformation(settings, numbers).update(grads, state, own)
+        return optax.apply_updates(own, changes), state
+
+    for seed in range(3):
+        grads = jax.tree.map(lambda leaf, seed=seed: jax.random.normal(jax.random.key(seed), leaf.shape), weights)
+        ours = step(*ours, grads, hyper(settings, 3e-3))
+        changes, state = by_hand.update(grads, theirs[1], theirs[0])
+        theirs = optax.apply_updates(theirs[0], changes), state
+    for key in weights:  # the same formula in another order of float32 operations
+        np.testing.assert_allclose(ours[0][key], theirs[0][key], rtol=2e-5, atol=1e-6)
+        assert float(jnp.abs(ours[0][key] - weights[key]).max()) > 1e-4
+
+
+def test_lion_and_adamw_have_their_own_second_momentum_by_default():
+    assert hyper(OptimSettings(name="lion"), 0.1).b2 == np.float32(0.99)
+    assert hyper(OptimSettings(name="adamw"), 0.1).b2 == np.float32(0.999)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 10, 100])
+def test_schedules_rise_hold_or_fall_and_end_where_they_should(schedule, steps):
+    rates = learning_rates(OptimSettings(lr=1e-3, schedule=schedule, warmup=0.1, min_lr_ratio=0.2), steps)
+    assert rates.shape == (steps,)
+    assert rates.min() > 0
+    assert np.isclose(rates.max(), 1e-3)
+    warm = round(0.1 * steps)
+    rounding = np.spacing(np.float32(1e-3)) * 2  # optax computes in float32
+    assert np.all(np.diff(rates[: warm + 1]) >= -rounding)
+    assert np.all(np.diff(rates[warm:]) <= rounding)
+    if schedule != "constant" and steps > 2:
+        assert np.isclose(rates[-1], 2e-4, rtol=1e-5)
+
+
+def test_no_warm_up_starts_at_the_full_rate():
+    assert learning_rates(OptimSettings(lr=1e-3, warmup=0.0), 5)[0] == np.float32(1e-3)
