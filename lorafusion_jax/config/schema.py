@@ -89,10 +89,10 @@ class TrainSettings(Section):
     remat: Literal["none", "full"] = "none"
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
     attention: Literal["xla", "cudnn"] | None = None
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(16384, description="vocabulary entries per chunk of the loss")
+    loss_chunk: Annotated[int, Field(ge=128)] = Field(16384, description="at most about this many times capacity_tokens logits exist at once")
     eval_every_steps: Count | None = Field(None, description="optimizer steps of an adapter between two evaluations")
     plan_seconds: Positive = 1.0
-    log_every_s: NotNegative = 2.0
+    log_every_s: NotNegative | None = Field(None, description="2 on a terminal and in metrics.jsonl, 10 in plain output")
 
 
 class ReportSettings(Section):
