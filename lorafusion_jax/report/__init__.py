@@ -1,0 +1,1 @@
+"""What a run tells: events, metrics files, the live screen, trackers. Never imports jax."""
