@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--layers", default="unroll")
+    parser.add_argument("--implementation", default=None, help="of the LoRA layers; the default chooses by measurement")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="main_job_"))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def main() -> None:
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", WRITE, str(work / "base"), json.dumps(shape)], check=True)
     row = {"shape": shape, "write_model_s": round(time.perf_counter() - started, 1), "capacity_tokens": options.capacity,
-           "steps": options.steps, "remat": options.remat, "layers": options.layers}
+           "steps": options.steps, "remat": options.remat, "layers": options.layers, "implementation": options.implementation}
     tokenizer = Path(__file__).parent.parent / "examples" / "base"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, work / "base" / name)
@@ -86,7 +87,8 @@ def main() -> None:
     capacity = int(options.capacity * scale) // 16 * 16 if options.small else options.capacity
     job = {"base": {"model": "base"}, "data": {"max_length": longest if options.small else 4096},
            "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if options.small else 128},
-           "train": {"max_steps": options.steps, "remat": options.remat, "layers": options.layers}, "adapters": adapters}
+           "train": {"max_steps": options.steps, "remat": options.remat, "layers": options.layers,
+                     "implementation": options.implementation}, "adapters": adapters}
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(work / "run")])
