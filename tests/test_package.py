@@ -1,0 +1,71 @@
+"""The wheel: what is in it, and that it works where the sources are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_BASE_BYTES = 8 * 2**20
+QUICK = ("train.max_steps=1", "train.layers=scan", "batch.capacity_tokens=512",
+         *(f"adapters.{name}.data.eval=null" for name in ("ask", "module", "reference", "cards")))
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("outside")
+
+
+@pytest.fixture(scope="module")
+def wheel(outside) -> Path:
+    run(sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", outside / "dist", ROOT, cwd=outside)
+    (wheel,) = (outside / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(outside, wheel) -> Path:
+    """bin folder of a new environment that holds the wheel and what it asks for, at the locked versions."""
+    venv = outside / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    run(sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", venv / "bin" / "python",
+        "--constraint", ROOT / "requirements.lock", wheel)
+    return venv / "bin"
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "XLA_", "JAX_"))}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_wheel_holds_packages_types_licence_and_examples(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    tops = {name.split("/")[0] for name in sizes if ".dist-info" not in name}
+    assert tops == {"lorafusion_jax", "pallas_kernels", "scheduling"}
+    for top in tops:
+        assert f"{top}/py.typed" in sizes
+        assert f"{top}/__init__.py" in sizes
+    examples = {name.removeprefix("lorafusion_jax/_examples/"): size for name, size in sizes.items()
+                if name.startswith("lorafusion_jax/_examples/")}
+    assert {"demo.yaml", "data/ask.jsonl", "data/LICENSE.txt", "base/config.json", "base/model.safetensors",
+            "base/tokenizer.json"} <= set(examples)
+    assert sum(size for name, size in examples.items() if name.startswith("base/")) <= MAX_BASE_BYTES
+    assert any(name.endswith("licenses/LICENSE") for name in sizes)
+    assert not [name for name in sizes if "__pycache__" in name or name.startswith("tests/")]
+
+
+def test_the_installed_wheel_trains_its_demo(installed, outside):
+    where = run(installed / "python", "-c", "import lorafusion_jax.examples as e; print(e.examples_directory())", cwd=outside)
+    examples = Path(where.strip())
+    assert installed.parent in examples.parents
+    run(installed / "lorafusion", "train", examples / "demo.yaml", "--out", "quick", *QUICK, cwd=outside)
+    exported = (outside / "quick" / "adapters").glob("*/latest/adapter_model.safetensors")
+    assert {path.parts[-3] for path in exported} == {"ask", "cards", "module", "reference"}
