@@ -13,11 +13,13 @@ from scheduling.bounds import bound_of_rest
 from scheduling.checks import check_jobs, check_time_limit
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
+from scheduling.packing.budget import Budget
 from scheduling.packing.even import even_out
 from scheduling.packing.greedy import greedy
 from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
-from scheduling.packing.search import Budget, search
+from scheduling.packing.restarts import restart
+from scheduling.packing.search import search
 from scheduling.types import AdapterJob, Limits, Plan
 from scheduling.verify import verify_plan
 
@@ -100,6 +102,7 @@ def fill(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
     filling = greedy(problem)
     if not problem.weighted:
+        filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = even_out(problem, filling)
     return bound, filling

@@ -10,8 +10,8 @@ import numpy as np
 
 from scheduling.checks import check_jobs, check_time_limit
 from scheduling.errors import PlanError
+from scheduling.packing.budget import Budget
 from scheduling.packing.problem import make_problem, to_slots
-from scheduling.packing.search import Budget
 from scheduling.planner import EVALUATIONS_PER_S, fill
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan

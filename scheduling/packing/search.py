@@ -16,12 +16,12 @@ deadline cuts in.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 from math import exp
 
+from scheduling.packing.budget import Budget
 from scheduling.packing.fill import fill_best, fill_microbatch, longest_first, remembering
 from scheduling.packing.problem import Filling, Microbatch, Part, Problem, bits
 
@@ -30,22 +30,6 @@ LONG = 0.1  # slots; 0 is worse by 0.1 % of the slots on drawn workloads, 1 as w
 FIRST_WIDTH, LAST_WIDTH = 4, 512
 HURRIED = 400  # slots that may still be filled after the deadline, about 10 ms
 JITTER = 0.02  # slots; breaks ties differently when a width is searched again
-
-
-@dataclass(slots=True)
-class Budget:
-    """What a search may still spend; the deadline is a stop, the evaluations are the plan."""
-
-    evaluations: float
-    deadline: float
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() >= self.deadline
-
-    @property
-    def spent(self) -> bool:
-        return self.evaluations <= 0 or self.late
 
 
 @dataclass(slots=True)
