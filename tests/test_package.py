@@ -23,7 +23,8 @@ def outside(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(outside) -> Path:
-    run(sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", outside / "dist", ROOT, cwd=outside)
+    run(sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--python", sys.executable, "--out-dir",
+        outside / "dist", ROOT, cwd=outside)
     (wheel,) = (outside / "dist").glob("*.whl")
     return wheel
 
@@ -63,7 +64,8 @@ def test_the_wheel_holds_packages_types_licence_and_examples(wheel):
 
 
 def test_the_installed_wheel_trains_its_demo(installed, outside):
-    where = run(installed / "python", "-c", "import lorafusion_jax.examples as e; print(e.examples_directory())", cwd=outside)
+    code = "from lorafusion_jax.examples import examples_directory; print(examples_directory())"
+    where = run(installed / "python", "-c", code, cwd=outside)
     examples = Path(where.strip())
     assert installed.parent in examples.parents
     run(installed / "lorafusion", "train", examples / "demo.yaml", "--out", "quick", *QUICK, cwd=outside)
