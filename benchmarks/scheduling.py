@@ -102,7 +102,7 @@ def heldout() -> list[dict]:
         for stages in (1, 2, 4, 8):
             for capacity in (4096, 6144, 8192):
                 for name in ("xsum", "cnn", "wiki", "mix", "het", "unequal"):
-                    jobs = _drawn(name, size, [size, stages, capacity, sum(map(ord, name))])
+                    jobs = _drawn(name, size, [2026, size, stages, capacity, sum(map(ord, name))])
                     limits = {"capacity_tokens": capacity, "num_stages": stages}
                     plan = make_plan(jobs, search_evaluations=20_000, time_limit_s=60.0, **limits)
                     rows.append(

@@ -13,7 +13,8 @@ from scheduling.packing.fill import fill_best, longest_first
 from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem
 
-RESTARTS, AHEAD = 24, 0.05  # plans, and the largest shift as a part of the slots
+RESTARTS = 24
+AHEAD = (0.05, 0.05, 0.05, 0.3)  # largest shift as a part of the slots, in turn
 PASS_PRICE = 0.7  # of a slot in one pass, in evaluations
 
 
@@ -26,7 +27,8 @@ def restart(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget,
         if len(best) <= bound or budget.late or budget.evaluations < 2 * RESTARTS * price:
             break
         budget.evaluations -= price
-        ahead = [noise.uniform(-AHEAD, AHEAD) * len(best) for _ in problem.jobs]
+        shift = AHEAD[index // 2 % len(AHEAD)] * len(best)
+        ahead = [noise.uniform(-shift, shift) for _ in problem.jobs]
         found = greedy(problem, ahead=ahead, choose=choosers[index % 2])
         best = found if len(found) < len(best) else best
     return best
