@@ -46,8 +46,8 @@ class RunFolder:
         steps = sorted((self.path / "adapters" / name).glob("step-*"))
         return steps[-1] if steps else None
 
-    def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
-        """Starts a run folder.
+    def must_be_new(self, plan: Plan) -> None:
+        """Makes sure that no run would be overwritten.
 
         Raises:
             CheckpointError: the folder already holds a run (`run.exists`), also one of another plan (`run.other-plan`).
@@ -60,6 +60,10 @@ class RunFolder:
                                       fix="choose another --out, or lorafusion resume to go on with that run")
             raise CheckpointError("run.exists", f"{self.path} already holds this run.",
                                   fix=f"lorafusion resume {self.path}   or another --out")
+
+    def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
+        """Starts a run folder; see `must_be_new`."""
+        self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self.record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -90,7 +90,9 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
     made_for = str(raw.get("base_model_name_or_path") or "")
     if base_name is not None and _last(made_for) != _last(base_name):
         errors.append(CheckpointError("peft.other-base", where=str(folder / CONFIG_FILE),
-                                      what=f"the adapter was made for '{made_for}', not for '{base_name}'."))
+                                      what=f"the adapter was made for '{made_for}', not for '{base_name}'.",
+                                      fix="use that base model; if it is the same one under another name, correct "
+                                          f"base_model_name_or_path in {CONFIG_FILE}"))
     problems = _problems(tensors, matches, spec)
     if problems:
         errors.append(CheckpointError("peft.tensors", f"{TENSOR_FILE} does not hold this adapter.",

@@ -48,7 +48,7 @@ class StateStore:
         """
         if self._manager.latest_step() == slot:
             return
-        self._check_space(arrays)
+        self.check_space(arrays)
         try:
             self._manager.save(slot, args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays),
                                                              position=ocp.args.JsonSave(position)))
@@ -82,7 +82,12 @@ class StateStore:
         if self._opened is not None:
             self._opened.close()
 
-    def _check_space(self, arrays: Any) -> None:
+    def check_space(self, arrays: Any) -> None:
+        """Makes sure that one checkpoint of `arrays` fits on the disk; asked before a run starts, too.
+
+        Raises:
+            RunError: `save.no-space`.
+        """
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) * HEADROOM
         free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
         if free < needed:
@@ -93,7 +98,7 @@ class StateStore:
                         fix=f"free some space, then lorafusion resume {self._directory.parent}; {self._kept()}")
 
     def _kept(self) -> str:
-        slot = self._manager.latest_step()
+        slot = self.latest()
         return "no checkpoint was written yet" if slot is None else f"the checkpoint of slot {slot} is intact"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
@@ -19,6 +21,15 @@ def out() -> Console:
     """Console of standard output; wide when it is not a terminal, so that tables are not cut in logs."""
     console = Console()
     return console if console.is_terminal else Console(width=160)
+
+
+def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
+    """A table without lines: some columns to the left, then numbers to the right; no cell is ever folded."""
+    table = Table(box=None, header_style="bold", pad_edge=False, **options)
+    for justify, titles in (("left", left), ("right", right)):
+        for title in titles:
+            table.add_column(title, justify=justify, no_wrap=True)
+    return table
 
 
 def errors_to() -> Console:
@@ -38,9 +49,11 @@ def warn(console: Console, texts: list[str]) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs; only compilations of a second or more are worth the disk."""
+    """Keeps compiled programs between runs, where jax was told of no other place; a second of compiling is worth the disk."""
     import jax
     import platformdirs
 
+    if jax.config.jax_compilation_cache_dir:
+        return
     jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("lorafusion") + "/programs")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

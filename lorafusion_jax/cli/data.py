@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.prepare import base_directory
-from lorafusion_jax.data.tokenized import load_samples
-from lorafusion_jax.data.tokenizer import load_tokenizer
+from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
+from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Looks at training data.")
@@ -26,16 +27,29 @@ def _group() -> None:
 @app.command("preview")
 def preview(jobs: JobFile, overrides: Overrides = None,
             adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
-            rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3) -> None:
+            rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3, as_json: Json = False) -> None:
     """Shows tokens coloured by loss mask. Example: lorafusion data preview jobs.yaml --adapter law --rows 3"""
     config = load_config(jobs, overrides or ())
     names = [one.name for one in config.adapters]
     if adapter is not None and adapter not in names:
         raise ConfigError("config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}")
     tokenizer, console = load_tokenizer(base_directory(config)), out()
-    for one in config.adapters:
-        if adapter in (None, one.name):
-            samples = load_samples(one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name,
+    sets = {one.name: load_samples(one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name,
                                    base_dir=Path(config.directory))
-            console.print(render_preview(samples, tokenizer, rows=rows, title=one.name))
+            for one in config.adapters if adapter in (None, one.name)}
+    if as_json:
+        print(json.dumps({name: _numbers(samples, tokenizer, rows) for name, samples in sets.items()}))
+        return
+    for name, samples in sets.items():
+        console.print(render_preview(samples, tokenizer, rows=rows, title=name))
     next_command(console, f"lorafusion plan {jobs}")
+
+
+def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dict]:
+    """Tokens of the first samples, as plain values."""
+    result = []
+    for index in range(min(rows, len(samples))):
+        tokens, learned = samples.sample(index)
+        result.append({"row": int(samples.rows[index]), "tokens": tokens.tolist(), "learned": learned.tolist(),
+                       "pieces": [tokenizer.piece(int(token)) for token in tokens]})
+    return result

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from lorafusion_jax.cli.common import next_command, out
+from lorafusion_jax.cli.common import next_command, out, plain_table
 from lorafusion_jax.config import load_config
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.format import count, duration, percent
@@ -30,7 +29,7 @@ def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run fold
     config = load_config(jobs)
     console.print(f"[bold]lorafusion demo[/bold]: {len(config.adapters)} adapters of one {Path(config.base.model).name} model, "
                   f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n", highlight=False)
-    result = watch(console, folder, config.report, lambda listeners: train(config, folder, listeners=listeners))
+    result = watch(console, folder, config, lambda listeners: train(config, folder, listeners=listeners))
     checks = verify_exports(folder)
     _table(console, config, result, checks)
     alone = slots_one_after_another(result.plan)
@@ -56,15 +55,13 @@ def _table(console: Console, config, result, checks) -> None:
     from lorafusion_jax.report.summary import final_rows
 
     rows = final_rows(result.folder)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("adapter", "rank", "lr", "batch", "epochs", "steps", "held-out loss", "→", "after", "exported folder"):
-        table.add_column(title, justify="left" if title in ("adapter", "exported folder") else "right", no_wrap=True)
+    table = plain_table(("adapter",), ("rank", "dropout", "lr", "batch", "epochs", "steps", "held-out loss", "PEFT folder"))
     for adapter in config.adapters:
         row = rows[adapter.name]
-        note = "re-read: equal" if checks[adapter.name].same else f"[red]differs by {checks[adapter.name].delta:.1e}[/red]"
-        table.add_row(adapter.name, f"{adapter.lora.rank}", f"{adapter.optim.lr:g}", f"{adapter.global_samples}",
-                      f"{adapter.epochs}", f"{result.adapters[adapter.name].step}", f"{row['before']:.3f}", "→",
-                      f"[green]{row['after']:.3f}[/green]", note)
+        note = "re-read, equal" if checks[adapter.name].same else f"[red]differs by {checks[adapter.name].delta:.1e}[/red]"
+        table.add_row(adapter.name, f"{adapter.lora.rank}", f"{adapter.lora.dropout:g}", f"{adapter.optim.lr:g}",
+                      f"{adapter.global_samples}", f"{adapter.epochs}", f"{result.adapters[adapter.name].step}",
+                      f"{row['before']:.3f} → [green]{row['after']:.3f}[/green]", note)
     console.print()
     console.print(table)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from importlib.util import find_spec
 from typing import get_args
 
-from lorafusion_jax.cli.common import Json, next_command, out
+from lorafusion_jax.cli.common import Json, next_command, out, plain_table
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
 
@@ -24,23 +25,40 @@ def command(as_json: Json = False) -> None:
     console = out()
     for title, rows in numbers.items():
         console.print(title, style="bold")
+        table = plain_table(("", ""), (), show_header=False, padding=(0, 2))
         for key, value in rows.items():
-            console.print(f"  {key:<22} {value}", highlight=False)
+            table.add_row(f"  {key}", str(value))
+        console.print(table, markup=False, highlight=False)
     next_command(console, "lorafusion demo")
 
 
-def diagnosis() -> dict[str, dict]:
+def diagnosis() -> dict[str, dict[str, str]]:
     """Versions, devices, kernels per device, extras and disk."""
     import jax
 
-    from pallas_kernels.backends import Implementation, choose
-
     devices = {f"{device.platform}:{device.id}": f"{device.device_kind}{_memory(device)}" for device in jax.local_devices()}
-    free = shutil.disk_usage(".").free
-    return {"versions": versions(), "devices": devices, "kernels": {name: "default" if name == choose(None) else "on request" for name in get_args(Implementation)},
-            "extras": {name: "installed" if find_spec(package) else f'pip install "lorafusion-jax[{name}]"'
-                       for name, package in EXTRAS.items()},
-            "disk": {"free here": f"{count(free)}B"}}
+    extras = {name: "installed" if find_spec(package) else f"not installed: pip install 'lorafusion-jax[{name}]'"
+              for name, package in EXTRAS.items()}
+    return {"versions": versions(), "devices": devices, "kernels": _kernels(), "extras": extras,
+            "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B"}}
+
+
+def _kernels() -> dict[str, str]:
+    """Which implementations serve a usual layer here; nothing is compiled."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import Implementation, lora_linear
+
+    x, w, a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096)))
+    found = {}
+    for name in get_args(Implementation):
+        try:
+            jax.eval_shape(partial(lora_linear, scale=1.0, implementation=name), x, w, a, b)
+            found[name] = "available"
+        except NotImplementedError as problem:
+            found[name] = f"not here: {str(problem).split(': ', 1)[-1]}"
+    return found
 
 
 def _memory(device) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import CheckpointError, ConfigError
@@ -25,8 +26,6 @@ def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of t
     folder = RunFolder(run)
     config = folder.read_config()
     source = _source(folder, [one.name for one in config.adapters], adapter, step)
-    if to.exists() and any(to.iterdir()):
-        raise CheckpointError("export.exists", f"{to} is not empty.", fix="choose another --to")
     console = out()
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
@@ -38,8 +37,8 @@ def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of t
         return
     from lorafusion_jax.checkpoint.peft import read_adapter
 
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(source, to, dirs_exist_ok=True)
+    with new_folder(to) as draft:
+        shutil.copytree(source, draft, dirs_exist_ok=True)
     spec, arrays = read_adapter(to)
     console.print(f"exported {adapter} (step {_step(source)}): {to}", highlight=False)
     console.print(f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, {len(arrays)} projections", highlight=False)

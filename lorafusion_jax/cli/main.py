@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import typer
 
 from lorafusion_jax.cli import check, data, demo, doctor, export, init, plan, resume, status, train
 from lorafusion_jax.cli.common import errors_to
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, RunError
 from scheduling import PlanError
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
     except (LoraFusionError, PlanError) as problem:
-        errors_to().print(str(problem), style="red", highlight=False, markup=False, soft_wrap=True)
+        _say(problem)
         return getattr(problem, "exit_code", 2)
     except typer.TyperException as problem:  # unknown command or option, missing argument
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,3 +43,20 @@ def run(arguments: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
+    except OSError as problem:
+        _say(_system_error(problem))
+        return 1
+
+
+def _say(problem: Exception) -> None:
+    errors_to().print(str(problem), style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def _system_error(problem: OSError) -> RunError:
+    """A file or disk that the system refuses; the program is not to blame, so there is no traceback."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError("save.no-space", "the disk is full.", where=str(problem.filename or ""), why=str(problem),
+                        fix="free some space and repeat the command; a run goes on with lorafusion resume")
+    if problem.filename is None:
+        raise problem
+    return RunError("system.file", f"{problem.filename} cannot be used.", why=problem.strerror or str(problem))

@@ -4,76 +4,122 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from lorafusion_jax.cli.check import data_notes
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, warn
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, plan_training, prepare
-from lorafusion_jax.report.comparison import slots_one_after_another
-from lorafusion_jax.report.format import count, percent
-from scheduling import Plan
+from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare
+from lorafusion_jax.report.comparison import plans_one_after_another
+from lorafusion_jax.report.data_notes import data_notes
+from lorafusion_jax.report.format import count, duration, percent, whole
+from lorafusion_jax.report.prediction import predicted_costs, this_device
+from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
 
 
 def command(jobs: JobFile, overrides: Overrides = None,
             output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here")] = None,
-            compare: Annotated[bool, typer.Option(help="also plan the adapters one after another")] = False,
+            compare: Annotated[bool, typer.Option("--compare", help="also plan the adapters one after another")] = False,
+            timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline, an .html page")] = None,
+            device: Annotated[Literal["h200", "h100", "cpu"] | None, typer.Option(
+                help="whose rates predict times; what this machine has when absent")] = None,
             as_json: Json = False) -> None:
-    """Plans a run: rows, tokens, steps, microbatches, padding. Example: lorafusion plan jobs.yaml -o plan.json"""
+    """Plans a run: rows, tokens, steps, microbatches, predicted times. Example: lorafusion plan jobs.yaml -o plan.json"""
     config = load_config(jobs, overrides or ())
     prepared = prepare(config)
     plan = plan_training(config, prepared)
+    costs = predicted_costs(base_directory(config), device or this_device(), plan.num_stages)
     if output:
-        output.write_text(plan.to_json(), encoding="utf-8")
-    numbers = plan_numbers(config, prepared, plan) | (
-        {"slots_one_after_another": slots_one_after_another(plan)} if compare else {})
-    notes = ineffective(config) + data_notes(prepared)
+        _write(output, plan.to_json())
+    if timeline and costs:
+        _write(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
+    numbers = plan_numbers(config, prepared, plan, costs)
+    if compare:
+        numbers |= comparison(plan, costs)
+    notes = ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(json.dumps(numbers | {"warnings": notes}))
         return
     console = out()
     show_plan(console, config, numbers)
+    if timeline and costs:
+        console.print(f"timeline {timeline}", highlight=False, soft_wrap=True)
     warn(console, notes)
     next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}" + (f" --plan {output}" if output else ""))
 
 
-def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan) -> dict:
-    """Everything that the plan screen shows, as plain numbers."""
+def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostModel | None) -> dict:
+    """Everything that the plan screen shows, as plain numbers; predictions are None without costs."""
+    statistics = plan_statistics(plan, costs) if costs else None
+    finish_s = {adapter.name: adapter.finish_s for adapter in statistics.adapters} if statistics else {}
     last = {name: slot for slot, name, _ in plan.batches_ending()}
     adapters = {}
     for adapter in config.adapters:
         report, data = prepared.adapters[adapter.name].train.report, prepared.adapters[adapter.name]
         adapters[adapter.name] = {
             "rows": report.rows, "tokens": int(data.stream_tokens().sum()), "longest": report.longest, "cut": report.cut,
-            "no_loss": len(report.dropped), "rank": adapter.lora.rank, "steps": plan.job_of[adapter.name].num_batches,
-            "finishes_slot": last[adapter.name] + 1}
+            "no_loss": len(report.dropped), "too_long": len(report.too_long), "rank": adapter.lora.rank,
+            "steps": plan.job_of[adapter.name].num_batches, "finishes_slot": last[adapter.name] + 1,
+            "finishes_s": finish_s.get(adapter.name)}
+    predicted = None if statistics is None or costs is None else {
+        "costs": costs.source, "seconds": statistics.duration_s, "bubble_share": statistics.bubble_share,
+        "fill_drain_s": statistics.fill_drain_s, "tokens_per_s": statistics.tokens_per_s, "limit": statistics.hint}
     return {"plan": plan.digest, "adapters": adapters, "slots": plan.num_slots, "noops": plan.num_noops,
             "lower_bound": plan.lower_bound, "gap": plan.gap, "density": plan.density, "tokens": plan.tokens,
-            "capacity_tokens": plan.capacity_tokens, "stages": plan.num_stages}
+            "capacity_tokens": plan.capacity_tokens, "stages": plan.num_stages, "data_parallel": plan.data_parallel,
+            "predicted": predicted}
+
+
+def comparison(plan: Plan, costs: CostModel | None) -> dict:
+    """The same jobs one adapter after another, each planned alone as well as we can: slots and predicted seconds."""
+    alone = plans_one_after_another(plan)
+    return {"slots_one_after_another": sum(one.num_slots for one in alone),
+            "seconds_one_after_another": sum(simulate(one, costs).duration_s for one in alone) if costs else None}
 
 
 def show_plan(console, config: JobConfig, numbers: dict) -> None:
     """Prints the plan screen."""
+    predicted = numbers["predicted"]
     stages = "1 stage" if numbers["stages"] == 1 else f"{numbers['stages']} stages"
-    console.print(f"plan {numbers['plan'][:12]}  ·  base {Path(config.base.model).name}  ·  {stages}  ·  "
-                  f"capacity {numbers['capacity_tokens']} tokens\n", highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("adapter", "rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"):
-        table.add_column(title, justify="left" if title == "adapter" else "right", no_wrap=True)
+    replicas = f" × {numbers['data_parallel']} replicas" if numbers["data_parallel"] > 1 else ""
+    console.print(f"plan {numbers['plan'][:12]}  ·  base {Path(config.base.model).name}  ·  {stages}{replicas}  ·  "
+                  f"capacity {whole(numbers['capacity_tokens'])} tokens\n", highlight=False)
+    table = plain_table(("adapter",), ("rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"))
     for name, row in numbers["adapters"].items():
-        table.add_row(name, f"{row['rows']}", count(row["tokens"]), f"{row['longest']}", f"{row['cut']}",
-                      f"{row['no_loss']}", f"{row['rank']}", f"{row['steps']}", f"mb {row['finishes_slot']}")
+        finishes = f"mb {whole(row['finishes_slot'])}" if row["finishes_s"] is None else duration(row["finishes_s"])
+        table.add_row(name, whole(row["rows"]), count(row["tokens"]), whole(row["longest"]), whole(row["cut"]),
+                      whole(row["no_loss"]), f"{row['rank']}", whole(row["steps"]), finishes)
     console.print(table)
-    console.print(f"\nmicrobatches {numbers['slots']}   capacity used {percent(numbers['density'])}   no-ops "
-                  f"{numbers['noops']}   over the lower bound {percent(numbers['gap'])}", highlight=False)
+    slots, noops = numbers["slots"], numbers["noops"]
+    bubbles = f"   bubbles {percent(predicted['bubble_share'])}" if predicted else ""
+    console.print(f"\nmicrobatches {whole(slots - noops)}   capacity used {percent(numbers['density'])}   "
+                  f"no-ops {whole(noops)} ({percent(noops / max(slots, 1))}){bubbles}", highlight=False)
     if "slots_one_after_another" in numbers:
-        alone = numbers["slots_one_after_another"]
-        console.print(f"one after another {alone} microbatches   together {numbers['slots']}   "
-                      f"{alone / numbers['slots']:.2f}×", highlight=False)
+        console.print(_compared(numbers), highlight=False)
+    elif predicted:
+        console.print(f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s", highlight=False)
+    console.print(f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
+                  + (f"; what limits it: {predicted['limit']}" if predicted else ""), highlight=False, soft_wrap=True)
+    if predicted:
+        console.print(f"  times and bubbles are predictions: {predicted['costs']}", highlight=False, soft_wrap=True)
+
+
+def _compared(numbers: dict) -> str:
+    alone, together = numbers["slots_one_after_another"], numbers["slots"]
+    if not numbers["predicted"]:
+        return f"one after another {whole(alone)} slots   together {whole(together)}   {alone / together:.2f}×"
+    alone_s, together_s = numbers["seconds_one_after_another"], numbers["predicted"]["seconds"]
+    return (f"one after another {duration(alone_s)} ({whole(alone)} slots)   together {duration(together_s)} "
+            f"({whole(together)})   {alone_s / together_s:.2f}×")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -14,4 +14,4 @@ def command(run: RunPath) -> int:
 
     config = RunFolder(run).read_config()
     use_compilation_cache()
-    return follow(out(), run, config.report, lambda listeners: resume(run, listeners=listeners))
+    return follow(out(), run, config, lambda listeners: resume(run, listeners=listeners))

@@ -6,58 +6,70 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from lorafusion_jax.cli.common import errors_to, next_command
-from lorafusion_jax.config.schema import ReportSettings
+from lorafusion_jax.cli.common import errors_to, next_command, plain_table
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.events import Listener
-from lorafusion_jax.report.format import duration
-from lorafusion_jax.report.screen import Screen
+from lorafusion_jax.report.format import duration, whole
+from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.report.trackers import trackers
-from lorafusion_jax.training import Interrupted, RunResult
+from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
 
 INTERRUPTED = 130
 
 
-def follow(console: Console, folder: Path, report: ReportSettings,
+def follow(console: Console, folder: Path, config: JobConfig,
            work: Callable[[Sequence[Listener]], RunResult]) -> int:
     """Runs `work` under the live view and shows what came of it; returns the exit code."""
     try:
-        result = watch(console, folder, report, work)
+        result = watch(console, folder, config, work)
     except Interrupted:
         errors_to().print("interrupted: the state is saved.")
         next_command(console, f"lorafusion resume {folder}")
+        return INTERRUPTED
+    except KeyboardInterrupt:  # a second signal, or one before the first microbatch
+        begun = RunFolder(folder).plan_file.exists()
+        errors_to().print("stopped at once: what was done since the last checkpoint is done again when the run goes on."
+                          if begun else "stopped before the run had begun.")
+        next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
     show_result(console, result)
     return result.exit_code
 
 
-def watch(console: Console, folder: Path, report: ReportSettings,
+def watch(console: Console, folder: Path, config: JobConfig,
           work: Callable[[Sequence[Listener]], RunResult]) -> RunResult:
     """Runs `work` under the live view and the trackers that the job asks for."""
-    with trackers(report, folder) as others, Screen(folder.name, console) as screen:
+    every = config.train.log_every_s
+    with (trackers(config.report, folder) as others,
+          Screen(folder.name, console, LINE_EVERY_S if every is None else every) as screen):
         return work([screen, *others])
 
 
 def show_result(console: Console, result: RunResult) -> None:
     """Prints the table of finished adapters and the next command."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("adapter", "status", "steps", "train loss", "held-out before", "after", "folder"):
-        table.add_column(title, justify="left" if title in ("adapter", "status", "folder") else "right", no_wrap=True)
+    table = plain_table(("adapter", "status"), ("steps", "train loss", "held-out loss", "after"))
     rows = final_rows(result.folder)
     for name, adapter in result.adapters.items():
         row = rows.get(name, {})
-        table.add_row(name, adapter.status if adapter.status != "failed" else f"[red]failed[/red] {adapter.reason}",
-                      f"{adapter.step}/{adapter.num_steps}", _loss(row.get("loss")), _loss(row.get("before")),
-                      _loss(row.get("after")), str(result.folder / "adapters" / name / "latest"))
+        table.add_row(name, "[bold red]failed[/]" if adapter.status == "failed" else f"[green]{adapter.status}[/]",
+                      f"{whole(adapter.step)}/{whole(adapter.num_steps)}", _loss(row.get("loss")), _loss(row.get("before")),
+                      _loss(row.get("after")))
+    console.print()
     console.print(table)
-    console.print(f"{len(result.plan.slots)} microbatches in {duration(result.seconds)}", highlight=False)
+    for name, adapter in result.adapters.items():
+        if adapter.status == "failed":
+            console.print(f"{name}: {adapter.reason}; the folder holds step {adapter.step}" if adapter.step else
+                          f"{name}: {adapter.reason}; there is no folder", style="red", highlight=False, markup=False,
+                          soft_wrap=True)
+    console.print(f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}  ·  PEFT folders: "
+                  f"{result.folder}/adapters/NAME/latest", highlight=False, soft_wrap=True)
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
-    if done:
-        next_command(console, f"lorafusion export {result.folder} {done} --to out/{done}")
+    next_command(console, f"lorafusion export {result.folder} {done} --to out/{done}" if done else
+                 f"lorafusion status {result.folder}")
 
 
 def read_plan(path: Path) -> Plan:

@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
-from lorafusion_jax.cli.common import Json, RunPath, next_command, out
-from lorafusion_jax.report.format import count, duration
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
+from lorafusion_jax.report.format import count, duration, whole
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows, throughput
-from lorafusion_jax.checkpoint.folder import RunFolder
 
 NAME = "status"
+SILENT_S = 120.0  # a run that says nothing for so long compiles something large, or is no more
+STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 
 
 def command(run: RunPath, as_json: Json = False,
-            watch: Annotated[bool, typer.Option(help="redraw every two seconds until the run ends")] = False) -> None:
+            watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
+            ) -> None:
     """Shows how far every adapter of a run is. Example: lorafusion status runs/exp1 --watch"""
     numbers = run_numbers(run)
     if as_json:
@@ -29,50 +33,64 @@ def command(run: RunPath, as_json: Json = False,
         return
     console = out()
     if watch:
-        with Live(_table(numbers), console=console) as live:
+        with Live(_screen(numbers), console=console) as live:
             while numbers["state"] == "running":
                 time.sleep(2)
                 numbers = run_numbers(run)
-                live.update(_table(numbers))
+                live.update(_screen(numbers))
     else:
-        console.print(_table(numbers))
-    speed = numbers["throughput"]
-    if speed:
-        console.print(f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
-                      f"{duration(speed['slot_seconds'])} per microbatch", highlight=False)
-    if numbers["state"] == "finished":
-        next_command(console, f"lorafusion export {run} {next(iter(numbers['adapters']))} --to out/adapter")
-    else:
-        next_command(console, f"lorafusion resume {run}")
+        console.print(_screen(numbers))
+    next_command(console, _next(run, numbers))
 
 
 def run_numbers(run: Path) -> dict:
     """Everything that the status screen shows, read from the files of a run folder."""
     folder = RunFolder(run)
     plan = folder.read_plan()
-    rows, events = final_rows(run), read_rows(run / "events.jsonl")
-    kinds = {event.get("adapter"): event for event in events if event["kind"] in ("adapter-done", "adapter-failed")}
+    rows, events, metrics = final_rows(run), read_rows(run / "events.jsonl"), read_rows(run / "metrics.jsonl")
+    ends = {event.get("adapter"): event for event in events if event["kind"] in ("adapter-done", "adapter-failed")}
+    last = next((row for row in reversed(metrics) if row["kind"] == "slot"), {})
     adapters = {}
     for job in plan.jobs:
-        own = rows.get(job.name, {})
-        ended = kinds.get(job.name)
-        status = "running" if ended is None else ended["kind"].removeprefix("adapter-")
-        adapters[job.name] = {"status": status, "step": own.get("step", 0), "steps": job.num_batches,
-                              "loss": own.get("loss"), "held_out_before": own.get("before"),
-                              "held_out_after": own.get("after"), "reason": (ended or {}).get("reason", "")}
-    ends = [event["kind"] for event in events if event["kind"] in ("started", "finished", "interrupted")]
-    state = "finished" if ends[-1:] == ["finished"] else "interrupted" if ends[-1:] == ["interrupted"] else "running"
-    slots = [row["slot"] for row in read_rows(run / "metrics.jsonl")]
-    return {"run": str(run), "state": state, "plan": plan.digest, "slot": max(slots, default=0), "slots": plan.num_slots,
-            "adapters": adapters, "throughput": throughput(run)}
+        own, ended = rows.get(job.name, {}), ends.get(job.name)
+        adapters[job.name] = {
+            "status": "running" if ended is None else ended["kind"].removeprefix("adapter-"),
+            "step": own.get("step", 0), "steps": job.num_batches, "loss": own.get("loss"), "held_out_before": own.get("before"),
+            "held_out_after": own.get("after"), "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
+            "reason": (ended or {}).get("reason", "")}
+    changes = [event for event in events if event["kind"] in ("started", *STATES)]
+    state = changes[-1]["kind"] if changes and changes[-1]["kind"] != "started" else "running"
+    news = max((row["time"] for row in (*metrics[-1:], *events[-1:])), default=folder.plan_file.stat().st_mtime)
+    return {"run": str(run), "state": state, "plan": plan.digest, "slot": max((row["slot"] for row in metrics), default=0),
+            "slots": plan.num_slots, "eta_s": last.get("eta_s"), "last_news_s": round(max(time.time() - news, 0.0), 1),
+            "reason": changes[-1].get("what", "") if changes else "", "adapters": adapters, "throughput": throughput(run)}
 
 
-def _table(numbers: dict) -> Table:
-    title = f"{numbers['run']}  {numbers['state']}  {numbers['slot']}/{numbers['slots']} microbatches"
-    table = Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("adapter", "status", "steps", "loss", "held-out before", "after"):
-        table.add_column(name, justify="left" if name in ("adapter", "status") else "right", no_wrap=True)
+def _screen(numbers: dict) -> Group:
+    head = Text(f"{numbers['run']}  plan {numbers['plan'][:12]}  {whole(numbers['slot'])}/{whole(numbers['slots'])} mb  ", style="bold")
+    head.append(numbers["state"], style=STATES.get(numbers["state"], "bold"))
+    head.append(f"  {numbers['reason']}" if numbers["reason"] else "", style="red")
+    if numbers["state"] == "running":
+        head.append(f"  eta {duration(numbers['eta_s'])}" if numbers["eta_s"] is not None else "")
+        head.append(f"  last news {duration(numbers['last_news_s'])} ago", style="not bold")
+    table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
+    failures = []
     for name, row in numbers["adapters"].items():
         losses = ["–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")]
-        table.add_row(name, f"{row['status']} {row['reason']}".strip(), f"{row['step']}/{row['steps']}", *losses)
-    return table
+        eta = f"{duration(row['eta_s'])}" if row["status"] == "running" and row["eta_s"] is not None else "–"
+        status = {"done": "[green]done[/]", "failed": "[bold red]failed[/]"}.get(row["status"], row["status"])
+        table.add_row(name, status, f"{whole(row['step'])}/{whole(row['steps'])}", *losses, eta)
+        if row["reason"]:
+            failures.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
+    speed = numbers["throughput"]
+    rates = [Text(f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
+                  f"{duration(speed['slot_seconds'])} per microbatch")] if speed else []
+    return Group(head, table, *failures, *rates)
+
+
+def _next(run: Path, numbers: dict) -> str:
+    if numbers["state"] == "finished":
+        done = next((name for name, row in numbers["adapters"].items() if row["step"]), None)
+        return f"lorafusion export {run} {done} --to out/{done}" if done else f"lorafusion doctor   (no adapter of {run} took a step)"
+    alive = numbers["state"] == "running" and numbers["last_news_s"] < SILENT_S
+    return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"

@@ -27,6 +27,4 @@ def command(jobs: JobFile, overrides: Overrides = None,
     warn(console, ineffective(config))
     use_compilation_cache()
     chosen = read_plan(plan) if plan else None
-    return follow(console, out_dir, config.report, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))
-
-
+    return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))

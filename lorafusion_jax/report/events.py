@@ -16,7 +16,9 @@ Kind = Literal[
     "saved",  # a checkpoint is on disk
     "exported",  # an adapter folder is on disk
     "adapter-done", "adapter-failed",
-    "finished", "interrupted",
+    "finished",
+    "interrupted",  # by a signal; the state is saved
+    "stopped",  # by an error: code, what
 ]
 
 

@@ -6,38 +6,58 @@ from __future__ import annotations
 def count(number: float) -> str:
     """41234 → '41.2 k', 3100000 → '3.1 M'.
 
-    >>> count(41234), count(980)
-    ('41.2 k', '980')
+    >>> count(41234), count(980), count(999_990)
+    ('41.2 k', '980', '1.0 M')
     """
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.99995 * size:
             return f"{number / size:.1f} {letter}"
     return f"{number:.0f}"
 
 
-def duration(seconds: float) -> str:
-    """75 → '1m15', 4000 → '1h06', 12.3 → '12 s'.
+def whole(number: int) -> str:
+    """Counts that are exact: thousands apart.
 
-    >>> duration(75), duration(4000), duration(12.3), duration(1.25)
-    ('1m15', '1h06', '12 s', '1.2 s')
+    >>> whole(8000), whole(412)
+    ('8 000', '412')
+    """
+    return f"{number:,}".replace(",", " ")
+
+
+def duration(seconds: float) -> str:
+    """75 → '1m15', 4000 → '1h07', 12.3 → '12 s'.
+
+    >>> duration(75), duration(4000), duration(12.3), duration(1.25), duration(59.7), duration(200_000)
+    ('1m15', '1h07', '12 s', '1.2 s', '1m00', '2d07h')
     """
     if seconds < 10:
         return f"{seconds:.1f} s"
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}"
     hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours}h{minutes:02d}"
+    if hours < 48:
+        return f"{hours}h{minutes:02d}"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days}d{hours:02d}h"
 
 
 def percent(share: float) -> str:
-    """0.931 → '93.1 %'."""
+    """A share as a percentage.
+
+    >>> percent(0.931)
+    '93.1 %'
+    """
     return f"{100 * share:.1f} %"
 
 
 def rate(value: float) -> str:
-    """Learning rates: 0.0002 → '2.0e-4'."""
+    """Learning rates.
+
+    >>> rate(0.0002), rate(0)
+    ('2.0e-4', '0')
+    """
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"

@@ -3,20 +3,25 @@
 Rows of metrics.jsonl:
     {"kind": "step", "slot", "adapter", "step", "loss", "grad_norm", "lr", "loss_tokens", "time"}
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
-    {"kind": "slot", "slot", "useful_tokens_per_s", "processed_tokens_per_s", "seconds", "eta_s", "time"}
-`time` is seconds since the epoch. Losses are means over the loss tokens of the adapter's global batch.
+    {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
+     "adapter_eta_s", "adapter_tokens_per_s", "time"}
+`slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss tokens
+of the adapter's global batch. Rates are null before there is something to measure, and so are numbers that are not finite.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lorafusion_jax.report.events import Event
 
 METRICS = ("step", "eval", "slot")
 SILENT = ("phase",)
+REPEATED = ("adapter-done", "adapter-failed", "exported")  # events that a resumed run tells again
 
 
 class Recorder:
@@ -30,7 +35,8 @@ class Recorder:
     def __init__(self, directory: Path, resume_slot: int | None = None):
         self._metrics, self._events = directory / "metrics.jsonl", directory / "events.jsonl"
         if resume_slot is not None:
-            _keep_until(self._metrics, resume_slot)
+            _keep_until(self._metrics, resume_slot, METRICS)
+            _keep_until(self._events, resume_slot, REPEATED)
 
     def __call__(self, event: Event) -> None:
         if event.kind in SILENT:
@@ -38,10 +44,10 @@ class Recorder:
         row = {"kind": event.kind, "slot": event.slot}
         row |= {"adapter": event.adapter} if event.adapter else {}
         row |= {"step": event.step} if event.step is not None else {}
-        row |= event.values | {"time": round(time.time(), 3)}
+        row |= {key: _number(value) for key, value in event.values.items()} | {"time": round(time.time(), 3)}
         path = self._metrics if event.kind in METRICS else self._events
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -57,8 +63,15 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def _keep_until(path: Path, slot: int) -> None:
-    rows = [row for row in read_rows(path) if row["slot"] <= slot]
+def _number(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no NaN
+
+
+def _keep_until(path: Path, slot: int, kinds: Sequence[str]) -> None:
+    """Drops the rows of some kinds that are later than a slot; a cut-off last line goes, too."""
+    if not path.exists():
+        return
+    rows = [row for row in read_rows(path) if row["slot"] <= slot or row["kind"] not in kinds]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")

@@ -3,71 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from lorafusion_jax.config.schema import ReportSettings
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.events import Event, Listener
 
+NUMBERS = ("step", "eval", "slot")
+
 
 @contextmanager
 def trackers(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]:
-    """Opens the trackers that a job asks for and closes them at the end.
+    """Gives the trackers that a job asks for and closes them at the end; they open with the first numbers.
 
     Raises:
         ConfigError: the package of a tracker is not installed.
     """
-    with _tensorboard(settings, folder) as board, _wandb(settings, folder) as run:
-        yield [*board, *run]
+    with ExitStack() as stack:
+        listeners: list[Listener] = []
+        if settings.tensorboard:
+            listeners.append(_TensorBoard(_package("tensorboardX", "report.tensorboard", "tensorboard"), folder, stack))
+        if settings.wandb is not None:
+            listeners.append(_Wandb(_package("wandb", "report.wandb", "wandb"), settings.wandb, folder, stack))
+        yield listeners
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event under the names that users look for: `adapter/<name>/loss`, …"""
+    """The numbers of an event under the names that users look for: `adapter/<name>/loss`, …
+
+    >>> scalars(Event(kind="step", adapter="law", step=3, values={"loss": 1.5}))
+    {'adapter/law/loss': 1.5}
+    """
     prefix = f"adapter/{event.adapter}/" if event.adapter else "run/"
     return {prefix + key: value for key, value in event.values.items() if isinstance(value, int | float)}
 
 
-@contextmanager
-def _tensorboard(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]:
-    if not settings.tensorboard:
-        yield []
-        return
+class _TensorBoard:
+    """Writes `tensorboard/` inside the run folder; the x axis of an adapter is its own steps."""
+
+    def __init__(self, package: Any, folder: Path, stack: ExitStack):
+        self._package, self._folder, self._stack, self._writer = package, folder, stack, None
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in NUMBERS:
+            return
+        if self._writer is None:
+            self._writer = self._stack.enter_context(self._package.SummaryWriter(str(self._folder / "tensorboard")))
+        for name, value in scalars(event).items():
+            self._writer.add_scalar(name, value, event.step if event.step is not None else event.slot)
+
+
+class _Wandb:
+    """Logs to a project of Weights & Biases; the x axis is slots."""
+
+    def __init__(self, package: Any, project: str, folder: Path, stack: ExitStack):
+        self._package, self._project, self._folder, self._stack, self._run = package, project, folder, stack, None
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in NUMBERS:
+            return
+        if self._run is None:
+            self._run = self._package.init(project=self._project, name=self._folder.name, dir=str(self._folder))
+            self._stack.callback(self._run.finish)
+        self._run.log(scalars(event) | {"slot": event.slot})
+
+
+def _package(module: str, key: str, extra: str) -> Any:
     try:
-        from tensorboardX import SummaryWriter
+        return import_module(module)
     except ImportError:
-        raise _missing("report.tensorboard", "tensorboard") from None
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
-
-        def write(event: Event) -> None:
-            if event.kind in ("step", "eval", "slot"):
-                for name, value in scalars(event).items():
-                    writer.add_scalar(name, value, event.step if event.step is not None else event.slot)
-
-        yield [write]
-
-
-@contextmanager
-def _wandb(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]:
-    if settings.wandb is None:
-        yield []
-        return
-    try:
-        import wandb
-    except ImportError:
-        raise _missing("report.wandb", "wandb") from None
-    run = wandb.init(project=settings.wandb, name=folder.name, dir=str(folder))
-
-    def write(event: Event) -> None:
-        if event.kind in ("step", "eval", "slot"):
-            run.log(scalars(event) | {"slot": event.slot})
-
-    try:
-        yield [write]
-    finally:
-        run.finish()
-
-
-def _missing(key: str, extra: str) -> ConfigError:
-    return ConfigError("report.missing-package", f"{key} needs a package that is not installed.",
-                       fix=f'pip install "lorafusion-jax[{extra}]"')
+        raise ConfigError("report.missing-package", f"{key} needs a package that is not installed.",
+                          fix=f'pip install "lorafusion-jax[{extra}]"') from None

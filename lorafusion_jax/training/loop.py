@@ -35,6 +35,9 @@ from lorafusion_jax.training.state import RunState
 from scheduling import Plan
 
 
+LOG_EVERY_S = 2.0
+
+
 class Interrupted(Exception):
     """The run was asked to stop and has saved its state."""
 
@@ -80,7 +83,7 @@ class Loop:
         self._segments = num_segments(max(len(slot.samples) for slot in plan.slots))
         last = {name: max(slot for slot, names in enumerate(self._completes) for n, _ in names if n == name)
                 for name in self._index}
-        self._meter = Meter(useful_tokens(plan, prepared), plan.capacity_tokens, last, state.slot)
+        self._meter = Meter(slot_tokens(plan, prepared), plan.capacity_tokens, last, state.slot)
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
         self._stop = threading.Event()
 
@@ -96,6 +99,8 @@ class Loop:
         with self._interruptible():
             for batch in prefetch(self._batch, range(self._state.slot, len(self._plan.slots))):
                 slot, called = self._state.slot, time.perf_counter()
+                if losses is None:
+                    self._emit(Event(kind="phase", slot=slot, values={"text": "compiling the training step"}))
                 self._state.sums, running = self._programs.accumulate(
                     self._state.lora, self._state.sums, self._frozen, batch)
                 if losses is not None:
@@ -183,7 +188,8 @@ class Loop:
         return []
 
     def _log(self, slot: int) -> None:
-        if time.monotonic() - self._logged_at >= self._config.train.log_every_s:
+        every = self._config.train.log_every_s
+        if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
             self._emit(Event(kind="slot", slot=slot, values=self._meter.snapshot(slot)))
 
@@ -218,8 +224,14 @@ def batches_completed(plan: Plan) -> list[list[tuple[str, int]]]:
     return result
 
 
-def useful_tokens(plan: Plan, prepared: Prepared) -> list[int]:
-    """Real tokens of every slot."""
+def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:
+    """Real tokens of every adapter in every slot."""
     lengths: Mapping[str, np.ndarray] = {name: data.stream_tokens() for name, data in prepared.adapters.items()}
-    return [int(sum(lengths[ref.adapter][ref.sample] for ref in slot.samples)) for slot in plan.slots]
+    result: list[dict[str, int]] = []
+    for slot in plan.slots:
+        tokens: dict[str, int] = {}
+        for ref in slot.samples:
+            tokens[ref.adapter] = tokens.get(ref.adapter, 0) + int(lengths[ref.adapter][ref.sample])
+        result.append(tokens)
+    return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 WARM_UP = 5  # first slots compile, fill caches and clocks: they would spoil the estimate
 WINDOW = 50
@@ -15,15 +15,16 @@ class Meter:
     """Measures slots; every slot costs the same, so time left is slots left times the median.
 
     Args:
-        useful_tokens: real tokens of each slot of the plan.
+        slot_tokens: adapter → real tokens, for each slot of the plan.
         capacity_tokens: processed tokens of a slot.
         last_slot: slot after which each adapter is done.
         done: slots that a resumed run has behind it.
     """
 
-    def __init__(self, useful_tokens: list[int], capacity_tokens: int, last_slot: Mapping[str, int], done: int = 0):
-        self._useful, self._capacity, self._last = useful_tokens, capacity_tokens, dict(last_slot)
-        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+    def __init__(self, slot_tokens: Sequence[Mapping[str, int]], capacity_tokens: int, last_slot: Mapping[str, int],
+                 done: int = 0):
+        self._tokens, self._capacity, self._last = slot_tokens, capacity_tokens, dict(last_slot)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._first, self._seen, self._at = done, 0, time.perf_counter()
         self.seconds = 0.0
 
@@ -32,8 +33,8 @@ class Meter:
         now = time.perf_counter()
         self.seconds += now - self._at
         self._seen += 1
-        if self._seen > WARM_UP or slot + 1 == len(self._useful):
-            self._recent.append((now - self._at, self._useful[slot]))
+        if self._seen > WARM_UP or slot + 1 == len(self._tokens):
+            self._recent.append((now - self._at, slot))
         self._at = now
 
     def pause(self) -> None:
@@ -43,12 +44,15 @@ class Meter:
     def snapshot(self, slots_done: int) -> dict:
         """Rates and times left; None while there is nothing to measure yet."""
         if not self._recent:
-            return {"slots": len(self._useful), "useful_tokens_per_s": None, "processed_tokens_per_s": None,
-                    "slot_seconds": None, "eta_s": None, "adapter_eta_s": {}}
+            return {"slots": len(self._tokens), "useful_tokens_per_s": None, "processed_tokens_per_s": None,
+                    "slot_seconds": None, "eta_s": None, "adapter_eta_s": {}, "adapter_tokens_per_s": {}}
         per_slot = statistics.median(seconds for seconds, _ in self._recent)
-        useful = sum(tokens for _, tokens in self._recent) / len(self._recent)
+        time_of_recent = per_slot * len(self._recent)
+        useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
+        own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
         left = {name: max(last + 1 - slots_done, 0) * per_slot for name, last in self._last.items()}
-        return {"slots": len(self._useful), "useful_tokens_per_s": round(useful / per_slot, 1),
+        return {"slots": len(self._tokens), "useful_tokens_per_s": round(useful / time_of_recent, 1),
                 "processed_tokens_per_s": round(self._capacity / per_slot, 1), "slot_seconds": round(per_slot, 5),
-                "eta_s": round((len(self._useful) - slots_done) * per_slot, 2),
-                "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()}}
+                "eta_s": round((len(self._tokens) - slots_done) * per_slot, 2),
+                "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
+                "adapter_tokens_per_s": {name: round(tokens / time_of_recent, 1) for name, tokens in own.items()}}

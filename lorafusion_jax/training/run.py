@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,16 @@ import jax.numpy as jnp
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError
 from lorafusion_jax.models import load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.training.evaluation import Evaluator
-from lorafusion_jax.training.export import AdapterExporter, start_from_folders
+from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.training.leaves import Parts, take_apart
-from lorafusion_jax.training.loop import Hooks, Loop
+from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
 from lorafusion_jax.training.programs import Programs
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.training.state import AdapterProgress, RunState
@@ -61,6 +62,7 @@ def train(config: JobConfig, out: str | Path, *, plan: Plan | None = None, liste
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
         Interrupted: stopped by a signal; the state is saved.
     """
+    _one_device(config)
     folder = RunFolder(Path(out))
     tell = _fan_out(listeners)
     prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
@@ -69,27 +71,26 @@ def train(config: JobConfig, out: str | Path, *, plan: Plan | None = None, liste
         plan = plan_training(config, prepared)
     else:
         _check_plan(plan, config, prepared)
-    folder.create(config, plan, make_record(config, prepared, plan))
+    folder.must_be_new(plan)
     return _Run(config, prepared, plan, folder, [Recorder(folder.path), *listeners]).go(resume=False)
 
 
 def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunResult:
-    """Continues a run folder from its newest checkpoint, bitwise as if it had never stopped.
+    """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
 
     Raises:
-        CheckpointError: no run folder, no checkpoint, or data or plan changed since.
+        CheckpointError: no run folder, or data or plan changed since.
     """
     folder = RunFolder(Path(out))
     config, plan, record = folder.read_config(), folder.read_plan(), folder.read_record()
+    _one_device(config)
     prepared = prepare(config)
     check_record(record, prepared, plan)
     store = StateStore(folder.state)
     slot = store.latest()
     store.close()
-    if slot is None:
-        raise CheckpointError("run.no-state", f"there is no checkpoint in {folder.state}.",
-                              fix="remove the folder and start again with lorafusion train")
-    return _Run(config, prepared, plan, folder, [Recorder(folder.path, slot), *listeners]).go(resume=True)
+    recorder = Recorder(folder.path, resume_slot=-1 if slot is None else slot)  # -1: not even the first losses stay
+    return _Run(config, prepared, plan, folder, [recorder, *listeners]).go(resume=slot is not None)
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
@@ -98,16 +99,25 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
                         targets=resolve_targets(a.lora.targets), seed=a.seed) for a in config.adapters]
 
 
+def _one_device(config: JobConfig) -> None:
+    if config.mesh.stages * config.mesh.data > 1:
+        raise ConfigError("mesh.one-device", f"the job asks for {config.mesh.stages} stages and {config.mesh.data} replicas.",
+                          why="training runs on one device in this version; lorafusion plan works for any mesh",
+                          fix="mesh.stages=1 mesh.data=1")
+
+
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
     try:
         verify_plan(plan, train_jobs(config, prepared))
     except PlanError as problem:
         raise CheckpointError("plan.mismatch", "the plan is not a plan of this job file and its data.",
                               why=str(problem).splitlines()[0], fix="lorafusion plan jobs.yaml -o plan.json") from None
-    if (plan.capacity_tokens, plan.tile_tokens) != (config.batch.capacity_tokens, config.batch.tile_tokens):
-        raise CheckpointError("plan.mismatch", "the plan was made for another capacity or tile.",
-                              why=f"plan {plan.capacity_tokens}/{plan.tile_tokens}, job file "
-                              f"{config.batch.capacity_tokens}/{config.batch.tile_tokens}")
+    of_plan = (plan.capacity_tokens, plan.tile_tokens, plan.num_stages, plan.data_parallel)
+    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, config.mesh.stages, config.mesh.data)
+    if of_plan != of_job:
+        raise CheckpointError("plan.mismatch", "the plan was made for another capacity, tile or mesh.",
+                              why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
+                              fix="lorafusion plan jobs.yaml -o plan.json")
 
 
 def _fan_out(listeners: Sequence[Listener]) -> Listener:
@@ -128,11 +138,15 @@ class _Run:
         self._specs = adapter_specs(config)
 
     def go(self, *, resume: bool) -> RunResult:
-        parts = self._load()
+        starts = read_starts(self._config, self._specs)
+        parts = start_from(self._load(), starts)
         programs = Programs(parts, self._config.adapters, self._specs, self._config.train)
         self._state = self._initial(parts, programs)
         if resume:
             self._state = self._state.restored(*self._store.restore(self._state.arrays()))
+        elif not self._folder.plan_file.exists():  # not before the model has loaded: a failed start leaves nothing behind
+            self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
+        self._store.check_space(self._state.arrays())
         self._evaluator = Evaluator(self._config, self._prepared, programs, parts.frozen)
         self._exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs)
         self._announce(parts)
@@ -143,6 +157,13 @@ class _Run:
                     Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish))
         try:
             loop.run()
+        except Interrupted:
+            self._tell(Event(kind="interrupted", slot=self._state.slot))
+            raise
+        except LoraFusionError as problem:
+            with suppress(OSError):  # a full disk cannot take the note either
+                self._tell(Event(kind="stopped", slot=self._state.slot, values={"code": problem.code, "what": problem.what}))
+            raise
         finally:
             self._store.close()
         result = RunResult(folder=self._folder.path, adapters=self._state.adapters, seconds=self._state.seconds,
@@ -157,8 +178,7 @@ class _Run:
         self._phase(f"loading {directory.name}")
         model = load_decoder(directory, self._specs, dtype=jnp.dtype(self._config.base.dtype),
                              layers=self._config.train.layers, remat=self._config.train.remat)
-        parts = take_apart(model)
-        return start_from_folders(parts, self._config, self._specs)
+        return take_apart(model)
 
     def _initial(self, parts: Parts, programs: Programs) -> RunState:
         steps = {adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)
@@ -190,6 +210,7 @@ class _Run:
                          values={"eval_loss": loss, "eval_tokens": tokens}))
 
     def _save(self) -> None:
+        self._phase("saving")
         started = time.perf_counter()
         self._store.save(self._state.slot, self._state.arrays(), self._state.position())
         for name, adapter in self._state.adapters.items():
@@ -208,7 +229,6 @@ class _Run:
 
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))
-
 
 
 def _peak_bytes() -> int | None:

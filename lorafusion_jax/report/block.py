@@ -1,0 +1,121 @@
+"""The lines of the live view: who is how far, fitted to the width of the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
+from lorafusion_jax.report.format import count, duration, rate, whole
+
+COLUMNS = ("steps", "share", "loss", "gnorm", "lr", "held-out", "speed", "eta")
+DROPPED_FIRST = ("gnorm", "lr", "share", "held-out", "speed")  # where the terminal is too narrow for all
+GAP = 2
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of one adapter.
+
+    Attributes:
+        failure: why and where it failed; empty while it has not.
+    """
+
+    num_steps: int
+    step: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    eval_loss: float | None = None
+    done: bool = False
+    failure: str = ""
+
+
+def head_line(name: str, slot: int, slots: int, speed: Mapping[str, Any], width: int) -> Text:
+    """One line about the whole run; what does not fit is left out."""
+    parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
+    if speed.get("eta_s") is not None:
+        tokens = f"{count(speed['processed_tokens_per_s'])} tok/s"
+        eta = f"eta {duration(speed['eta_s'])}"
+        ends = time.strftime("%H:%M", time.localtime(time.time() + speed["eta_s"]))
+        choices = ([f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", f"{eta}, at {ends}"],
+                   [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", eta], [tokens, eta], [eta])
+        parts = next(([*parts, *more] for more in choices if len("  ·  ".join([*parts, *more])) <= width), parts)
+    return Text("  ·  ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
+
+
+def adapter_lines(rows: Mapping[str, Row], speed: Mapping[str, Any], width: int) -> list[Text]:
+    """One line per adapter, columns aligned; a failure may take more than one."""
+    longest = max((len(name) for name in rows), default=0)
+    name_width = min(longest, max(12, width // 3))
+    cells = {name: _cells(name, row, speed) for name, row in rows.items() if not row.failure}
+    columns = _fitting(cells, width - name_width - 1)
+    lines = []
+    for name, row in rows.items():
+        shown = name if len(name) <= name_width else name[: name_width - 1] + "…"
+        start = f" {shown:<{name_width}}"
+        if row.failure:
+            lines += _failure(start, row.failure, width)
+            continue
+        line = Text(start, no_wrap=True, overflow="ellipsis")
+        for column, column_width in columns.items():
+            line.append(" " * GAP + f"{cells[name][column]:>{column_width}}", style=_style(column, row))
+        lines.append(line)
+    return lines
+
+
+def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:
+    """The adapters in one line of a log, many of them summed up."""
+    if len(rows) <= most:
+        return "  |  ".join(f"{name} {_plain(row)}" for name, row in rows.items())
+    done = sum(row.done for row in rows.values())
+    failed = sum(bool(row.failure) for row in rows.values())
+    losses = [row.loss for row in rows.values() if row.loss is not None and not row.failure]
+    mean = f", mean loss {sum(losses) / len(losses):.3f}" if losses else ""
+    return f"{len(rows)} adapters: {done} done, {failed} failed{mean}"
+
+
+def _plain(row: Row) -> str:
+    if row.failure:
+        return "failed"
+    return f"{row.step}/{row.num_steps}" + (f" loss {row.loss:.3f}" if row.loss is not None else "") + (
+        " done" if row.done else "")
+
+
+def _cells(name: str, row: Row, speed: Mapping[str, Any]) -> dict[str, str]:
+    tokens, left = speed.get("adapter_tokens_per_s", {}).get(name), speed.get("adapter_eta_s", {}).get(name)
+    return {"steps": f"{whole(row.step)}/{whole(row.num_steps)}", "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
+            "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
+            "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
+            "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
+            "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
+            "speed": "" if tokens is None or row.done else f"{count(tokens)} tok/s",
+            "eta": "done" if row.done else "" if left is None else f"eta {duration(left)}"}
+
+
+def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, int]:
+    """Column → width, for as many columns as fit."""
+    columns = {column: longest for column in COLUMNS
+               if (longest := max((len(row[column]) for row in cells.values()), default=0))}
+    for column in DROPPED_FIRST:
+        if sum(columns.values()) + GAP * len(columns) <= width:
+            break
+        columns.pop(column, None)
+    return columns
+
+
+def _style(column: str, row: Row) -> str:
+    if row.done and column == "eta":
+        return "green"
+    return "dim" if column in ("share", "gnorm", "lr") else ""
+
+
+def _failure(start: str, text: str, width: int) -> list[Text]:
+    indent = " " * (len(start) + GAP)
+    wrapped = textwrap.wrap(text, max(width, len(indent) + 20), initial_indent=start + " " * GAP, subsequent_indent=indent,
+                            break_on_hyphens=False)
+    return [Text(line, style="bold red", no_wrap=True, overflow="ellipsis") for line in wrapped]
