@@ -1,0 +1,258 @@
+"""Whatever is wrong with the input has its own code, names file and row, ends with the right exit code, and costs nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+
+import orbax.checkpoint as ocp
+import pytest
+from cli_helpers import make_rows, snapshot, weights, write_rows_to
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.checkpoint import store
+
+FIVE_MISTAKES = """\
+base: {{model: {base}, dtpye: float32}}
+data: {{max_length: 48}}
+batch: {{capacity_tokens: 100, tile_tokens: 16}}
+optim: {{lr: fast}}
+adapters:
+  - {{name: law, data: {{train: law.jsonl}}, lora: {{rank: 0}}}}
+  - {{name: med, data: {{}}}}
+"""
+
+
+@pytest.mark.parametrize("command", [("check",), ("plan",), ("train", "--out", "run"), ("data", "preview")])
+def test_five_mistakes_in_one_config(lorafusion, job, command, monkeypatch):
+    monkeypatch.chdir(job.folder)
+    job.path.write_text(FIVE_MISTAKES.format(base=job.values["base"]["model"]))
+    words = command[:2] if command[0] == "data" else command[:1]
+    outcome = lorafusion(*words, job.path, *command[len(words):])
+    assert outcome.code == 2
+    assert sorted(outcome.errors) == [
+        "config.capacity", "config.required", "config.unknown-key", "config.value", "config.value"]
+    for line in (1, 3, 4, 6, 7):
+        assert f"jobs.yaml, line {line}" in outcome.err
+    assert "did you mean 'dtype'?" in outcome.err
+    assert not (job.folder / "run").exists()
+
+
+def test_empty_file(lorafusion, job):
+    (job.folder / "law.jsonl").write_text("")
+    outcome = lorafusion("check", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["data.empty-file"])
+    assert "law.jsonl" in outcome.err
+
+
+def test_broken_json_names_the_line(lorafusion, job):
+    with (job.folder / "med.jsonl").open("a") as file:
+        file.write('{"prompt": "cat", "completion": \n')
+    outcome = lorafusion("check", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["data.bad-json"])
+    assert "med.jsonl, line 13" in outcome.err
+
+
+def test_row_without_answer_names_the_row(lorafusion, job):
+    rows = make_rows(12, 0)
+    del rows[7]["completion"]
+    write_rows_to(job.folder / "law.jsonl", rows)
+    outcome = lorafusion("plan", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["data.no-answer"])
+    assert "law.jsonl, line 8" in outcome.err  # rows from 0, lines from 1
+
+
+def test_row_that_is_too_long_names_row_and_length(lorafusion, job):
+    rows = make_rows(12, 0)
+    rows[4]["completion"] = " cat" * 60
+    write_rows_to(job.folder / "law.jsonl", rows)
+    outcome = lorafusion("plan", job.path, "data.on_long=error")
+    assert (outcome.code, outcome.errors) == (2, ["data.too-long"])
+    assert "law.jsonl, line 5" in outcome.err
+    assert "140 tokens" in outcome.err
+    assert "max_length=48" in outcome.err
+
+
+def test_rows_that_lose_every_answer_are_an_error_and_not_a_loss_of_zero(lorafusion, job):
+    rows = make_rows(12, 0)
+    rows[2]["prompt"] = "cat " * 60
+    write_rows_to(job.folder / "law.jsonl", rows)
+    outcome = lorafusion("plan", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["data.empty-loss"])
+    assert "law.jsonl, line 3" in outcome.err
+
+
+def test_mistakes_in_the_data_of_several_adapters_are_told_together(lorafusion, job):
+    (job.folder / "law.jsonl").write_text("")
+    with (job.folder / "med.jsonl").open("a") as file:
+        file.write("no json\n")
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run")
+    assert outcome.code == 2
+    assert sorted(outcome.errors) == ["data.bad-json", "data.empty-file"]
+    assert not (job.folder / "run").exists()
+
+
+def test_unknown_target(lorafusion, job):
+    job.adapter("med")["lora"] = {"targets": ["q_proj", "upp_proj"]}
+    outcome = lorafusion("check", job.write())
+    assert (outcome.code, outcome.errors) == (2, ["lora.unknown-target"])
+    assert "upp_proj" in outcome.err
+    assert "up_proj" in outcome.err.split("upp_proj", 1)[1]
+
+
+@pytest.fixture
+def own_base(job):
+    """The base model, copied so that it can be damaged; its file of weights."""
+    folder = job.folder / "base"
+    shutil.copytree(job.values["base"]["model"], folder)
+    job.values["base"]["model"] = "base"
+    job.write()
+    return next(folder.glob("*.safetensors"))
+
+
+def test_missing_tensor_of_the_base(lorafusion, job, own_base):
+    tensors = load_file(own_base)
+    missing = "model.layers.1.mlp.up_proj.weight"
+    del tensors[missing]
+    save_file(tensors, own_base)
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run")
+    assert outcome.code == 2
+    assert all(code.startswith("model.") for code in outcome.errors)
+    assert missing in outcome.err
+    assert not (job.folder / "run").exists(), "after the repair, the same command must work"
+
+
+def test_adapter_of_another_base(lorafusion, job, finished):
+    folder = job.folder / "old"
+    shutil.copytree(finished[1] / "adapters" / "med" / "latest", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other-model"}))
+    job.adapter("med")["lora"] = {"init_from": "old"}
+    outcome = lorafusion("train", job.write(), "--out", job.folder / "run")
+    assert (outcome.code, outcome.errors) == (2, ["peft.other-base"])
+    assert "org/other-model" in outcome.err
+    assert "adapter_config.json" in outcome.err
+    assert not (job.folder / "run").exists()
+
+
+def test_adapter_with_other_settings(lorafusion, job, finished):
+    job.adapter("med")["lora"] = {"init_from": str(finished[1] / "adapters" / "med" / "latest"), "rank": 8}
+    outcome = lorafusion("train", job.write(), "--out", job.folder / "run")
+    assert (outcome.code, outcome.errors) == (2, ["peft.other-settings"])
+    assert "rank: 4" in outcome.err
+
+
+def test_folder_of_another_run(lorafusion, job, finished):
+    write_rows_to(job.folder / "law.jsonl", make_rows(13, 5))
+    before = snapshot(finished[1])
+    outcome = lorafusion("train", job.path, "--out", finished[1])
+    assert (outcome.code, outcome.errors) == (2, ["run.other-plan"])
+    assert str(finished[1]) in outcome.err
+    assert snapshot(finished[1]) == before
+
+
+def test_folder_of_the_same_run(lorafusion, finished):
+    job, folder = finished
+    outcome = lorafusion("train", job.path, "--out", folder)
+    assert (outcome.code, outcome.errors) == (2, ["run.exists"])
+    assert f"lorafusion resume {folder}" in outcome.err
+
+
+def test_plan_of_other_data_or_of_another_mesh(lorafusion, job):
+    plan = job.folder / "plan.json"
+    assert lorafusion("plan", job.path, "-o", plan).code == 0
+    write_rows_to(job.folder / "law.jsonl", make_rows(13, 5))
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan)
+    assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"])
+    assert lorafusion("plan", job.path, "-o", plan, "mesh.stages=2").code == 0
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--plan", plan)
+    assert (outcome.code, outcome.errors) == (2, ["plan.mismatch"])
+    assert not (job.folder / "run").exists()
+
+
+def test_damaged_and_missing_plan(lorafusion, job):
+    plan = job.folder / "plan.json"
+    assert lorafusion("train", job.path, "--plan", plan).errors == ["plan.missing"]
+    assert lorafusion("plan", job.path, "-o", plan).code == 0
+    plan.write_text(plan.read_text().replace("law", "lax"))
+    outcome = lorafusion("train", job.path, "--plan", plan)
+    assert (outcome.code, outcome.errors) == (2, ["plan.damaged"])
+
+
+@pytest.mark.parametrize("setting", ["mesh.stages=4", "mesh.data=2"])
+def test_more_devices_than_training_can_use(lorafusion, job, setting):
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run", setting, "base.model=nothing-is-read")
+    assert (outcome.code, outcome.errors) == (2, ["mesh.one-device"])
+    assert "lorafusion plan works for any mesh" in outcome.err
+
+
+def test_no_run_folder(lorafusion, tmp_path):
+    for command in (("status",), ("resume",), ("export", "law", "--to", tmp_path / "to")):
+        outcome = lorafusion(command[0], tmp_path / "nothing", *command[1:])
+        assert (outcome.code, outcome.errors) == (2, ["run.missing"])
+
+
+@pytest.fixture
+def full_disk_at_second_save(monkeypatch):
+    """The writer runs out of space in the middle of its second checkpoint."""
+    original, calls = ocp.CheckpointManager.save, []
+
+    def save(self, step, *arguments, **named):
+        calls.append(step)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, step, *arguments, **named)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    return calls
+
+
+def test_disk_that_fills_up_while_saving(lorafusion, job, finished, full_disk_at_second_save):
+    out = job.folder / "run"
+    outcome = lorafusion("train", job.path, "--out", out)
+    assert (outcome.code, outcome.errors) == (1, ["save.no-space"])
+    first, failed = full_disk_at_second_save
+    assert str(out / "state") in outcome.err
+    assert f"the checkpoint of slot {first} is intact" in outcome.err
+    assert failed > first
+    shown = lorafusion("status", out)
+    assert "stopped" in shown.out
+    assert shown.last_line == f"next: lorafusion resume {out}"
+    assert lorafusion("resume", out).code == 0
+    assert weights(out) == weights(finished[1])
+
+
+def test_disk_too_small_is_told_before_the_first_step(lorafusion, job, monkeypatch):
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    out = job.folder / "run"
+    outcome = lorafusion("train", job.path, "--out", out)
+    assert (outcome.code, outcome.errors) == (1, ["save.no-space"])
+    assert "MiB are needed and 0 MiB are free" in outcome.err
+    assert not list(out.glob("state/*"))
+    monkeypatch.undo()
+    assert lorafusion("resume", out).code == 0
+
+
+def test_disk_that_is_full_for_an_export_leaves_nothing_behind(lorafusion, finished, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    outcome = lorafusion("export", finished[1], "law", "--to", tmp_path / "to")
+    assert (outcome.code, outcome.errors) == (1, ["save.no-space"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_never_overwrites(lorafusion, finished, tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    outcome = lorafusion("export", finished[1], "law", "--to", tmp_path)
+    assert (outcome.code, outcome.errors) == (2, ["export.exists"])
+    assert snapshot(tmp_path).keys() == {"mine.txt"}
+    assert lorafusion("export", finished[1], "lax", "--to", tmp_path / "to").errors == ["export.unknown-adapter"]
+
+
+def test_output_that_the_system_refuses(lorafusion, job):
+    (job.folder / "file").write_text("")
+    outcome = lorafusion("plan", job.path, "-o", job.folder / "file" / "plan.json")
+    assert (outcome.code, outcome.errors) == (1, ["system.file"])
