@@ -309,7 +309,7 @@ def _plots(part: str, rows: list[dict]) -> None:
             shares = [100 * row["bubble_share"] for row in rows if row["order"] == order]
             axes.bar(np.arange(len(names)) + (index - 2) * 0.17, shares, 0.17, label=order)
         axes.set_xticks(np.arange(len(names)), names)
-        axes.set(ylabel="predicted bubbles, % of steady time", title="4 stages, 4 adapters, g16")
+        axes.set(ylabel="predicted bubbles, % of steady time", title="4 stages, 4 adapters, g16", ylim=(0, 95))
     else:
         plt.close(figure)
         return
