@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import make_chunks
-from pallas_kernels.dropout import inverse_keep, keep_words
+from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.problem import Operands, Static
-from pallas_kernels.tiles import row_adapter
+from pallas_kernels.triton.bits import keep_words
 from pallas_kernels.triton.da import da
 from pallas_kernels.triton.down import down
 from pallas_kernels.triton.dsdb import dsdb
@@ -113,7 +113,14 @@ def keep_bits(prepared: Prepared) -> jax.Array | None:
     ops = prepared.ops
     if ops.dropout is None:
         return None
-    return keep_words(ops.dropout, row_adapter(ops.tile_adapter, prepared.static.tile), ops.x.shape[1])
+    block_t = tuning.row_block(prepared.static.tile, 64)
+    return keep_words(
+        ops.dropout,
+        prepared.block_adapter(block_t),
+        ops.x.shape[1],
+        block_t=block_t,
+        interpret=prepared.static.interpret,
+    )
 
 
 def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:

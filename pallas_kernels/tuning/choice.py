@@ -1,32 +1,49 @@
 """Which backend a call gets when it names none: a kernel only where it measured at least as fast as XLA.
 
-Measured on one NVIDIA H200, forward and backward of whole ops (see benchmarks/LOG.md): the Hopper backend wins every
-row from 2048 tokens on; the Triton backend loses on that card, because its products reach 80 % of cuBLAS.
+Measured on one NVIDIA H200, forward and backward of whole ops (benchmarks/LOG.md, benchmarks/results/): the Hopper
+backend wins every row from 2048 tokens on but those excluded below; the Triton backend loses on that card, because
+its products reach 80 % of cuBLAS.
 
 T packed tokens · K in features · N out features
 """
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import is_hopper
+from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.problem import Operands, Static
 
-MIN_ROWS = 2048  # fewer rows leave multiprocessors of the memory-bound passes idle
+MIN_ROWS = 2048  # fewer rows leave multiprocessors idle in the passes over x and dY
 MIN_FEATURES = 1024
+MAX_RANK_ALONE = 32  # one adapter of rank 64: 0.94 to 1.06 of XLA's speed; several of them: 1.05 to 1.32
+MIN_WAVE = 0.85  # 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins
 
 
 def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
     """Names of backends, fastest first; the last one serves every call."""
+    hopper = ("pallas_mosaic_gpu", "xla")
     if not ops.with_lora or _inside_shard_map(ops.x) or not is_hopper():
         return ("xla",)
+    rows, num_in = ops.x.shape
     widest = max(ops.ws[i].shape[1] for i in ops.with_lora)
-    large = ops.x.shape[0] >= MIN_ROWS and min(ops.x.shape[1], widest) >= MIN_FEATURES
-    if large and ops.x.dtype in (jnp.bfloat16, jnp.float16):
-        return ("pallas_mosaic_gpu", "xla")
-    return ("xla",)
+    rank = max(ops.as_[i].shape[2] for i in ops.with_lora)
+    if ops.x.dtype not in (jnp.bfloat16, jnp.float16) or rows < MIN_ROWS or min(num_in, widest) < MIN_FEATURES:
+        return ("xla",)
+    if static.num_adapters == 1 and rank > MAX_RANK_ALONE:
+        return ("xla",)
+    if min(_wave(rows, widest), _wave(rows, num_in)) < MIN_WAVE:
+        return ("xla",)
+    return hopper
+
+
+def _wave(rows: int, columns: int) -> float:
+    """Share of the multiprocessors' time that 128 x 256 output tiles keep busy."""
+    rounds = -(-rows // 128) * -(-columns // 256) / num_sms()
+    return rounds / math.ceil(rounds)
 
 
 def _inside_shard_map(x: jax.Array) -> bool:

@@ -57,7 +57,7 @@ def dsdb_config(num_rows: int, num_out: int, rank: int, tile: int) -> DsdbConfig
 
 def da_config(num_rows: int, num_in: int, rank: int, tile: int) -> DaConfig:
     block_t = row_block(tile, 64)
-    block_k = _divisor(num_in, 64 if rank <= 16 or rank > 64 else 128)
+    block_k = _divisor(num_in, 128 if rank <= 64 else 64)
     size = max(1, min(num_rows // 8, 1024) // block_t)
     return DaConfig(block_t=block_t, blocks_per_chunk=size, block_k=block_k, num_stages=4 if rank <= 32 else 3)
 

@@ -15,6 +15,7 @@ from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+from pallas_kernels.triton.bits import keep_words as keep_bits
 from pallas_kernels.triton.sums import sum_partials
 
 # jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
@@ -105,14 +106,17 @@ def test_ops_lower_for_cuda(device, backend, kernels, change):
         return y, *vjp(arrays["dy"])
 
     text = lowered(device, step, arrays)
-    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+    bits = 1 if change.get("rate") else 0
+    assert (text.count("__gpu$xla.gpu.triton") - bits, text.count("mosaic_gpu_v2")) == kernels
 
 
 @pytest.mark.parametrize(
     ("device", "changes", "kernels"),
     [
-        (H200, {}, (5, 2)),
+        (H200, {"in_features": 4096, "out_features": 4096}, (5, 2)),
         (H200, {"tokens": 512}, (0, 0)),  # too few rows to fill the card
+        (H200, {"adapters": 1, "rank": 64}, (0, 0)),
+        (H200, {"in_features": 5120, "out_features": 5120}, (0, 0)),  # a badly filled last round of tiles
         (H200, {"dtype": "float32"}, (0, 0)),  # tensor cores would round to tf32
         (A100, {}, (0, 0)),  # nothing measured there
     ],
@@ -149,6 +153,16 @@ def test_partial_sums_of_an_adapter_ignore_the_others():
     np.testing.assert_array_equal(got[1], alone[0])
 
 
+@pytest.mark.parametrize("columns", [256, 768, 1000])
+def test_bits_of_the_kernel_are_the_bits_of_the_reference(columns):
+    drop = pk.Dropout(
+        rate=jnp.array([0.1, 0.0, 0.7]), key=jnp.array([5, 6, 7], jnp.uint32), row_key=jnp.arange(64, dtype=jnp.uint32)
+    )
+    table = jnp.array([2, 0, 1, 2], jnp.int32)
+    got = keep_bits(drop, table, columns, block_t=16, interpret=True)
+    np.testing.assert_array_equal(got, keep_words(drop, jnp.repeat(table, 16), columns))
+
+
 def test_hopper_backend_says_what_it_cannot_serve():
     spec = LinearSpec(tokens=2048, in_features=1000, out_features=1024)
     arrays = jax.eval_shape(lambda: make_arrays(spec))
@@ -180,4 +194,4 @@ def test_siblings_with_padding_lower_for_hopper():
     with pytest.raises(NotImplementedError, match="multiple of 64"):
         lowered(H200, lambda arguments: layer(arguments, "pallas_mosaic_gpu"), arguments)
     text = lowered(H200, lambda arguments: layer(arguments, "pallas_triton"), arguments)
-    assert text.count("__gpu$xla.gpu.triton") == 3  # S of all; two products
+    assert text.count("__gpu$xla.gpu.triton") == 4  # bits, S of all; two products
