@@ -15,7 +15,10 @@ NAME = "check"
 
 
 def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Checks a job file and its data, without touching a device. Example: lorafusion check jobs.yaml"""
+    """Checks a job file and its data, without touching a device.
+
+    Example: lorafusion check jobs.yaml
+    """
     config = load_config(jobs, overrides or ())
     prepared = prepare(config)
     notes = ineffective(config) + data_notes(config, prepared)

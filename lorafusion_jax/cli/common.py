@@ -13,7 +13,7 @@ from rich.table import Table
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
 Overrides = Annotated[list[str] | None, typer.Argument(
-    metavar="[KEY=VALUE]...", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4")]
+    metavar="KEY=VALUE", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

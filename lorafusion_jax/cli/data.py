@@ -28,7 +28,10 @@ def _group() -> None:
 def preview(jobs: JobFile, overrides: Overrides = None,
             adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
             rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3, as_json: Json = False) -> None:
-    """Shows tokens coloured by loss mask. Example: lorafusion data preview jobs.yaml --adapter law --rows 3"""
+    """Shows tokens coloured by loss mask.
+
+    Example: lorafusion data preview jobs.yaml --adapter law --rows 3
+    """
     config = load_config(jobs, overrides or ())
     names = [one.name for one in config.adapters]
     if adapter is not None and adapter not in names:

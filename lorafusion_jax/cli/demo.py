@@ -18,7 +18,10 @@ NAME = "demo"
 
 def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; runs/demo, runs/demo-2, … when absent")] = None,
             ) -> int:
-    """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify. Example: lorafusion demo"""
+    """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
+
+    Example: lorafusion demo
+    """
     from lorafusion_jax.cli.running import watch
     from lorafusion_jax.report.comparison import slots_one_after_another
     from lorafusion_jax.training import train

@@ -17,7 +17,10 @@ EXTRAS = {"hf": "datasets", "tensorboard": "tensorboardX", "wandb": "wandb", "pl
 
 
 def command(as_json: Json = False) -> None:
-    """Reports versions, devices and kernels. Example: lorafusion doctor"""
+    """Reports versions, devices and kernels.
+
+    Example: lorafusion doctor
+    """
     numbers = diagnosis()
     if as_json:
         print(json.dumps(numbers))

@@ -22,7 +22,10 @@ def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of t
             to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
             merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
             step: Annotated[int | None, typer.Option(help="which exported step; the newest when absent")] = None) -> None:
-    """Writes an adapter for the Hugging Face ecosystem. Example: lorafusion export runs/exp1 law --to out/law"""
+    """Writes an adapter for the Hugging Face ecosystem.
+
+    Example: lorafusion export runs/exp1 law --to out/law
+    """
     folder = RunFolder(run)
     config = folder.read_config()
     source = _source(folder, [one.name for one in config.adapters], adapter, step)

@@ -43,7 +43,10 @@ adapters:
 
 
 def command() -> None:
-    """Prints a commented job file: lorafusion init > jobs.yaml"""
+    """Prints a commented job file.
+
+    Example: lorafusion init > jobs.yaml
+    """
     print(TEXT, end="")
     if sys.stdout.isatty():
         return

@@ -29,7 +29,10 @@ def command(jobs: JobFile, overrides: Overrides = None,
             device: Annotated[Literal["h200", "h100", "cpu"] | None, typer.Option(
                 help="whose rates predict times; what this machine has when absent")] = None,
             as_json: Json = False) -> None:
-    """Plans a run: rows, tokens, steps, microbatches, predicted times. Example: lorafusion plan jobs.yaml -o plan.json"""
+    """Plans a run: rows, tokens, steps, microbatches, predicted times.
+
+    Example: lorafusion plan jobs.yaml -o plan.json
+    """
     config = load_config(jobs, overrides or ())
     prepared = prepare(config)
     plan = plan_training(config, prepared)

@@ -8,7 +8,10 @@ NAME = "resume"
 
 
 def command(run: RunPath) -> int:
-    """Continues an interrupted run, bitwise as if it had never stopped. Example: lorafusion resume runs/exp1"""
+    """Continues an interrupted run, bitwise as if it had never stopped.
+
+    Example: lorafusion resume runs/exp1
+    """
     from lorafusion_jax.cli.running import follow
     from lorafusion_jax.training import RunFolder, resume
 

@@ -26,7 +26,10 @@ STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 def command(run: RunPath, as_json: Json = False,
             watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
             ) -> None:
-    """Shows how far every adapter of a run is. Example: lorafusion status runs/exp1 --watch"""
+    """Shows how far every adapter of a run is.
+
+    Example: lorafusion status runs/exp1 --watch
+    """
     numbers = run_numbers(run)
     if as_json:
         print(json.dumps(numbers))

@@ -18,7 +18,10 @@ def command(jobs: JobFile, overrides: Overrides = None,
             out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
             plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
             ) -> int:
-    """Trains all adapters of a job file. Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20"""
+    """Trains all adapters of a job file.
+
+    Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20
+    """
     from lorafusion_jax.cli.running import follow, read_plan
     from lorafusion_jax.training import train
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = ["bank", "cat", "dog", "field", "gate", "hill", "ink", "jar", "key", "lamp", "moon", "nest", "oak", "pen", "quay", "rope", "sun", "tree", "urn", "vine"]
+WORDS = ("bank", "cat", "dog", "field", "gate", "hill", "ink", "jar", "key", "lamp", "moon", "nest", "oak", "pen", "quay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,9 @@ def make_job(folder: Path, base: Path) -> Job:
         "base": {"model": str(base), "dtype": "float32"}, "data": {"max_length": 48},
         "batch": {"capacity_tokens": 64, "tile_tokens": 16}, "train": {"log_every_s": 0, "layers": "scan"},
         "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, "save": {"every_steps": 2},
-        "adapters": [{"name": "law", "data": {"train": "law.jsonl", "eval": "law_eval.jsonl"}, "batch": {"global_samples": 2}},
-                     {"name": "med", "data": {"train": "med.jsonl"}, "batch": {"global_samples": 3}, "optim": {"lr": 1e-3}}]})
+        "adapters": [
+            {"name": "law", "data": {"train": "law.jsonl", "eval": "law_eval.jsonl"}, "batch": {"global_samples": 2}},
+            {"name": "med", "data": {"train": "med.jsonl"}, "batch": {"global_samples": 3}, "optim": {"lr": 1e-3}}]})
     job.write()
     return job
 

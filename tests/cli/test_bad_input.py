@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input has its own code, names file and row, ends with the right exit code, and costs nothing."""
+"""Whatever is wrong with the input has its own code, names file and row, ends with the right exit code and costs nothing."""
 
 from __future__ import annotations
 

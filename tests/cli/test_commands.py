@@ -1,0 +1,240 @@
+"""Every command on a small job: what it prints, leaves on disk and suggests next."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from cli_helpers import make_rows, snapshot, weights, write_rows_to
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.cli import init
+from scheduling import Plan
+
+
+def test_init_prints_a_job_file_that_checks(lorafusion, tmp_path, tiny_base):
+    outcome = lorafusion("init")
+    assert outcome.code == 0
+    assert outcome.err.splitlines()[-1] == "next: lorafusion check jobs.yaml"
+    (tmp_path / "data").mkdir()
+    for number, name in enumerate(("law", "law_eval", "chat")):
+        write_rows_to(tmp_path / "data" / f"{name}.jsonl", make_rows(8, number))
+    path = tmp_path / "jobs.yaml"
+    path.write_text(outcome.out)
+    checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
+    assert checked.code == 0, checked.err
+    assert list(json.loads(checked.out)["adapters"]) == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+    assert json.loads(checked.out)["warnings"] == []
+
+
+def test_init_shows_the_defaults_that_the_schema_has():
+    import yaml
+
+    from lorafusion_jax.config import schema
+
+    shown = yaml.safe_load(init.TEXT)
+    for section, model in {"data": schema.DataSettings, "lora": schema.LoraSettings, "optim": schema.OptimSettings,
+                           "batch": schema.BatchSettings, "save": schema.SaveSettings, "train": schema.TrainSettings}.items():
+        for key, value in shown[section].items():
+            default = model.model_fields[key].default
+            assert type(default)(value) == default, f"{section}.{key}"
+
+
+def test_check_counts_rows_and_tokens(lorafusion, job):
+    outcome = lorafusion("check", job.path)
+    assert outcome.code == 0
+    assert outcome.last_line == f"next: lorafusion plan {job.path}"
+    numbers = json.loads(lorafusion("check", job.path, "--json").out)["adapters"]
+    assert {name: (row["format"], row["rows"], row["cut"]) for name, row in numbers.items()} == {
+        "law": ("prompt", 12, 0), "med": ("prompt", 12, 0)}
+    assert all(0 < row["loss_tokens"] < row["tokens"] for row in numbers.values())
+
+
+def test_settings_without_effect_are_told(lorafusion, job):
+    job.adapter("law")["optim"] = {"name": "lion", "eps": 1e-6}
+    for command in ("check", "plan"):
+        assert "law: optim.eps has no effect with lion" in lorafusion(command, job.write()).out
+
+
+def test_rows_that_are_cut_come_with_the_length_that_keeps_them(lorafusion, job):
+    rows = make_rows(12, 0)
+    rows[3]["completion"] = rows[9]["completion"] = " cat" * 25
+    write_rows_to(job.folder / "law.jsonl", rows)
+    outcome = lorafusion("plan", job.path)
+    assert outcome.code == 0
+    text = outcome.out.split("warnings", 1)[1]
+    assert "law: 2 of 12 rows are cut at 48 tokens (16.7 %): rows 3, 9" in text
+    suggested = int(text.split("raise data.max_length to ", 1)[1].split()[0])
+    again = json.loads(lorafusion("plan", job.path, f"data.max_length={suggested}", f"batch.capacity_tokens={suggested}",
+                                  "--json").out)
+    assert again["warnings"] == []
+    assert 48 < again["adapters"]["law"]["longest"] <= suggested <= 80
+
+
+def test_plan_shows_writes_and_compares(lorafusion, job):
+    path, page = job.folder / "out" / "plan.json", job.folder / "timeline.html"
+    outcome = lorafusion("plan", job.path, "-o", path, "--compare", "--timeline", page, "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert outcome.last_line == f"next: lorafusion train {job.path} --out runs/jobs --plan {path}"
+    plan = Plan.from_json(path.read_text())
+    assert f"plan {plan.digest[:12]} " in outcome.out
+    assert plan.digest not in outcome.out
+    assert "predictions" in outcome.out
+    assert "one after another" in outcome.out
+    assert page.read_text().startswith("<!doctype html>")
+    numbers = json.loads(lorafusion("plan", job.path, "--compare", "--json").out)
+    assert numbers["plan"] == plan.digest
+    assert {name: row["steps"] for name, row in numbers["adapters"].items()} == {"law": 6, "med": 4}
+    assert max(row["finishes_slot"] for row in numbers["adapters"].values()) == plan.num_slots
+    assert max(row["finishes_s"] for row in numbers["adapters"].values()) == pytest.approx(numbers["predicted"]["seconds"])
+    assert numbers["seconds_one_after_another"] >= numbers["predicted"]["seconds"]
+    assert numbers["slots_one_after_another"] >= plan.num_slots
+
+
+def test_plan_predicts_bubbles_of_a_pipeline(lorafusion, job):
+    one, four = (json.loads(lorafusion("plan", job.path, f"mesh.stages={stages}", "--json").out) for stages in (1, 4))
+    assert one["predicted"]["bubble_share"] == 0
+    assert four["predicted"]["bubble_share"] > 0
+    assert "4 stages" in lorafusion("plan", job.path, "mesh.stages=4").out
+
+
+def test_screens_fit_into_80_columns(lorafusion, job, finished, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (("check", job.path), ("plan", job.path, "--compare"), ("status", finished[1])):
+        lines = lorafusion(*command).out.splitlines()
+        table = lines[next(i for i, line in enumerate(lines) if line.startswith("adapter ")):][:3]
+        assert [line.split()[0] for line in table] == ["adapter", "law", "med"]  # nothing is folded
+        assert max(map(len, table)) <= 80
+
+
+def test_preview_shows_tokens(lorafusion, job):
+    outcome = lorafusion("data", "preview", job.path, "--adapter", "med", "--rows", "1")
+    assert outcome.code == 0
+    assert "⟦" in outcome.out
+    assert "law" not in outcome.out.split("next:")[0]
+    assert outcome.last_line == f"next: lorafusion plan {job.path}"
+    shown = json.loads(lorafusion("data", "preview", job.path, "--rows", "2", "--json").out)
+    assert [len(rows) for rows in shown.values()] == [2, 2]
+    row = shown["law"][0]
+    assert len(row["tokens"]) == len(row["learned"]) == len(row["pieces"])
+    assert not row["learned"][0]
+    assert any(row["learned"])
+    unknown = lorafusion("data", "preview", job.path, "--adapter", "lax")
+    assert (unknown.code, unknown.errors) == (2, ["config.unknown-adapter"])
+
+
+def test_train_with_a_plan_is_the_run_without(lorafusion, job, finished):
+    plan = job.folder / "plan.json"
+    lorafusion("plan", job.path, "-o", plan)
+    out = job.folder / "run"
+    outcome = lorafusion("train", job.path, "--out", out, "--plan", plan)
+    assert outcome.code == 0, outcome.err
+    assert weights(out) == weights(finished[1])
+    assert outcome.last_line == f"next: lorafusion export {out} law --to out/law"
+    assert f"plan {Plan.from_json(plan.read_text()).digest[:12]} " in outcome.out
+    assert "compiled the training step in" in outcome.out
+    assert "law  step 0  held-out loss" in outcome.out
+    assert "law 6/6 loss" in outcome.out
+    assert "\x1b" not in outcome.out, "colours in a log"
+
+
+def test_train_takes_overrides_and_warns(lorafusion, job):
+    job.adapter("law")["optim"] = {"momentum": 0.9}
+    out = job.folder / "run"
+    outcome = lorafusion("train", job.write(), "--out", out, "train.max_steps=1", "adapters.law.optim.schedule=constant")
+    assert outcome.code == 0, outcome.err
+    assert "law: optim.momentum has no effect with adamw" in outcome.out
+    assert {name: row["step"] for name, row in json.loads(lorafusion("status", out, "--json").out)["adapters"].items()} == {
+        "law": 1, "med": 1}
+
+
+def test_status_of_a_finished_run(lorafusion, finished):
+    _, out = finished
+    outcome = lorafusion("status", out)
+    assert outcome.code == 0
+    assert "finished" in outcome.out
+    assert outcome.last_line == f"next: lorafusion export {out} law --to out/law"
+    numbers = json.loads(lorafusion("status", out, "--json").out)
+    assert numbers["state"] == "finished"
+    assert numbers["slot"] == numbers["slots"]
+    law, med = numbers["adapters"]["law"], numbers["adapters"]["med"]
+    assert (law["status"], law["step"], law["steps"]) == ("done", 6, 6)
+    assert law["held_out_after"] is not None
+    assert med["held_out_after"] is None
+    assert numbers["throughput"]["useful_tokens_per_s"] <= numbers["throughput"]["processed_tokens_per_s"]
+    watched = lorafusion("status", out, "--watch")  # nothing to wait for
+    assert watched.code == 0
+
+
+def test_export_copies_and_merges(lorafusion, finished, tmp_path):
+    _, out = finished
+    copied = lorafusion("export", out, "law", "--to", tmp_path / "law")
+    assert copied.code == 0, copied.err
+    assert copied.last_line == f"next: lorafusion export {out} law --merge --to {tmp_path / 'law'}-merged"
+    assert snapshot(tmp_path / "law") == snapshot((out / "adapters" / "law" / "latest").resolve())
+    spec, arrays = read_adapter(tmp_path / "law")
+    assert (spec.rank, len(arrays)) == (4, 14)
+    merged = lorafusion("export", out, "law", "--merge", "--to", tmp_path / "full")
+    assert merged.code == 0, merged.err
+    assert merged.last_line.startswith("next: python -c")
+    assert (tmp_path / "full" / "config.json").is_file()
+    assert "14 tensors changed" in merged.out
+    early = lorafusion("export", out, "law", "--step", "999", "--to", tmp_path / "early")
+    assert (early.code, early.errors) == (2, ["export.no-step"])
+
+
+def test_doctor(lorafusion):
+    numbers = json.loads(lorafusion("doctor", "--json").out)
+    assert set(numbers) == {"versions", "devices", "kernels", "extras", "disk"}
+    assert numbers["kernels"]["xla"] == "available"
+    outcome = lorafusion("doctor")
+    assert outcome.code == 0
+    assert outcome.last_line == "next: lorafusion demo"
+    assert numbers["versions"]["jax"] in outcome.out
+
+
+@pytest.mark.parametrize("arguments", [("trian",), ("check",), ("plan", "jobs.yaml", "--no-such-option"), ("export", "run", "law")])
+def test_mistyped_commands_are_usage_errors(lorafusion, arguments):
+    outcome = lorafusion(*arguments)
+    assert outcome.code == 2
+    assert "Usage" in outcome.err
+
+
+def test_every_command_has_help_with_an_example(lorafusion):
+    for command in ("demo", "init", "check", "plan", "train", "resume", "status", "export", "doctor", "data preview"):
+        outcome = lorafusion(*command.split(), "--help")
+        assert outcome.code == 0
+        assert f"Example: lorafusion {command}" in " ".join(outcome.out.split())
+
+
+def test_planning_does_not_import_jax(job, finished):
+    """One new interpreter for all: importing jax takes longer than planning, and a backend may hold a GPU."""
+    code = """
+import sys
+from lorafusion_jax.cli.main import run
+for arguments in ARGUMENTS:
+    assert run(arguments) == 0, arguments
+    assert not {"jax", "flax", "orbax"} & set(sys.modules), arguments
+print("none")
+"""
+    arguments = [["init"], ["check", str(job.path)], ["plan", str(job.path), "--compare"], ["status", str(finished[1])],
+                 ["data", "preview", str(job.path)]]
+    done = subprocess.run([sys.executable, "-c", code.replace("ARGUMENTS", repr(arguments))], capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("none\n")
+
+
+def test_export_starts_no_backend(finished, tmp_path):
+    code = f"""
+from lorafusion_jax.cli.main import run
+assert run(["export", {str(finished[1])!r}, "law", "--to", {str(tmp_path / "to")!r}]) == 0
+assert run(["export", {str(finished[1])!r}, "law", "--merge", "--to", {str(tmp_path / "full")!r}]) == 0
+import jax
+from jax._src import xla_bridge
+assert not xla_bridge._backends
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,100 @@
+"""0 all done · 1 nothing came of it · 3 some adapters failed · 130 interrupted, and resumed bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_helpers import weights
+
+from lorafusion_jax.report.recorder import read_rows
+
+DIVERGING = {"name": "sgd", "lr": 1e30, "clip": 0, "schedule": "constant"}  # the second step sees weights beyond float32
+
+
+def test_one_adapter_fails_and_the_other_is_done(lorafusion, job, finished):
+    job.adapter("law")["optim"] = DIVERGING
+    out = job.folder / "run"
+    outcome = lorafusion("train", job.write(), "--out", out)
+    assert outcome.code == 3, outcome.err
+    assert "law  FAILED: " in outcome.out
+    assert "others unaffected" in outcome.out
+    assert weights(out)["med"] == weights(finished[1])["med"]
+    assert outcome.last_line.startswith(f"next: lorafusion export {out} ")
+    status = json.loads(lorafusion("status", out, "--json").out)["adapters"]
+    assert (status["law"]["status"], status["med"]["status"]) == ("failed", "done")
+    assert "not finite" in status["law"]["reason"]
+    assert status["law"]["step"] < status["law"]["steps"]
+
+
+def test_every_adapter_fails(lorafusion, job):
+    for name in ("law", "med"):
+        job.adapter(name)["optim"] = DIVERGING
+    outcome = lorafusion("train", job.write(), "--out", job.folder / "run")
+    assert outcome.code == 1
+    assert outcome.out.count("FAILED") == 2
+
+
+@pytest.fixture
+def long_job(job):
+    """The same job for many steps: epochs enough to be interrupted."""
+    job.values["epochs"] = 12
+    job.values["save"] = {}
+    job.write()
+    return job
+
+
+def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
+    whole, parts = long_job.folder / "whole", long_job.folder / "parts"
+    assert lorafusion("train", long_job.path, "--out", whole).code == 0
+    import jax
+
+    same_programs = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+                     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    process = subprocess.Popen([sys.executable, "-m", "lorafusion_jax", "train", str(long_job.path), "--out", str(parts)],
+                               env=os.environ | same_programs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(row["kind"] == "step" for row in read_rows(parts / "metrics.jsonl")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "the state is saved" in err
+    assert out.rstrip().splitlines()[-1] == f"next: lorafusion resume {parts}"
+    status = lorafusion("status", parts)
+    assert "interrupted" in status.out
+    assert status.last_line == f"next: lorafusion resume {parts}"
+    stopped_at = json.loads(lorafusion("status", parts, "--json").out)["slot"]
+    resumed = lorafusion("resume", parts)
+    assert resumed.code == 0, resumed.err
+    assert f"resumed at microbatch {stopped_at}" in resumed.out
+    assert weights(parts) == weights(whole)
+    assert _steps(parts) == _steps(whole)
+
+
+def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch):
+    from lorafusion_jax.training import run
+
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "load_decoder", interrupted)
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run")
+    assert outcome.code == 130
+    assert outcome.last_line.startswith("next: lorafusion train")
+    assert not (job.folder / "run").exists()
+
+
+def _steps(run_folder) -> list[tuple]:
+    return [(row["adapter"], row["step"], row["loss"]) for row in read_rows(run_folder / "metrics.jsonl")
+            if row["kind"] == "step"]
