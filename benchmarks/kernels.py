@@ -117,8 +117,8 @@ def print_layer(rows: list[dict]) -> None:
     for row in rows:
         same = [r["p50_us"] for r in rows if r["part"] == row["part"] and r["variant"] == "frozen"]
         print(
-            f"  {row['part']:18s} {row['variant']:16s} A{row['adapters']:<2d} p{row['rate']:<4g} {row['p50_us']:9.1f} us"
-            f" [{row['p20_us']:.0f}, {row['p80_us']:.0f}]"
+            f"  {row['part']:18s} {row['variant']:16s} A{row['adapters']:<2d} p{row['rate']:<4g}"
+            f" {row['p50_us']:9.1f} us [{row['p20_us']:.0f}, {row['p80_us']:.0f}]"
             f"  {row['p50_us'] / (same or [1])[0]:.3f} of frozen"
         )
 
