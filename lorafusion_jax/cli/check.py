@@ -23,16 +23,30 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     prepared = prepare(config)
     notes = ineffective(config) + data_notes(config, prepared)
     if as_json:
-        print(json.dumps({"adapters": {name: summary(data.train.report) for name, data in prepared.adapters.items()},
-                          "warnings": notes}))
+        print(
+            json.dumps(
+                {
+                    "adapters": {name: summary(data.train.report) for name, data in prepared.adapters.items()},
+                    "warnings": notes,
+                }
+            )
+        )
         return
     console = out()
     table = plain_table(("adapter", "format"), ("rows", "tokens", "learned", "max", "cut", "dropped", "held-out"))
     for name, data in prepared.adapters.items():
         report = data.train.report
-        table.add_row(name, report.format, whole(report.rows), count(report.tokens), count(report.loss_tokens),
-                      whole(report.longest), whole(report.cut), whole(len(report.dropped) + len(report.too_long)),
-                      whole(data.eval.report.rows) if data.eval else "–")
+        table.add_row(
+            name,
+            report.format,
+            whole(report.rows),
+            count(report.tokens),
+            count(report.loss_tokens),
+            whole(report.longest),
+            whole(report.cut),
+            whole(len(report.dropped) + len(report.too_long)),
+            whole(data.eval.report.rows) if data.eval else "–",
+        )
     console.print(table)
     warn(console, notes)
     next_command(console, f"lorafusion plan {jobs}")
@@ -40,6 +54,14 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
 
 def summary(report) -> dict:
     """A data report as plain numbers."""
-    return {"source": str(report.source), "format": report.format, "rows": report.rows, "tokens": report.tokens,
-            "loss_tokens": report.loss_tokens, "longest": report.longest, "cut": report.cut,
-            "dropped": [int(row) for row in report.dropped], "too_long": [int(row) for row in report.too_long]}
+    return {
+        "source": str(report.source),
+        "format": report.format,
+        "rows": report.rows,
+        "tokens": report.tokens,
+        "loss_tokens": report.loss_tokens,
+        "longest": report.longest,
+        "cut": report.cut,
+        "dropped": [int(row) for row in report.dropped],
+        "too_long": [int(row) for row in report.too_long],
+    }

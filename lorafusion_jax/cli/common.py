@@ -12,8 +12,12 @@ from rich.table import Table
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
-Overrides = Annotated[list[str] | None, typer.Argument(
-    metavar="KEY=VALUE", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
@@ -49,7 +53,10 @@ def warn(console: Console, texts: list[str]) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, where jax was told of no other place; a second of compiling is worth the disk."""
+    """Keeps compiled programs between runs, unless jax was told of another place.
+
+    Only what takes a second to compile is worth the disk.
+    """
     import jax
     import platformdirs
 

@@ -10,8 +10,8 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError
@@ -25,9 +25,13 @@ def _group() -> None:
 
 
 @app.command("preview")
-def preview(jobs: JobFile, overrides: Overrides = None,
-            adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
-            rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3, as_json: Json = False) -> None:
+def preview(
+    jobs: JobFile,
+    overrides: Overrides = None,
+    adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3,
+    as_json: Json = False,
+) -> None:
     """Shows tokens coloured by loss mask.
 
     Example: lorafusion data preview jobs.yaml --adapter law --rows 3
@@ -35,11 +39,17 @@ def preview(jobs: JobFile, overrides: Overrides = None,
     config = load_config(jobs, overrides or ())
     names = [one.name for one in config.adapters]
     if adapter is not None and adapter not in names:
-        raise ConfigError("config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}")
+        raise ConfigError(
+            "config.unknown-adapter", f"there is no adapter '{adapter}'.", fix=f"one of: {', '.join(names)}"
+        )
     tokenizer, console = load_tokenizer(base_directory(config)), out()
-    sets = {one.name: load_samples(one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name,
-                                   base_dir=Path(config.directory))
-            for one in config.adapters if adapter in (None, one.name)}
+    sets = {
+        one.name: load_samples(
+            one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name, base_dir=Path(config.directory)
+        )
+        for one in config.adapters
+        if adapter in (None, one.name)
+    }
     if as_json:
         print(json.dumps({name: _numbers(samples, tokenizer, rows) for name, samples in sets.items()}))
         return
@@ -53,6 +63,12 @@ def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dic
     result = []
     for index in range(min(rows, len(samples))):
         tokens, learned = samples.sample(index)
-        result.append({"row": int(samples.rows[index]), "tokens": tokens.tolist(), "learned": learned.tolist(),
-                       "pieces": [tokenizer.piece(int(token)) for token in tokens]})
+        result.append(
+            {
+                "row": int(samples.rows[index]),
+                "tokens": tokens.tolist(),
+                "learned": learned.tolist(),
+                "pieces": [tokenizer.piece(int(token)) for token in tokens],
+            }
+        )
     return result

@@ -16,8 +16,11 @@ from lorafusion_jax.report.format import count, duration, percent
 NAME = "demo"
 
 
-def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; runs/demo, runs/demo-2, … when absent")] = None,
-            ) -> int:
+def command(
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="run folder; runs/demo, runs/demo-2, … when absent")
+    ] = None,
+) -> int:
     """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
 
     Example: lorafusion demo
@@ -30,8 +33,11 @@ def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run fold
     jobs = examples_directory() / "demo.yaml"
     folder, console = out_dir or _new_folder(Path("runs/demo")), out()
     config = load_config(jobs)
-    console.print(f"[bold]lorafusion demo[/bold]: {len(config.adapters)} adapters of one {Path(config.base.model).name} model, "
-                  f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n", highlight=False)
+    console.print(
+        f"[bold]lorafusion demo[/bold]: {len(config.adapters)} adapters of one {Path(config.base.model).name} model, "
+        f"on this machine, no download\n  job file {jobs}\n  run folder {folder}\n",
+        highlight=False,
+    )
     result = watch(console, folder, config, lambda listeners: train(config, folder, listeners=listeners))
     checks = verify_exports(folder)
     _table(console, config, result, checks)
@@ -41,8 +47,10 @@ def command(out_dir: Annotated[Path | None, typer.Option("--out", help="run fold
         console.print(f"[red]exported folders differ from the trained weights: {', '.join(bad)}[/red]")
         return 1
     first = config.adapters[0].name
-    next_command(console, f"lorafusion export {folder} {first} --to out/{first}   "
-                          "(or: lorafusion init > jobs.yaml, and your own data)")
+    next_command(
+        console,
+        f"lorafusion export {folder} {first} --to out/{first}   (or: lorafusion init > jobs.yaml, and your own data)",
+    )
     return result.exit_code
 
 
@@ -58,13 +66,25 @@ def _table(console: Console, config, result, checks) -> None:
     from lorafusion_jax.report.summary import final_rows
 
     rows = final_rows(result.folder)
-    table = plain_table(("adapter",), ("rank", "dropout", "lr", "batch", "epochs", "steps", "held-out loss", "PEFT folder"))
+    table = plain_table(
+        ("adapter",), ("rank", "dropout", "lr", "batch", "epochs", "steps", "held-out loss", "PEFT folder")
+    )
     for adapter in config.adapters:
         row = rows[adapter.name]
-        note = "re-read, equal" if checks[adapter.name].same else f"[red]differs by {checks[adapter.name].delta:.1e}[/red]"
-        table.add_row(adapter.name, f"{adapter.lora.rank}", f"{adapter.lora.dropout:g}", f"{adapter.optim.lr:g}",
-                      f"{adapter.global_samples}", f"{adapter.epochs}", f"{result.adapters[adapter.name].step}",
-                      f"{row['before']:.3f} → [green]{row['after']:.3f}[/green]", note)
+        note = (
+            "re-read, equal" if checks[adapter.name].same else f"[red]differs by {checks[adapter.name].delta:.1e}[/red]"
+        )
+        table.add_row(
+            adapter.name,
+            f"{adapter.lora.rank}",
+            f"{adapter.lora.dropout:g}",
+            f"{adapter.optim.lr:g}",
+            f"{adapter.global_samples}",
+            f"{adapter.epochs}",
+            f"{result.adapters[adapter.name].step}",
+            f"{row['before']:.3f} → [green]{row['after']:.3f}[/green]",
+            note,
+        )
     console.print()
     console.print(table)
 
@@ -73,7 +93,13 @@ def _totals(console: Console, result, alone: int) -> None:
     from lorafusion_jax.report.summary import throughput
 
     speed, slots = throughput(result.folder), result.plan.num_slots
-    console.print(f"\n{count(speed['useful_tokens_per_s'])} useful tokens/s, capacity used {percent(result.plan.density)}, "
-                  f"{slots} microbatches in {duration(result.seconds)}", highlight=False)
-    console.print(f"one after another: {alone} microbatches of the same cost, {duration(alone * result.seconds / slots)}: "
-                  f"together is {alone / slots:.2f}× faster", highlight=False)
+    console.print(
+        f"\n{count(speed['useful_tokens_per_s'])} useful tokens/s, capacity used {percent(result.plan.density)}, "
+        f"{slots} microbatches in {duration(result.seconds)}",
+        highlight=False,
+    )
+    console.print(
+        f"one after another: {alone} microbatches of the same cost, {duration(alone * result.seconds / slots)}: "
+        f"together is {alone / slots:.2f}× faster",
+        highlight=False,
+    )

@@ -39,11 +39,20 @@ def diagnosis() -> dict[str, dict[str, str]]:
     """Versions, devices, kernels per device, extras and disk."""
     import jax
 
-    devices = {f"{device.platform}:{device.id}": f"{device.device_kind}{_memory(device)}" for device in jax.local_devices()}
-    extras = {name: "installed" if find_spec(package) else f"not installed: pip install 'lorafusion-jax[{name}]'"
-              for name, package in EXTRAS.items()}
-    return {"versions": versions(), "devices": devices, "kernels": _kernels(), "extras": extras,
-            "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B"}}
+    devices = {
+        f"{device.platform}:{device.id}": f"{device.device_kind}{_memory(device)}" for device in jax.local_devices()
+    }
+    extras = {
+        name: "installed" if find_spec(package) else f"not installed: pip install 'lorafusion-jax[{name}]'"
+        for name, package in EXTRAS.items()
+    }
+    return {
+        "versions": versions(),
+        "devices": devices,
+        "kernels": _kernels(),
+        "extras": extras,
+        "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B"},
+    }
 
 
 def _kernels() -> dict[str, str]:
@@ -53,7 +62,9 @@ def _kernels() -> dict[str, str]:
 
     from pallas_kernels import Implementation, lora_linear
 
-    x, w, a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096)))
+    x, w, a, b = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096))
+    )
     found = {}
     for name in get_args(Implementation):
         try:

@@ -18,10 +18,13 @@ from lorafusion_jax.errors import CheckpointError, ConfigError
 NAME = "export"
 
 
-def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of the adapter")],
-            to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
-            merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
-            step: Annotated[int | None, typer.Option(help="which exported step; the newest when absent")] = None) -> None:
+def command(
+    run: RunPath,
+    adapter: Annotated[str, typer.Argument(help="name of the adapter")],
+    to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
+    merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
+    step: Annotated[int | None, typer.Option(help="which exported step; the newest when absent")] = None,
+) -> None:
     """Writes an adapter for the Hugging Face ecosystem.
 
     Example: lorafusion export runs/exp1 law --to out/law
@@ -36,7 +39,9 @@ def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of t
         report = merge_adapter(base_directory(config), source, to)
         console.print(f"merged {adapter} (step {_step(source)}) into a full model: {to}", highlight=False)
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
-        next_command(console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\"")
+        next_command(
+            console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\""
+        )
         return
     from lorafusion_jax.checkpoint.peft import read_adapter
 
@@ -50,12 +55,18 @@ def command(run: RunPath, adapter: Annotated[str, typer.Argument(help="name of t
 
 def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None) -> Path:
     if adapter not in names:
-        raise ConfigError("export.unknown-adapter", f"there is no adapter '{adapter}' in {folder.path}.",
-                          fix=f"one of: {', '.join(names)}")
+        raise ConfigError(
+            "export.unknown-adapter",
+            f"there is no adapter '{adapter}' in {folder.path}.",
+            fix=f"one of: {', '.join(names)}",
+        )
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
-        raise CheckpointError("export.no-step", f"{adapter} has no exported weights" + (f" of step {step}." if step else " yet."),
-                              fix=f"lorafusion resume {folder.path}")
+        raise CheckpointError(
+            "export.no-step",
+            f"{adapter} has no exported weights" + (f" of step {step}." if step else " yet."),
+            fix=f"lorafusion resume {folder.path}",
+        )
     return source
 
 

@@ -16,7 +16,10 @@ from lorafusion_jax.errors import LoraFusionError, RunError
 from scheduling import PlanError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
 for command in (demo, init, check, plan, train, resume, status, export, doctor):
@@ -55,8 +58,13 @@ def _say(problem: Exception) -> None:
 def _system_error(problem: OSError) -> RunError:
     """A file or disk that the system refuses; the program is not to blame, so there is no traceback."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError("save.no-space", "the disk is full.", where=str(problem.filename or ""), why=str(problem),
-                        fix="free some space and repeat the command; a run goes on with lorafusion resume")
+        return RunError(
+            "save.no-space",
+            "the disk is full.",
+            where=str(problem.filename or ""),
+            why=str(problem),
+            fix="free some space and repeat the command; a run goes on with lorafusion resume",
+        )
     if problem.filename is None:
         raise problem
     return RunError("system.file", f"{problem.filename} cannot be used.", why=problem.strerror or str(problem))

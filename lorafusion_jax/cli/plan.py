@@ -22,13 +22,18 @@ from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 NAME = "plan"
 
 
-def command(jobs: JobFile, overrides: Overrides = None,
-            output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here")] = None,
-            compare: Annotated[bool, typer.Option("--compare", help="also plan the adapters one after another")] = False,
-            timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline, an .html page")] = None,
-            device: Annotated[Literal["h200", "h100", "cpu"] | None, typer.Option(
-                help="whose rates predict times; what this machine has when absent")] = None,
-            as_json: Json = False) -> None:
+def command(
+    jobs: JobFile,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="also plan the adapters one after another")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline, an .html page")] = None,
+    device: Annotated[
+        Literal["h200", "h100", "cpu"] | None,
+        typer.Option(help="whose rates predict times; what this machine has when absent"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Plans a run: rows, tokens, steps, microbatches, predicted times.
 
     Example: lorafusion plan jobs.yaml -o plan.json
@@ -65,24 +70,52 @@ def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostM
     for adapter in config.adapters:
         report, data = prepared.adapters[adapter.name].train.report, prepared.adapters[adapter.name]
         adapters[adapter.name] = {
-            "rows": report.rows, "tokens": int(data.stream_tokens().sum()), "longest": report.longest, "cut": report.cut,
-            "no_loss": len(report.dropped), "too_long": len(report.too_long), "rank": adapter.lora.rank,
-            "steps": plan.job_of[adapter.name].num_batches, "finishes_slot": last[adapter.name] + 1,
-            "finishes_s": finish_s.get(adapter.name)}
-    predicted = None if statistics is None or costs is None else {
-        "costs": costs.source, "seconds": statistics.duration_s, "bubble_share": statistics.bubble_share,
-        "fill_drain_s": statistics.fill_drain_s, "tokens_per_s": statistics.tokens_per_s, "limit": statistics.hint}
-    return {"plan": plan.digest, "adapters": adapters, "slots": plan.num_slots, "noops": plan.num_noops,
-            "lower_bound": plan.lower_bound, "gap": plan.gap, "density": plan.density, "tokens": plan.tokens,
-            "capacity_tokens": plan.capacity_tokens, "stages": plan.num_stages, "data_parallel": plan.data_parallel,
-            "predicted": predicted}
+            "rows": report.rows,
+            "tokens": int(data.stream_tokens().sum()),
+            "longest": report.longest,
+            "cut": report.cut,
+            "no_loss": len(report.dropped),
+            "too_long": len(report.too_long),
+            "rank": adapter.lora.rank,
+            "steps": plan.job_of[adapter.name].num_batches,
+            "finishes_slot": last[adapter.name] + 1,
+            "finishes_s": finish_s.get(adapter.name),
+        }
+    predicted = (
+        None
+        if statistics is None or costs is None
+        else {
+            "costs": costs.source,
+            "seconds": statistics.duration_s,
+            "bubble_share": statistics.bubble_share,
+            "fill_drain_s": statistics.fill_drain_s,
+            "tokens_per_s": statistics.tokens_per_s,
+            "limit": statistics.hint,
+        }
+    )
+    return {
+        "plan": plan.digest,
+        "adapters": adapters,
+        "slots": plan.num_slots,
+        "noops": plan.num_noops,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "density": plan.density,
+        "tokens": plan.tokens,
+        "capacity_tokens": plan.capacity_tokens,
+        "stages": plan.num_stages,
+        "data_parallel": plan.data_parallel,
+        "predicted": predicted,
+    }
 
 
 def comparison(plan: Plan, costs: CostModel | None) -> dict:
     """The same jobs one adapter after another, each planned alone as well as we can: slots and predicted seconds."""
     alone = plans_one_after_another(plan)
-    return {"slots_one_after_another": sum(one.num_slots for one in alone),
-            "seconds_one_after_another": sum(simulate(one, costs).duration_s for one in alone) if costs else None}
+    return {
+        "slots_one_after_another": sum(one.num_slots for one in alone),
+        "seconds_one_after_another": sum(simulate(one, costs).duration_s for one in alone) if costs else None,
+    }
 
 
 def show_plan(console, config: JobConfig, numbers: dict) -> None:
@@ -90,24 +123,46 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     predicted = numbers["predicted"]
     stages = "1 stage" if numbers["stages"] == 1 else f"{numbers['stages']} stages"
     replicas = f" × {numbers['data_parallel']} replicas" if numbers["data_parallel"] > 1 else ""
-    console.print(f"plan {numbers['plan'][:12]}  ·  base {Path(config.base.model).name}  ·  {stages}{replicas}  ·  "
-                  f"capacity {whole(numbers['capacity_tokens'])} tokens\n", highlight=False)
+    console.print(
+        f"plan {numbers['plan'][:12]}  ·  base {Path(config.base.model).name}  ·  {stages}{replicas}  ·  "
+        f"capacity {whole(numbers['capacity_tokens'])} tokens\n",
+        highlight=False,
+    )
     table = plain_table(("adapter",), ("rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"))
     for name, row in numbers["adapters"].items():
         finishes = f"mb {whole(row['finishes_slot'])}" if row["finishes_s"] is None else duration(row["finishes_s"])
-        table.add_row(name, whole(row["rows"]), count(row["tokens"]), whole(row["longest"]), whole(row["cut"]),
-                      whole(row["no_loss"]), f"{row['rank']}", whole(row["steps"]), finishes)
+        table.add_row(
+            name,
+            whole(row["rows"]),
+            count(row["tokens"]),
+            whole(row["longest"]),
+            whole(row["cut"]),
+            whole(row["no_loss"]),
+            f"{row['rank']}",
+            whole(row["steps"]),
+            finishes,
+        )
     console.print(table)
     slots, noops = numbers["slots"], numbers["noops"]
     bubbles = f"   bubbles {percent(predicted['bubble_share'])}" if predicted else ""
-    console.print(f"\nmicrobatches {whole(slots - noops)}   capacity used {percent(numbers['density'])}   "
-                  f"no-ops {whole(noops)} ({percent(noops / max(slots, 1))}){bubbles}", highlight=False)
+    console.print(
+        f"\nmicrobatches {whole(slots - noops)}   capacity used {percent(numbers['density'])}   "
+        f"no-ops {whole(noops)} ({percent(noops / max(slots, 1))}){bubbles}",
+        highlight=False,
+    )
     if "slots_one_after_another" in numbers:
         console.print(_compared(numbers), highlight=False)
     elif predicted:
-        console.print(f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s", highlight=False)
-    console.print(f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
-                  + (f"; what limits it: {predicted['limit']}" if predicted else ""), highlight=False, soft_wrap=True)
+        console.print(
+            f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s",
+            highlight=False,
+        )
+    console.print(
+        f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
+        + (f"; what limits it: {predicted['limit']}" if predicted else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
     if predicted:
         console.print(f"  times and bubbles are predictions: {predicted['costs']}", highlight=False, soft_wrap=True)
 
@@ -117,8 +172,10 @@ def _compared(numbers: dict) -> str:
     if not numbers["predicted"]:
         return f"one after another {whole(alone)} slots   together {whole(together)}   {alone / together:.2f}×"
     alone_s, together_s = numbers["seconds_one_after_another"], numbers["predicted"]["seconds"]
-    return (f"one after another {duration(alone_s)} ({whole(alone)} slots)   together {duration(together_s)} "
-            f"({whole(together)})   {alone_s / together_s:.2f}×")
+    return (
+        f"one after another {duration(alone_s)} ({whole(alone)} slots)   together {duration(together_s)} "
+        f"({whole(together)})   {alone_s / together_s:.2f}×"
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,8 +21,7 @@ from scheduling import Plan
 INTERRUPTED = 130
 
 
-def follow(console: Console, folder: Path, config: JobConfig,
-           work: Callable[[Sequence[Listener]], RunResult]) -> int:
+def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
     """Runs `work` under the live view and shows what came of it; returns the exit code."""
     try:
         result = watch(console, folder, config, work)
@@ -32,20 +31,26 @@ def follow(console: Console, folder: Path, config: JobConfig,
         return INTERRUPTED
     except KeyboardInterrupt:  # a second signal, or one before the first microbatch
         begun = RunFolder(folder).plan_file.exists()
-        errors_to().print("stopped at once: what was done since the last checkpoint is done again when the run goes on."
-                          if begun else "stopped before the run had begun.")
+        errors_to().print(
+            "stopped at once: what was done since the last checkpoint is done again when the run goes on."
+            if begun
+            else "stopped before the run had begun."
+        )
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
     show_result(console, result)
     return result.exit_code
 
 
-def watch(console: Console, folder: Path, config: JobConfig,
-          work: Callable[[Sequence[Listener]], RunResult]) -> RunResult:
+def watch(
+    console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]
+) -> RunResult:
     """Runs `work` under the live view and the trackers that the job asks for."""
     every = config.train.log_every_s
-    with (trackers(config.report, folder) as others,
-          Screen(folder.name, console, LINE_EVERY_S if every is None else every) as screen):
+    with (
+        trackers(config.report, folder) as others,
+        Screen(folder.name, console, LINE_EVERY_S if every is None else every) as screen,
+    ):
         return work([screen, *others])
 
 
@@ -55,21 +60,38 @@ def show_result(console: Console, result: RunResult) -> None:
     rows = final_rows(result.folder)
     for name, adapter in result.adapters.items():
         row = rows.get(name, {})
-        table.add_row(name, "[bold red]failed[/]" if adapter.status == "failed" else f"[green]{adapter.status}[/]",
-                      f"{whole(adapter.step)}/{whole(adapter.num_steps)}", _loss(row.get("loss")), _loss(row.get("before")),
-                      _loss(row.get("after")))
+        table.add_row(
+            name,
+            "[bold red]failed[/]" if adapter.status == "failed" else f"[green]{adapter.status}[/]",
+            f"{whole(adapter.step)}/{whole(adapter.num_steps)}",
+            _loss(row.get("loss")),
+            _loss(row.get("before")),
+            _loss(row.get("after")),
+        )
     console.print()
     console.print(table)
     for name, adapter in result.adapters.items():
         if adapter.status == "failed":
-            console.print(f"{name}: {adapter.reason}; the folder holds step {adapter.step}" if adapter.step else
-                          f"{name}: {adapter.reason}; there is no folder", style="red", highlight=False, markup=False,
-                          soft_wrap=True)
-    console.print(f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}  ·  PEFT folders: "
-                  f"{result.folder}/adapters/NAME/latest", highlight=False, soft_wrap=True)
+            console.print(
+                f"{name}: {adapter.reason}; the folder holds step {adapter.step}"
+                if adapter.step
+                else f"{name}: {adapter.reason}; there is no folder",
+                style="red",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+    console.print(
+        f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}  ·  PEFT folders: "
+        f"{result.folder}/adapters/NAME/latest",
+        highlight=False,
+        soft_wrap=True,
+    )
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
-    next_command(console, f"lorafusion export {result.folder} {done} --to out/{done}" if done else
-                 f"lorafusion status {result.folder}")
+    next_command(
+        console,
+        f"lorafusion export {result.folder} {done} --to out/{done}" if done else f"lorafusion status {result.folder}",
+    )
 
 
 def read_plan(path: Path) -> Plan:
@@ -81,7 +103,9 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError("plan.missing", f"there is no plan {path}.", fix="lorafusion plan jobs.yaml -o plan.json") from None
+        raise CheckpointError(
+            "plan.missing", f"there is no plan {path}.", fix="lorafusion plan jobs.yaml -o plan.json"
+        ) from None
     except ValueError as problem:
         raise CheckpointError("plan.damaged", f"{path} is not a plan.", why=str(problem)) from None
 

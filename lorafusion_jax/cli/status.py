@@ -23,9 +23,11 @@ SILENT_S = 120.0  # a run that says nothing for so long compiles something large
 STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 
 
-def command(run: RunPath, as_json: Json = False,
-            watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
-            ) -> None:
+def command(
+    run: RunPath,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
+) -> None:
     """Shows how far every adapter of a run is.
 
     Example: lorafusion status runs/exp1 --watch
@@ -58,19 +60,36 @@ def run_numbers(run: Path) -> dict:
         own, ended = rows.get(job.name, {}), ends.get(job.name)
         adapters[job.name] = {
             "status": "running" if ended is None else ended["kind"].removeprefix("adapter-"),
-            "step": own.get("step", 0), "steps": job.num_batches, "loss": own.get("loss"), "held_out_before": own.get("before"),
-            "held_out_after": own.get("after"), "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
-            "reason": (ended or {}).get("reason", "")}
+            "step": own.get("step", 0),
+            "steps": job.num_batches,
+            "loss": own.get("loss"),
+            "held_out_before": own.get("before"),
+            "held_out_after": own.get("after"),
+            "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
+            "reason": (ended or {}).get("reason", ""),
+        }
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state = changes[-1]["kind"] if changes and changes[-1]["kind"] != "started" else "running"
     news = max((row["time"] for row in (*metrics[-1:], *events[-1:])), default=folder.plan_file.stat().st_mtime)
-    return {"run": str(run), "state": state, "plan": plan.digest, "slot": max((row["slot"] for row in metrics), default=0),
-            "slots": plan.num_slots, "eta_s": last.get("eta_s"), "last_news_s": round(max(time.time() - news, 0.0), 1),
-            "reason": changes[-1].get("what", "") if changes else "", "adapters": adapters, "throughput": throughput(run)}
+    return {
+        "run": str(run),
+        "state": state,
+        "plan": plan.digest,
+        "slot": max((row["slot"] for row in metrics), default=0),
+        "slots": plan.num_slots,
+        "eta_s": last.get("eta_s"),
+        "last_news_s": round(max(time.time() - news, 0.0), 1),
+        "reason": changes[-1].get("what", "") if changes else "",
+        "adapters": adapters,
+        "throughput": throughput(run),
+    }
 
 
 def _screen(numbers: dict) -> Group:
-    head = Text(f"{numbers['run']}  plan {numbers['plan'][:12]}  {whole(numbers['slot'])}/{whole(numbers['slots'])} mb  ", style="bold")
+    head = Text(
+        f"{numbers['run']}  plan {numbers['plan'][:12]}  {whole(numbers['slot'])}/{whole(numbers['slots'])} mb  ",
+        style="bold",
+    )
     head.append(numbers["state"], style=STATES.get(numbers["state"], "bold"))
     head.append(f"  {numbers['reason']}" if numbers["reason"] else "", style="red")
     if numbers["state"] == "running":
@@ -79,21 +98,35 @@ def _screen(numbers: dict) -> Group:
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
     failures = []
     for name, row in numbers["adapters"].items():
-        losses = ["–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")]
+        losses = [
+            "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
+        ]
         eta = f"{duration(row['eta_s'])}" if row["status"] == "running" and row["eta_s"] is not None else "–"
         status = {"done": "[green]done[/]", "failed": "[bold red]failed[/]"}.get(row["status"], row["status"])
         table.add_row(name, status, f"{whole(row['step'])}/{whole(row['steps'])}", *losses, eta)
         if row["reason"]:
             failures.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
     speed = numbers["throughput"]
-    rates = [Text(f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
-                  f"{duration(speed['slot_seconds'])} per microbatch")] if speed else []
+    rates = (
+        [
+            Text(
+                f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
+                f"{duration(speed['slot_seconds'])} per microbatch"
+            )
+        ]
+        if speed
+        else []
+    )
     return Group(head, table, *failures, *rates)
 
 
 def _next(run: Path, numbers: dict) -> str:
     if numbers["state"] == "finished":
         done = next((name for name, row in numbers["adapters"].items() if row["step"]), None)
-        return f"lorafusion export {run} {done} --to out/{done}" if done else f"lorafusion doctor   (no adapter of {run} took a step)"
+        return (
+            f"lorafusion export {run} {done} --to out/{done}"
+            if done
+            else f"lorafusion doctor   (no adapter of {run} took a step)"
+        )
     alive = numbers["state"] == "running" and numbers["last_news_s"] < SILENT_S
     return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"

@@ -14,10 +14,12 @@ from lorafusion_jax.config.load import ineffective
 NAME = "train"
 
 
-def command(jobs: JobFile, overrides: Overrides = None,
-            out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
-            plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
-            ) -> int:
+def command(
+    jobs: JobFile,
+    overrides: Overrides = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
+    plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
+) -> int:
     """Trains all adapters of a job file.
 
     Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20

@@ -38,12 +38,16 @@ class Row:
 def head_line(name: str, slot: int, slots: int, speed: Mapping[str, Any], width: int) -> Text:
     """One line about the whole run; what does not fit is left out."""
     parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
-    if speed.get("eta_s") is not None:
+    if speed.get("eta_s") is not None and slot < slots:
         tokens = f"{count(speed['processed_tokens_per_s'])} tok/s"
         eta = f"eta {duration(speed['eta_s'])}"
         ends = time.strftime("%H:%M", time.localtime(time.time() + speed["eta_s"]))
-        choices = ([f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", f"{eta}, at {ends}"],
-                   [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", eta], [tokens, eta], [eta])
+        choices = (
+            [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", f"{eta}, at {ends}"],
+            [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", eta],
+            [tokens, eta],
+            [eta],
+        )
         parts = next(([*parts, *more] for more in choices if len("  ·  ".join([*parts, *more])) <= width), parts)
     return Text("  ·  ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
 
@@ -82,25 +86,34 @@ def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:
 def _plain(row: Row) -> str:
     if row.failure:
         return "failed"
-    return f"{row.step}/{row.num_steps}" + (f" loss {row.loss:.3f}" if row.loss is not None else "") + (
-        " done" if row.done else "")
+    return (
+        f"{row.step}/{row.num_steps}"
+        + (f" loss {row.loss:.3f}" if row.loss is not None else "")
+        + (" done" if row.done else "")
+    )
 
 
 def _cells(name: str, row: Row, speed: Mapping[str, Any]) -> dict[str, str]:
     tokens, left = speed.get("adapter_tokens_per_s", {}).get(name), speed.get("adapter_eta_s", {}).get(name)
-    return {"steps": f"{whole(row.step)}/{whole(row.num_steps)}", "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
-            "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
-            "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
-            "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
-            "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
-            "speed": "" if tokens is None or row.done else f"{count(tokens)} tok/s",
-            "eta": "done" if row.done else "" if left is None else f"eta {duration(left)}"}
+    return {
+        "steps": f"{whole(row.step)}/{whole(row.num_steps)}",
+        "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
+        "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
+        "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
+        "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
+        "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
+        "speed": "" if tokens is None or row.done else f"{count(tokens)} tok/s",
+        "eta": "done" if row.done else "" if left is None else f"eta {duration(left)}",
+    }
 
 
 def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, int]:
     """Column → width, for as many columns as fit."""
-    columns = {column: longest for column in COLUMNS
-               if (longest := max((len(row[column]) for row in cells.values()), default=0))}
+    columns = {
+        column: longest
+        for column in COLUMNS
+        if (longest := max((len(row[column]) for row in cells.values()), default=0))
+    }
     for column in DROPPED_FIRST:
         if sum(columns.values()) + GAP * len(columns) <= width:
             break
@@ -116,6 +129,11 @@ def _style(column: str, row: Row) -> str:
 
 def _failure(start: str, text: str, width: int) -> list[Text]:
     indent = " " * (len(start) + GAP)
-    wrapped = textwrap.wrap(text, max(width, len(indent) + 20), initial_indent=start + " " * GAP, subsequent_indent=indent,
-                            break_on_hyphens=False)
+    wrapped = textwrap.wrap(
+        text,
+        max(width, len(indent) + 20),
+        initial_indent=start + " " * GAP,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
     return [Text(line, style="bold red", no_wrap=True, overflow="ellipsis") for line in wrapped]

@@ -7,9 +7,18 @@ from scheduling import Plan, make_plan
 
 def plans_one_after_another(plan: Plan) -> list[Plan]:
     """Plans every adapter alone, as well as we can, with the capacity and stages of `plan`."""
-    return [make_plan([job], capacity_tokens=plan.capacity_tokens, num_stages=plan.num_stages,
-                      data_parallel=plan.data_parallel, tile_tokens=plan.tile_tokens, time_limit_s=0.2, seed=plan.seed)
-            for job in plan.jobs]
+    return [
+        make_plan(
+            [job],
+            capacity_tokens=plan.capacity_tokens,
+            num_stages=plan.num_stages,
+            data_parallel=plan.data_parallel,
+            tile_tokens=plan.tile_tokens,
+            time_limit_s=0.2,
+            seed=plan.seed,
+        )
+        for job in plan.jobs
+    ]
 
 
 def slots_one_after_another(plan: Plan) -> int:

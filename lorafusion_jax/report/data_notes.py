@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized import TokenizedSet
@@ -27,30 +25,34 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
 
 def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
     report, limit = samples.report, settings.max_length
+    longer = _longer(report.uncut, limit, tile)
     if report.cut:
         cut = samples.rows[samples.lengths == limit]  # a row of just that length is among them, uncut
         rows = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
-        yield (f"{who}: {whole(report.cut)} of {whole(report.rows)} rows are cut at {whole(limit)} tokens "
-               f"({percent(report.cut / report.rows)}){rows}\n    {_longer(report.uncut, limit, tile)}, or set data.on_long: drop")
+        yield (
+            f"{who}: {_share(report.cut, report.rows)} are cut at {whole(limit)} tokens{rows}\n"
+            f"    {longer}, or set data.on_long: drop"
+        )
     if report.dropped:
-        yield (f"{who}: {whole(len(report.dropped))} of {whole(report.rows)} rows have no token to learn from and are left "
-               f"out: {_rows(report.dropped)}")
+        lost = _share(len(report.dropped), report.rows)
+        yield f"{who}: {lost} have no token to learn from and are left out: {_rows(report.dropped)}"
     if report.too_long:
-        yield (f"{who}: {whole(len(report.too_long))} of {whole(report.rows)} rows are longer than {whole(limit)} tokens and "
-               f"are left out: {_rows(report.too_long)}\n    {_longer(report.uncut, limit, tile)}")
+        lost = _share(len(report.too_long), report.rows)
+        yield f"{who}: {lost} exceed {whole(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
+
+
+def _share(some: int, rows: int) -> str:
+    return f"{whole(some)} of {whole(rows)} rows ({percent(some / rows)})"
 
 
 def _longer(uncut: Sequence[int], limit: int, tile: int) -> str:
-    *_, most, longest = uncut
+    """Suggests lengths; the quantiles end with those of 98 % and of all rows."""
+    *_, most, longest = (-(-tokens // tile) * tile for tokens in uncut)
     if most > limit:
-        return f"raise data.max_length to {_round_up(most, tile)} to keep 98 % whole, to {_round_up(longest, tile)} to keep all"
-    return f"raise data.max_length to {_round_up(longest, tile)} to keep all whole"
+        return f"raise data.max_length to {most} to keep 98 % whole, to {longest} to keep all"
+    return f"raise data.max_length to {longest} to keep all whole"
 
 
-def _round_up(tokens: int, tile: int) -> int:
-    return -(-tokens // tile) * tile
-
-
-def _rows(rows: Sequence[int] | np.ndarray) -> str:
+def _rows(rows: Sequence[int]) -> str:
     word = "row" if len(rows) == 1 else "rows"
     return f"{word} {', '.join(str(row) for row in rows[:SHOWN])}" + (" …" if len(rows) > SHOWN else "")

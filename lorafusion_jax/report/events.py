@@ -15,7 +15,8 @@ Kind = Literal[
     "eval",  # an adapter was evaluated: eval_loss, eval_tokens
     "saved",  # a checkpoint is on disk
     "exported",  # an adapter folder is on disk
-    "adapter-done", "adapter-failed",
+    "adapter-done",
+    "adapter-failed",
     "finished",
     "interrupted",  # by a signal; the state is saved
     "stopped",  # by an error: code, what

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
     """75 → '1m15', 4000 → '1h07', 12.3 → '12 s'.
 
     >>> duration(75), duration(4000), duration(12.3), duration(1.25), duration(59.7), duration(200_000)
-    ('1m15', '1h07', '12 s', '1.2 s', '1m00', '2d07h')
+    ('1m15', '1h07', '12 s', '1.2 s', '1m00', '2d08h')
     """
     if seconds < 10:
         return f"{seconds:.1f} s"

@@ -29,9 +29,12 @@ def predicted_costs(base: Path, device: str, num_stages: int) -> CostModel | Non
         return None
     if not parameters:
         return None
-    costs = default_cost_model(device, num_stages=num_stages, parameters=parameters, num_layers=layers, hidden_size=width)
-    return dataclasses.replace(costs, source=f"default rates of one {device} per stage, {count(parameters)} parameters, "
-                                             "nothing measured")
+    costs = default_cost_model(
+        device, num_stages=num_stages, parameters=parameters, num_layers=layers, hidden_size=width
+    )
+    return dataclasses.replace(
+        costs, source=f"default rates of one {device} per stage, {count(parameters)} parameters, nothing measured"
+    )
 
 
 def _parameters(file: Path) -> int:

@@ -44,9 +44,15 @@ def check_record(record: dict, prepared: Prepared, plan: Plan) -> None:
         CheckpointError: `run.other-plan` or `run.data-changed`.
     """
     if record.get("plan") != plan.digest:
-        raise CheckpointError("run.other-plan", "plan.json is not the plan that this run was started with.",
-                              why=f"the run has {record.get('plan')}, the file {plan.digest}")
+        raise CheckpointError(
+            "run.other-plan",
+            "plan.json is not the plan that this run was started with.",
+            why=f"the run has {record.get('plan')}, the file {plan.digest}",
+        )
     changed = [name for name, digest in prepared.digests().items() if record.get("data", {}).get(name) != digest]
     if changed:
-        raise CheckpointError("run.data-changed", f"the data of {', '.join(changed)} changed since the run was started.",
-                              fix="restore the files, or start a new run with lorafusion train")
+        raise CheckpointError(
+            "run.data-changed",
+            f"the data of {', '.join(changed)} changed since the run was started.",
+            fix="restore the files, or start a new run with lorafusion train",
+        )

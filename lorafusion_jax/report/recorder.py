@@ -5,8 +5,9 @@ Rows of metrics.jsonl:
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
     {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
      "adapter_eta_s", "adapter_tokens_per_s", "time"}
-`slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss tokens
-of the adapter's global batch. Rates are null before there is something to measure, and so are numbers that are not finite.
+`slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss
+tokens of the adapter's global batch. Rates are null before there is something to measure, and so are numbers that are
+not finite.
 """
 
 from __future__ import annotations

@@ -52,12 +52,24 @@ class Screen:
     def block(self) -> Group:
         """What stands on the terminal now."""
         width = self._console.width
-        lines = [head_line(self._name, self._slot, self._slots, self._speed, width),
-                 *adapter_lines(self._rows, self._speed, width)] if self._started else []
+        lines = (
+            [
+                head_line(self._name, self._slot, self._slots, self._speed, width),
+                *adapter_lines(self._rows, self._speed, width),
+            ]
+            if self._started
+            else []
+        )
         if self._phase:
             now = time.monotonic()
-            lines.append(Text(f" {SPINNER[int(now * 5) % len(SPINNER)]} {self._phase} … {duration(now - self._phase_since)}",
-                              style="cyan", no_wrap=True, overflow="ellipsis"))
+            lines.append(
+                Text(
+                    f" {SPINNER[int(now * 5) % len(SPINNER)]} {self._phase} … {duration(now - self._phase_since)}",
+                    style="cyan",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                )
+            )
         return Group(*lines)
 
     def _on_phase(self, event: Event) -> None:
@@ -69,10 +81,12 @@ class Screen:
         values = event.values
         self._started, self._slots, self._slot, self._phase = True, values["slots"], event.slot, ""
         self._rows = {name: Row(steps) for name, steps in values["adapters"].items()}
-        for text in (f"{self._name}  plan {values['plan'][:12]}  ·  {whole(values['slots'])} microbatches of "
-                     f"{whole(values['capacity_tokens'])} tokens, {percent(values['density'])} used",
-                     f"  {count(values['trainable'])} trainable parameters beside {count(values['frozen'])} frozen ones  ·  "
-                     f"{values['device']}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else "")):
+        for text in (
+            f"{self._name}  plan {values['plan'][:12]}  ·  {whole(values['slots'])} microbatches of "
+            f"{whole(values['capacity_tokens'])} tokens, {percent(values['density'])} used",
+            f"  {count(values['trainable'])} trainable parameters beside {count(values['frozen'])} frozen ones  ·  "
+            f"{values['device']}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
+        ):
             self._line(text, always=True)
 
     def _on_compiled(self, event: Event) -> None:
@@ -102,8 +116,9 @@ class Screen:
 
     def _on_adapter_failed(self, event: Event) -> None:
         values = event.values
-        self._rows[event.adapter].failure = (
-            f"FAILED: {values['reason']}. kept step {values['kept_step']}. others unaffected")
+        self._rows[
+            event.adapter
+        ].failure = f"FAILED: {values['reason']}. kept step {values['kept_step']}. others unaffected"
         self._line(f"{event.adapter}  {self._rows[event.adapter].failure}", style="bold red")
 
     def _on_saved(self, event: Event) -> None:

@@ -75,5 +75,8 @@ def _package(module: str, key: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError("report.missing-package", f"{key} needs a package that is not installed.",
-                          fix=f'pip install "lorafusion-jax[{extra}]"') from None
+        raise ConfigError(
+            "report.missing-package",
+            f"{key} needs a package that is not installed.",
+            fix=f'pip install "lorafusion-jax[{extra}]"',
+        ) from None

@@ -8,7 +8,23 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = ("bank", "cat", "dog", "field", "gate", "hill", "ink", "jar", "key", "lamp", "moon", "nest", "oak", "pen", "quay")
+WORDS = (
+    "bank",
+    "cat",
+    "dog",
+    "field",
+    "gate",
+    "hill",
+    "ink",
+    "jar",
+    "key",
+    "lamp",
+    "moon",
+    "nest",
+    "oak",
+    "pen",
+    "quay",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +47,13 @@ class Outcome:
 
 def make_rows(count: int, seed: int) -> list[dict]:
     draw = random.Random(seed)
-    return [{"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 8))),
-             "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, 8)))} for _ in range(count)]
+    return [
+        {
+            "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 8))),
+            "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, 8))),
+        }
+        for _ in range(count)
+    ]
 
 
 def write_rows_to(path: Path, rows: list[dict]) -> None:
@@ -62,24 +83,41 @@ def make_job(folder: Path, base: Path) -> Job:
     """Two adapters, 6 and 4 steps, one with held-out data; a checkpoint after every second step."""
     for number, (name, rows) in enumerate({"law": 12, "law_eval": 4, "med": 12}.items()):
         write_rows_to(folder / f"{name}.jsonl", make_rows(rows, number))
-    job = Job(folder=folder, values={
-        "base": {"model": str(base), "dtype": "float32"}, "data": {"max_length": 48},
-        "batch": {"capacity_tokens": 64, "tile_tokens": 16}, "train": {"log_every_s": 0, "layers": "scan"},
-        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, "save": {"every_steps": 2},
-        "adapters": [
-            {"name": "law", "data": {"train": "law.jsonl", "eval": "law_eval.jsonl"}, "batch": {"global_samples": 2}},
-            {"name": "med", "data": {"train": "med.jsonl"}, "batch": {"global_samples": 3}, "optim": {"lr": 1e-3}}]})
+    job = Job(
+        folder=folder,
+        values={
+            "base": {"model": str(base), "dtype": "float32"},
+            "data": {"max_length": 48},
+            "batch": {"capacity_tokens": 64, "tile_tokens": 16},
+            "train": {"log_every_s": 0, "layers": "scan"},
+            "lora": {"rank": 4, "alpha": 8, "dropout": 0.1},
+            "save": {"every_steps": 2},
+            "adapters": [
+                {
+                    "name": "law",
+                    "data": {"train": "law.jsonl", "eval": "law_eval.jsonl"},
+                    "batch": {"global_samples": 2},
+                },
+                {"name": "med", "data": {"train": "med.jsonl"}, "batch": {"global_samples": 3}, "optim": {"lr": 1e-3}},
+            ],
+        },
+    )
     job.write()
     return job
 
 
 def snapshot(folder: Path) -> dict[str, str]:
     """Path → hash of every file below a folder."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def weights(run_folder: Path) -> dict[str, str]:
     """Adapter → hash of its newest weights."""
-    return {path.parts[-3]: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(run_folder.glob("adapters/*/latest/adapter_model.safetensors"))}
+    return {
+        path.parts[-3]: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run_folder.glob("adapters/*/latest/adapter_model.safetensors"))
+    }

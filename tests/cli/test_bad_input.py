@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input has its own code, names file and row, ends with the right exit code and costs nothing."""
+"""Whatever is wrong with the input has its own code, names file and row and costs nothing; exit codes are right."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ def test_five_mistakes_in_one_config(lorafusion, job, command, monkeypatch):
     monkeypatch.chdir(job.folder)
     job.path.write_text(FIVE_MISTAKES.format(base=job.values["base"]["model"]))
     words = command[:2] if command[0] == "data" else command[:1]
-    outcome = lorafusion(*words, job.path, *command[len(words):])
+    outcome = lorafusion(*words, job.path, *command[len(words) :])
     assert outcome.code == 2
     assert sorted(outcome.errors) == [
-        "config.capacity", "config.required", "config.unknown-key", "config.value", "config.value"]
+        "config.capacity",
+        "config.required",
+        "config.unknown-key",
+        "config.value",
+        "config.value",
+    ]
     for line in (1, 3, 4, 6, 7):
         assert f"jobs.yaml, line {line}" in outcome.err
     assert "did you mean 'dtype'?" in outcome.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
+from lorafusion_jax.report import recorder
+from lorafusion_jax.report.recorder import read_rows
 from scheduling import Plan
 
 
@@ -35,8 +38,14 @@ def test_init_shows_the_defaults_that_the_schema_has():
     from lorafusion_jax.config import schema
 
     shown = yaml.safe_load(init.TEXT)
-    for section, model in {"data": schema.DataSettings, "lora": schema.LoraSettings, "optim": schema.OptimSettings,
-                           "batch": schema.BatchSettings, "save": schema.SaveSettings, "train": schema.TrainSettings}.items():
+    for section, model in {
+        "data": schema.DataSettings,
+        "lora": schema.LoraSettings,
+        "optim": schema.OptimSettings,
+        "batch": schema.BatchSettings,
+        "save": schema.SaveSettings,
+        "train": schema.TrainSettings,
+    }.items():
         for key, value in shown[section].items():
             default = model.model_fields[key].default
             assert type(default)(value) == default, f"{section}.{key}"
@@ -48,7 +57,9 @@ def test_check_counts_rows_and_tokens(lorafusion, job):
     assert outcome.last_line == f"next: lorafusion plan {job.path}"
     numbers = json.loads(lorafusion("check", job.path, "--json").out)["adapters"]
     assert {name: (row["format"], row["rows"], row["cut"]) for name, row in numbers.items()} == {
-        "law": ("prompt", 12, 0), "med": ("prompt", 12, 0)}
+        "law": ("prompt", 12, 0),
+        "med": ("prompt", 12, 0),
+    }
     assert all(0 < row["loss_tokens"] < row["tokens"] for row in numbers.values())
 
 
@@ -65,10 +76,11 @@ def test_rows_that_are_cut_come_with_the_length_that_keeps_them(lorafusion, job)
     outcome = lorafusion("plan", job.path)
     assert outcome.code == 0
     text = outcome.out.split("warnings", 1)[1]
-    assert "law: 2 of 12 rows are cut at 48 tokens (16.7 %): rows 3, 9" in text
+    assert "law: 2 of 12 rows (16.7 %) are cut at 48 tokens: rows 3, 9" in text
     suggested = int(text.split("raise data.max_length to ", 1)[1].split()[0])
-    again = json.loads(lorafusion("plan", job.path, f"data.max_length={suggested}", f"batch.capacity_tokens={suggested}",
-                                  "--json").out)
+    again = json.loads(
+        lorafusion("plan", job.path, f"data.max_length={suggested}", f"batch.capacity_tokens={suggested}", "--json").out
+    )
     assert again["warnings"] == []
     assert 48 < again["adapters"]["law"]["longest"] <= suggested <= 80
 
@@ -88,7 +100,9 @@ def test_plan_shows_writes_and_compares(lorafusion, job):
     assert numbers["plan"] == plan.digest
     assert {name: row["steps"] for name, row in numbers["adapters"].items()} == {"law": 6, "med": 4}
     assert max(row["finishes_slot"] for row in numbers["adapters"].values()) == plan.num_slots
-    assert max(row["finishes_s"] for row in numbers["adapters"].values()) == pytest.approx(numbers["predicted"]["seconds"])
+    assert max(row["finishes_s"] for row in numbers["adapters"].values()) == pytest.approx(
+        numbers["predicted"]["seconds"]
+    )
     assert numbers["seconds_one_after_another"] >= numbers["predicted"]["seconds"]
     assert numbers["slots_one_after_another"] >= plan.num_slots
 
@@ -104,7 +118,7 @@ def test_screens_fit_into_80_columns(lorafusion, job, finished, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for command in (("check", job.path), ("plan", job.path, "--compare"), ("status", finished[1])):
         lines = lorafusion(*command).out.splitlines()
-        table = lines[next(i for i, line in enumerate(lines) if line.startswith("adapter ")):][:3]
+        table = lines[next(i for i, line in enumerate(lines) if line.startswith("adapter ")) :][:3]
         assert [line.split()[0] for line in table] == ["adapter", "law", "med"]  # nothing is folded
         assert max(map(len, table)) <= 80
 
@@ -143,11 +157,14 @@ def test_train_with_a_plan_is_the_run_without(lorafusion, job, finished):
 def test_train_takes_overrides_and_warns(lorafusion, job):
     job.adapter("law")["optim"] = {"momentum": 0.9}
     out = job.folder / "run"
-    outcome = lorafusion("train", job.write(), "--out", out, "train.max_steps=1", "adapters.law.optim.schedule=constant")
+    outcome = lorafusion(
+        "train", job.write(), "--out", out, "train.max_steps=1", "adapters.law.optim.schedule=constant"
+    )
     assert outcome.code == 0, outcome.err
     assert "law: optim.momentum has no effect with adamw" in outcome.out
-    assert {name: row["step"] for name, row in json.loads(lorafusion("status", out, "--json").out)["adapters"].items()} == {
-        "law": 1, "med": 1}
+    assert {
+        name: row["step"] for name, row in json.loads(lorafusion("status", out, "--json").out)["adapters"].items()
+    } == {"law": 1, "med": 1}
 
 
 def test_status_of_a_finished_run(lorafusion, finished):
@@ -166,6 +183,20 @@ def test_status_of_a_finished_run(lorafusion, finished):
     assert numbers["throughput"]["useful_tokens_per_s"] <= numbers["throughput"]["processed_tokens_per_s"]
     watched = lorafusion("status", out, "--watch")  # nothing to wait for
     assert watched.code == 0
+
+
+def test_metrics_of_a_run_are_the_documented_rows(finished):
+    _, out = finished
+    documented = {
+        kind: {"kind", *re.findall(r"\"(\w+)\"", keys)}
+        for kind, keys in re.findall(r"\{\"kind\": \"(\w+)\", (.*?)\}", recorder.__doc__, re.DOTALL)
+    }
+    rows = read_rows(out / "metrics.jsonl")
+    assert {row["kind"] for row in rows} == set(documented)
+    assert all(set(row) == documented[row["kind"]] for row in rows)
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [0, 6]  # held-out data of law
+    kinds = [event["kind"] for event in read_rows(out / "events.jsonl")]
+    assert (kinds[0], kinds[-1], kinds.count("adapter-done")) == ("started", "finished", 2)
 
 
 def test_export_copies_and_merges(lorafusion, finished, tmp_path):
@@ -195,7 +226,9 @@ def test_doctor(lorafusion):
     assert numbers["versions"]["jax"] in outcome.out
 
 
-@pytest.mark.parametrize("arguments", [("trian",), ("check",), ("plan", "jobs.yaml", "--no-such-option"), ("export", "run", "law")])
+@pytest.mark.parametrize(
+    "arguments", [("trian",), ("check",), ("plan", "jobs.yaml", "--no-such-option"), ("export", "run", "law")]
+)
 def test_mistyped_commands_are_usage_errors(lorafusion, arguments):
     outcome = lorafusion(*arguments)
     assert outcome.code == 2
@@ -219,10 +252,16 @@ for arguments in ARGUMENTS:
     assert not {"jax", "flax", "orbax"} & set(sys.modules), arguments
 print("none")
 """
-    arguments = [["init"], ["check", str(job.path)], ["plan", str(job.path), "--compare"], ["status", str(finished[1])],
-                 ["data", "preview", str(job.path)]]
-    done = subprocess.run([sys.executable, "-c", code.replace("ARGUMENTS", repr(arguments))], capture_output=True, text=True,
-                          timeout=60)
+    arguments = [
+        ["init"],
+        ["check", str(job.path)],
+        ["plan", str(job.path), "--compare"],
+        ["status", str(finished[1])],
+        ["data", "preview", str(job.path)],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("ARGUMENTS", repr(arguments))], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("none\n")
 

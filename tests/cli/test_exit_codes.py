@@ -14,7 +14,12 @@ from cli_helpers import weights
 
 from lorafusion_jax.report.recorder import read_rows
 
-DIVERGING = {"name": "sgd", "lr": 1e30, "clip": 0, "schedule": "constant"}  # the second step sees weights beyond float32
+DIVERGING = {
+    "name": "sgd",
+    "lr": 1e30,
+    "clip": 0,
+    "schedule": "constant",
+}  # the second step sees weights beyond float32
 
 
 def test_one_adapter_fails_and_the_other_is_done(lorafusion, job, finished):
@@ -54,10 +59,18 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     assert lorafusion("train", long_job.path, "--out", whole).code == 0
     import jax
 
-    same_programs = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-                     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
-    process = subprocess.Popen([sys.executable, "-m", "lorafusion_jax", "train", str(long_job.path), "--out", str(parts)],
-                               env=os.environ | same_programs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    same_programs = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lorafusion_jax", "train", str(long_job.path), "--out", str(parts)],
+        env=os.environ | same_programs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 120
         while not any(row["kind"] == "step" for row in read_rows(parts / "metrics.jsonl")):
@@ -96,5 +109,8 @@ def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch):
 
 
 def _steps(run_folder) -> list[tuple]:
-    return [(row["adapter"], row["step"], row["loss"]) for row in read_rows(run_folder / "metrics.jsonl")
-            if row["kind"] == "step"]
+    return [
+        (row["adapter"], row["step"], row["loss"])
+        for row in read_rows(run_folder / "metrics.jsonl")
+        if row["kind"] == "step"
+    ]

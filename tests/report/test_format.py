@@ -1,0 +1,24 @@
+"""The examples in the docstrings of the report package are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+from lorafusion_jax import report
+
+MODULES = [f"lorafusion_jax.report.{module.name}" for module in pkgutil.iter_modules(report.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_examples_of_every_format():
+    found = doctest.DocTestFinder().find(importlib.import_module("lorafusion_jax.report.format"))
+    public = [test.name.rsplit(".", 1)[-1] for test in found if test.examples]
+    assert {"count", "whole", "duration", "percent", "rate"} <= set(public)

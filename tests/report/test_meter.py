@@ -1,0 +1,58 @@
+"""Rates and times left: linear in slots, shared out to adapters by their tokens, warm-up and pauses left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorafusion_jax.training import meter as module
+from lorafusion_jax.training.meter import WARM_UP, Meter
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests move."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+SLOTS = [{"law": 60, "med": 20}] * 10 + [{"law": 80}] * 10
+
+
+def run(clock, meter: Meter, slots, seconds: float) -> None:
+    for slot in slots:
+        clock.now += seconds
+        meter.slot_done(slot)
+
+
+def test_nothing_is_said_before_something_is_measured(clock):
+    meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
+    run(clock, meter, range(WARM_UP), 30.0)
+    assert meter.snapshot(WARM_UP)["eta_s"] is None
+
+
+def test_rates_leave_out_warm_up_and_pauses(clock):
+    meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
+    run(clock, meter, range(WARM_UP), 30.0)
+    run(clock, meter, range(WARM_UP, 7), 0.5)
+    clock.now += 1000  # an evaluation
+    meter.pause()
+    run(clock, meter, range(7, 8), 0.5)
+    seen = meter.snapshot(8)
+    assert seen["processed_tokens_per_s"] == 200
+    assert seen["useful_tokens_per_s"] == 160
+    assert seen["adapter_tokens_per_s"] == {"law": 120, "med": 40}
+    assert seen["eta_s"] == 12 * 0.5
+    assert seen["adapter_eta_s"] == {"law": 12 * 0.5, "med": 2 * 0.5}
+    assert meter.seconds == 30.0 * WARM_UP + 3 * 0.5
+
+
+def test_an_adapter_that_is_done_has_no_time_left(clock):
+    meter = Meter(SLOTS, 100, {"law": 19, "med": 9}, done=8)
+    run(clock, meter, range(8, 20), 0.5)
+    seen = meter.snapshot(20)
+    assert seen["adapter_eta_s"] == {"law": 0, "med": 0}
+    assert seen["eta_s"] == 0

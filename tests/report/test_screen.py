@@ -1,0 +1,182 @@
+"""The live view as text: aligned, never wider than the terminal, readable without colours and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
+from lorafusion_jax.report.events import Event
+from lorafusion_jax.report.screen import Screen
+
+PLAN = "9f3c1a4b5c6d" + "0" * 52
+SPEED = {
+    "slots": 412,
+    "useful_tokens_per_s": 38900.0,
+    "processed_tokens_per_s": 41200.0,
+    "slot_seconds": 0.2,
+    "eta_s": 2650.0,
+    "adapter_eta_s": {"law": 1380.0, "chat@lr=1e-4": 2650.0},
+    "adapter_tokens_per_s": {"law": 9800.0, "chat@lr=1e-4": 850.0},
+}
+
+
+def story() -> list[Event]:
+    """A run with everything in it."""
+    return [
+        Event(kind="phase", values={"text": "reading data/law.jsonl"}),
+        Event(
+            kind="started",
+            values={
+                "device": "cpu",
+                "slots": 412,
+                "density": 0.931,
+                "capacity_tokens": 8192,
+                "trainable": 2.3e6,
+                "frozen": 8.03e9,
+                "plan": PLAN,
+                "adapters": {"law": 250, "med": 79, "chat@lr=1e-4": 1563},
+            },
+        ),
+        Event(kind="phase", values={"text": "evaluating law"}),
+        Event(kind="eval", adapter="law", step=0, values={"eval_loss": 2.25, "eval_tokens": 90}),
+        Event(kind="phase", values={"text": "compiling the training step"}),
+        Event(kind="compiled", values={"program": "training step", "seconds": 34.0}),
+        Event(kind="step", slot=111, adapter="law", step=112, values={"loss": 1.214, "grad_norm": 0.41, "lr": 1.9e-4}),
+        Event(
+            kind="step",
+            slot=111,
+            adapter="chat@lr=1e-4",
+            step=7,
+            values={"loss": 11.5, "grad_norm": 10.75, "lr": 9.7e-5},
+        ),
+        Event(
+            kind="adapter-failed",
+            slot=112,
+            adapter="med",
+            step=57,
+            values={"reason": "gradient not finite (layers.11.mlp.down_proj.lora_b) at step 57", "kept_step": 56},
+        ),
+        Event(kind="slot", slot=112, values=SPEED),
+    ]
+
+
+def console(width: int, *, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
+
+
+def block_after(events: list[Event], width: int) -> list[str]:
+    screen = Screen("exp1", console(width, terminal=True))
+    for event in events:
+        screen(event)
+    shown = console(width, terminal=True)
+    shown.print(screen.block())
+    return [line.rstrip() for line in shown.file.getvalue().splitlines()]
+
+
+def log_of(events: list[Event], **settings) -> list[str]:
+    plain = console(160, terminal=False)
+    with Screen("exp1", plain, **settings) as screen:
+        for event in events:
+            screen(event)
+    return plain.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_block_fits_and_columns_line_up(width):
+    lines = block_after(story(), width)
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("exp1  112/412 mb  27 %  ·  41.2 k tok/s")
+    law, chat = (next(line for line in lines if name in line) for name in (" law ", " chat@"))
+    for column in (r"\d/[\d ]+\d(?=  )", r"loss +[\d.]+", r"eta \w+$"):  # right ends agree
+        assert re.search(column, law).end() == re.search(column, chat).end()
+
+
+def test_narrow_terminals_lose_the_least_important_columns_first():
+    wide, middle, narrow = (" ".join(block_after(story(), width)) for width in (140, 90, 60))
+    for words in ("gnorm 0.41", "lr 1.9e-4", "45 %", "held-out 2.250", "9.8 k tok/s", "eta 23m00"):
+        assert words in wide
+    assert "gnorm" not in middle
+    assert "9.8 k tok/s" in middle
+    assert "loss  1.214" in narrow or "loss 1.214" in narrow
+    assert "eta 23m00" in narrow
+
+
+def test_a_failure_is_told_in_full_at_any_width():
+    for width in (60, 80, 200):
+        text = " ".join(" ".join(block_after(story(), width)).split())
+        assert (
+            "FAILED: gradient not finite (layers.11.mlp.down_proj.lora_b) at step 57. kept step 56. others unaffected"
+            in text
+        )
+
+
+def test_a_failure_is_red_on_a_terminal():
+    shown = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard", legacy_windows=False)
+    shown.print(*adapter_lines({"med": Row(79, failure="FAILED: loss not finite")}, {}, 100))
+    assert "\x1b[1;31m" in shown.file.getvalue()
+
+
+def test_what_goes_on_is_shown_while_it_lasts():
+    events = story()
+    assert "reading data/law.jsonl …" in block_after(events[:1], 80)[-1]
+    assert "evaluating law …" in block_after(events[:3], 80)[-1]
+    assert "evaluating" not in " ".join(block_after(events[:4], 80))
+    assert re.search(r"compiling the training step … [\d.]+ s", block_after(events[:5], 80)[-1])
+    assert "compiling" not in " ".join(block_after(events[:6], 80))
+
+
+def test_an_adapter_that_is_done_says_so_and_nothing_more():
+    done = Event(kind="adapter-done", slot=112, adapter="law", step=112)
+    law = next(line for line in block_after([*story(), done], 120) if line.startswith(" law "))
+    assert law.endswith("done")
+    assert "tok/s" not in law
+
+
+def test_names_longer_than_the_terminal_are_shortened():
+    rows = {"x" * 90: Row(10, step=3, loss=1.0), "law": Row(10, step=3, loss=1.0)}
+    lines = [line.plain for line in adapter_lines(rows, {}, 80)]
+    assert max(map(len, lines)) <= 80
+    assert "…" in lines[0]
+    assert "3/10" in lines[0]
+
+
+def test_head_gives_up_details_before_it_is_cut():
+    assert "useful" in head_line("exp1", 112, 412, SPEED, 80).plain
+    short = head_line("exp1", 112, 412, SPEED, 40).plain
+    assert "useful" not in short
+    assert "eta 44m10" in short
+
+
+def test_a_log_has_one_line_per_thing_and_no_codes():
+    lines = log_of(story(), line_every_s=0)
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert lines[0] == "reading data/law.jsonl …"
+    assert lines[1] == "exp1  plan 9f3c1a4b5c6d  ·  412 microbatches of 8 192 tokens, 93.1 % used"
+    assert lines[3] == "law  step 0  held-out loss 2.2500"
+    assert "compiled the training step in 34 s" in lines
+    assert any(line.startswith("med  FAILED: gradient not finite") for line in lines)
+    assert re.match(r"\d\d:\d\d:\d\d  112/412 mb  27 %  41\.2 k tok/s \(38\.9 k useful\)  eta 44m10", lines[-1])
+    assert lines[-1].endswith("law 112/250 loss 1.214  |  med failed  |  chat@lr=1e-4 7/1563 loss 11.500")
+
+
+def test_a_log_of_a_long_run_stays_short():
+    progress = [Event(kind="slot", slot=slot, values=SPEED) for slot in range(113, 413)]
+    lines = log_of([*story(), *progress], line_every_s=3600)
+    assert sum(" mb  " in line for line in lines) == 2  # the first, and the end
+
+
+def test_many_adapters_are_summed_up_in_a_log():
+    rows = {f"a{number}": Row(10, step=5, loss=2.0) for number in range(28)}
+    rows |= {"done": Row(10, step=10, loss=5.0, done=True), "bad": Row(10, failure="FAILED")}
+    assert plain_state(rows) == "30 adapters: 1 done, 1 failed, mean loss 2.103"
+
+
+def test_resumed_runs_say_from_where():
+    started = story()[1]
+    resumed = Event(kind="started", slot=40, values=started.values)
+    assert any("resumed at microbatch 40" in line for line in log_of([resumed]))
