@@ -63,6 +63,9 @@ def fill_microbatch(
         if not take:
             continue
         if -(-taken // tile) > tiles:
+            shortest = problem.batches[job][batch[job]].tokens[(take & -take).bit_length() - 1]
+            if shortest > tiles * tile:
+                continue  # most jobs of hundreds, when little room is left
             take, taken = choose(job, batch[job], take, tiles * tile)
         if take:
             parts.append((job, batch[job], take))
