@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import make_chunks
+from pallas_kernels.device import device_kind
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.triton.bits import keep_words
@@ -29,6 +30,7 @@ from pallas_kernels.triton.down import down
 from pallas_kernels.triton.dsdb import dsdb
 from pallas_kernels.triton.sums import sum_partials
 from pallas_kernels.tuning import config as tuning
+from pallas_kernels.tuning import store
 
 MIN_RANK = 16  # a tensor-core step
 
@@ -70,6 +72,13 @@ class Prepared:
         table = self.ops.tile_adapter
         table = jnp.where(table < 0, self.static.num_adapters, table)
         return jnp.repeat(table, self.static.tile // rows, total_repeat_length=self.rows // rows)
+
+    def tuned(self, kernel: str, num_in: int, num_out: int, rank: int, heuristic: Any) -> Any:
+        """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
+        key = store.key(kernel, self.rows, num_in, num_out, rank)
+        config = store.shipped(device_kind()).best(key, heuristic)
+        rows = getattr(config, "chunk", None) or getattr(config, "block_t", None) or config.block_m
+        return config if self.static.tile % rows == 0 else heuristic
 
     def chunks(self, rows: int, size: int):
         blocks = self.block_adapter(rows)
@@ -126,9 +135,10 @@ def keep_bits(prepared: Prepared) -> jax.Array | None:
 def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:
     """S of all projections, [T, R of all]."""
     static, ops = prepared.static, prepared.ops
-    config = _configs(static).down or tuning.down_config(
-        prepared.rows, ops.x.shape[1], prepared.layout.total, static.tile
-    )
+    config = _configs(static).down or prepared.tuned(
+        "down", ops.x.shape[1], 0, prepared.layout.total,
+        tuning.down_config(prepared.rows, ops.x.shape[1], prepared.layout.total, static.tile),
+    )  # fmt: skip
     return down(
         ops.x,
         prepared.bank_a(),
@@ -142,7 +152,10 @@ def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:
 def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dS [T, R] and dB float32 [A, R, N] of one projection."""
     static, layout = prepared.static, prepared.layout
-    config = _configs(static).dsdb or tuning.dsdb_config(prepared.rows, dy.shape[1], layout.ranks[i], static.tile)
+    config = _configs(static).dsdb or prepared.tuned(
+        "dsdb", 0, dy.shape[1], layout.ranks[i],
+        tuning.dsdb_config(prepared.rows, dy.shape[1], layout.ranks[i], static.tile),
+    )  # fmt: skip
     chunk_adapter = prepared.block_adapter(config.chunk)
     ds, partials_CNR = dsdb(
         dy,
@@ -160,7 +173,10 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
 def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dict[int, jax.Array]:
     """dA float32 [A, K, R] of every projection."""
     static, ops, layout = prepared.static, prepared.ops, prepared.layout
-    config = _configs(static).da or tuning.da_config(prepared.rows, ops.x.shape[1], layout.total, static.tile)
+    config = _configs(static).da or prepared.tuned(
+        "da", ops.x.shape[1], 0, layout.total,
+        tuning.da_config(prepared.rows, ops.x.shape[1], layout.total, static.tile),
+    )  # fmt: skip
     chunks = prepared.chunks(config.block_t, config.blocks_per_chunk)
     partials_CKR = da(
         ops.x,

@@ -101,15 +101,15 @@ def _forward_config(prepared: Prepared, i: int) -> GemmConfig | None:
     static, ops = prepared.static, prepared.ops
     given = static.config.forward if static.config else None
     num_in, num_out = ops.ws[i].shape
-    return given or tuning.mosaic_gemm_config(
-        prepared.rows, num_in, num_out, prepared.layout.ranks[i], static.tile, transposed=False
-    )
+    rank = prepared.layout.ranks[i]
+    config = given or tuning.mosaic_gemm_config(prepared.rows, num_in, num_out, rank, static.tile, transposed=False)
+    return config and (given or prepared.tuned("mosaic_fwd", num_in, num_out, rank, config))
 
 
 def _dx_config(prepared: Prepared, i: int) -> GemmConfig | None:
     static, ops = prepared.static, prepared.ops
     given = static.config.dx if static.config else None
     num_in, num_out = ops.ws[i].shape
-    return given or tuning.mosaic_gemm_config(
-        prepared.rows, num_out, num_in, prepared.layout.total, static.tile, transposed=True
-    )
+    rank = prepared.layout.total
+    config = given or tuning.mosaic_gemm_config(prepared.rows, num_out, num_in, rank, static.tile, transposed=True)
+    return config and (given or prepared.tuned("mosaic_dx", num_in, num_out, rank, config))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.cost import Cost
 from pallas_kernels.dropout import BLOCK, WORDS
 
 
@@ -25,8 +26,15 @@ def call(
     num_warps: int,
     num_stages: int,
     interpret: bool,
+    flops: int = 0,
 ) -> Any:
-    """Runs a kernel over whole arrays; its program slices them itself."""
+    """Runs a kernel over whole arrays; its program slices them itself.
+
+    Args:
+        flops: for XLA's scheduler, with the bytes of all operands and results.
+    """
+    moved = [*operands, *jax.tree.leaves(out_shape)]
+    cost = Cost(flops=flops, bytes=sum(array.size * array.dtype.itemsize for array in moved))
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -34,6 +42,7 @@ def call(
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
+        cost_estimate=cost.estimate(),
     )(*operands)
 
 

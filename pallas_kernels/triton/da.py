@@ -67,4 +67,5 @@ def da(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
+        flops=2 * x.shape[0] * num_in * rank,
     )

@@ -72,5 +72,6 @@ def down(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
+        flops=2 * num_rows * num_in * rank,
     )
     return partials[0] if config.split_k == 1 else partials.sum(0).astype(x.dtype)

@@ -91,5 +91,6 @@ def dsdb(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
+        flops=4 * num_rows * num_out * rank,
     )
     return (ds[0] if config.split_n == 1 else ds.sum(0).astype(dy.dtype)), db

@@ -93,6 +93,7 @@ def gemm(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
+        flops=2 * lhs.shape[0] * out_features * (lhs.shape[1] + rank),
     )
 
 

@@ -1,0 +1,120 @@
+"""Measured tile sizes, one JSON file per device: every timing with its conditions, not only the winner.
+
+`data/nvidia_h200.json` is shipped; `tune.tune` writes such files.  A stored configuration is taken for exactly the
+shape it was measured at, and only where it beat the heuristic's choice clearly: the 20th to 80th percentiles of the
+two do not overlap.  Every other call uses the heuristics of `config`.
+
+T packed tokens · K in features · N out features · R padded rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import tempfile
+from typing import Any
+
+from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
+from pallas_kernels.triton.da import DaConfig
+from pallas_kernels.triton.down import DownConfig
+from pallas_kernels.triton.dsdb import DsdbConfig
+from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
+
+DATA = pathlib.Path(__file__).resolve().parent / "data"
+CONFIGS = {
+    "down": DownConfig,
+    "dsdb": DsdbConfig,
+    "da": DaConfig,
+    "mosaic_fwd": MosaicGemmConfig,
+    "mosaic_dx": MosaicGemmConfig,
+    "triton_fwd": TritonGemmConfig,
+    "triton_dx": TritonGemmConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One kernel with one choice of tiles at one shape; microseconds."""
+
+    kernel: str
+    tokens: int
+    in_features: int
+    out_features: int
+    rank: int
+    rate: float
+    config: dict[str, Any]
+    p20_us: float
+    p50_us: float
+    p80_us: float
+
+    @property
+    def key(self) -> tuple:
+        return key(self.kernel, self.tokens, self.in_features, self.out_features, self.rank)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All measurements of one device."""
+
+    device: str
+    conditions: dict[str, str]  # versions, date
+    entries: tuple[Entry, ...] = ()
+
+    def best(self, key: tuple, heuristic: Any) -> Any:
+        """Returns the fastest configuration of a shape; the heuristic's own where nothing beat it clearly."""
+        found = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.p50_us)
+        own = [entry for entry in found if entry.config == dataclasses.asdict(heuristic)]
+        if not own or found[0].p80_us >= own[0].p20_us:
+            return heuristic
+        return CONFIGS[found[0].kernel](**found[0].config)
+
+    def has(self, key: tuple, config: Any) -> bool:
+        return any(entry.key == key and entry.config == dataclasses.asdict(config) for entry in self.entries)
+
+
+def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int) -> tuple:
+    """What the time of a kernel depends on: a pass over x does not care for N, one over dY not for K."""
+    return kernel, tokens, 0 if kernel == "dsdb" else in_features, 0 if kernel in ("down", "da") else out_features, rank
+
+
+def file_name(device_kind: str) -> str:
+    """"NVIDIA H200" -> "nvidia_h200.json"."""
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
+
+
+@functools.cache
+def shipped(device_kind: str) -> Table:
+    """The table that comes with the package; an empty one for a device nobody measured."""
+    return load(DATA / file_name(device_kind)) or Table(device=device_kind, conditions={})
+
+
+def load(path: pathlib.Path) -> Table | None:
+    """Reads a table; None where there is no file.
+
+    Raises:
+        ValueError: the file is no table of this version.
+    """
+    if not path.exists():
+        return None
+    try:
+        raw = json.loads(path.read_text())
+        entries = tuple(Entry(**entry) for entry in raw["entries"])
+        return Table(device=raw["device"], conditions=raw["conditions"], entries=entries)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no tuning table: {error}; delete it and tune again") from error
+
+
+def save(table: Table, path: pathlib.Path) -> None:
+    """Writes a table, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"device": table.device, "conditions": table.conditions}
+    lines = ",\n".join("    " + json.dumps(dataclasses.asdict(entry)) for entry in table.entries)
+    text = json.dumps(head, indent=2)[:-2] + ',\n  "entries": [\n' + lines + "\n  ]\n}\n"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

@@ -1,0 +1,124 @@
+"""Offline autotuner: times every candidate of every kernel for a list of shapes and keeps all results in a table.
+
+T packed tokens · K in features · N out features · R padded rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+from collections.abc import Callable, Iterable
+
+import jax
+import jaxlib
+
+from pallas_kernels.arg_specs import LinearSpec
+from pallas_kernels.device import is_hopper
+from pallas_kernels.tuning import search, store
+from pallas_kernels.tuning.timing import time_calls
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the tuner has done so far, for a progress bar."""
+
+    done: int
+    total: int
+    kernel: str
+    shape: str
+    failed: int
+
+
+def tune(
+    specs: Iterable[LinearSpec],
+    path: pathlib.Path | None = None,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+    quick: bool = False,
+) -> store.Table:
+    """Measures what the table at `path` does not hold yet, and writes it after every kernel: stop and go on any time.
+
+    Args:
+        specs: layer shapes, e.g. those of a model.
+        path: default: the shipped table of this device.
+        progress: called after every group of candidates.
+        quick: a third of the candidates.
+
+    Example:
+        >>> table = tune([LinearSpec(tokens=8192, in_features=4096, out_features=4096)])  # doctest: +SKIP
+    """
+    kind = jax.devices()[0].device_kind
+    path = path or store.DATA / store.file_name(kind)
+    table = store.load(path) or store.Table(device=kind, conditions=conditions())
+    groups = [(spec, kernel, group) for spec in specs for kernel, group in _groups(spec, quick).items()]
+    done = failed = 0
+    total = sum(len(group) for _, _, group in groups)
+    for spec, kernel, group in groups:
+        missing = [c for c in group if not table.has(key_of(spec, c.kernel), c.config)]
+        if missing:
+            entries, bad = _measure(spec, missing)
+            table = dataclasses.replace(table, entries=table.entries + tuple(entries))
+            failed += bad
+            store.save(table, path)
+        done += len(group)
+        progress(Progress(done=done, total=total, kernel=kernel, shape=spec.name, failed=failed))
+    return table
+
+
+def key_of(spec: LinearSpec, kernel: str) -> tuple:
+    return store.key(kernel, spec.tokens, spec.in_features, spec.out_features, max(16, spec.rank))
+
+
+def conditions() -> dict[str, str]:
+    """Versions and date: a figure without them is not one."""
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "date": datetime.date.today().isoformat()}
+
+
+def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:
+    groups: dict[str, list[search.Candidate]] = {}
+    for candidate in search.candidates(spec, quick=quick):
+        if is_hopper() or not candidate.kernel.startswith("mosaic"):
+            groups.setdefault(candidate.kernel, []).append(candidate)
+    return groups
+
+
+def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[store.Entry], int]:
+    """Times the candidates of one kernel in turn; one that does not compile counts as failed."""
+    inputs, copies = search.make_inputs(spec)
+    calls, by_name = {}, {}
+    for candidate in group:
+        name = str(candidate.config)
+        fn, sets = jax.jit(_walk(candidate)), _sets(inputs, copies, candidate)
+        try:
+            jax.block_until_ready(fn(*sets[0]))
+        except Exception:  # too much shared memory, too many registers: not a candidate on this device
+            continue
+        calls[name], by_name[name] = (fn, sets), candidate
+    entries = []
+    for name, timing in time_calls(calls, rounds=7, round_s=0.006).items():
+        per_call = len(calls[name][1][0][1])
+        times = {field: value / per_call for field, value in dataclasses.asdict(timing).items()}
+        candidate = by_name[name]
+        entry = store.Entry(
+            kernel=candidate.kernel, tokens=spec.tokens, in_features=spec.in_features,
+            out_features=spec.out_features, rank=max(16, spec.rank), rate=spec.rate,
+            config=dataclasses.asdict(candidate.config), **times,
+        )  # fmt: skip
+        entries.append(entry)
+    return entries, len(group) - len(entries)
+
+
+def _walk(candidate: search.Candidate):
+    def many(inputs, larges, w):
+        return [candidate.run(inputs, candidate.config, large, w) for large in larges]
+
+    return many
+
+
+def _sets(inputs, copies: dict, candidate: search.Candidate) -> list[tuple]:
+    """Short kernels run over all copies in one program, GEMMs over one copy at a time."""
+    larges, weights = copies[candidate.large], copies["w"]
+    if candidate.bytes:
+        return [(inputs, larges, weights[0])]
+    return [(inputs, [large], w) for large, w in zip(larges, weights, strict=True)]
