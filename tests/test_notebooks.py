@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,21 +13,13 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 
 
-def kernel_of_this_python() -> AsyncKernelManager:
-    """A kernel of the environment that runs the tests, whatever kernels the machine has; no network port."""
-    manager = AsyncKernelManager(transport="ipc")
-    manager._kernel_spec = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
-    return manager
-
-
 @pytest.mark.filterwarnings("default")  # of Jupyter's own event loops
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
-    kept = [cell["source"] for cell in notebook.cells]
-    NotebookClient(notebook, km=kernel_of_this_python(), timeout=SECONDS_A_CELL,
+    NotebookClient(notebook, kernel_name="python3", timeout=SECONDS_A_CELL,
                    resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
-    assert [cell["source"] for cell in notebook.cells] == kept
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
