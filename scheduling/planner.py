@@ -24,6 +24,7 @@ from scheduling.types import AdapterJob, Limits, Plan
 from scheduling.verify import verify_plan
 
 EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides
+SEARCH_SHARE = 0.88  # of the time limit; the rest is for naming the samples and verifying
 AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
 
 
@@ -70,7 +71,7 @@ def make_plan(
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
     5
     """
-    deadline = time.monotonic() + check_time_limit(time_limit_s)
+    deadline = time.monotonic() + SEARCH_SHARE * check_time_limit(time_limit_s)
     jobs = tuple(jobs)
     shape = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
     if capacity_tokens == "auto":

@@ -12,7 +12,7 @@ from scheduling.checks import check_jobs, check_time_limit
 from scheduling.errors import PlanError
 from scheduling.packing.budget import Budget
 from scheduling.packing.problem import make_problem, to_slots
-from scheduling.planner import EVALUATIONS_PER_S, fill
+from scheduling.planner import EVALUATIONS_PER_S, SEARCH_SHARE, fill
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
 
@@ -51,7 +51,7 @@ def replan(
     >>> shorter.slots[:4] == plan.slots[:4], shorter.num_slots < plan.num_slots
     (True, True)
     """
-    deadline = time.monotonic() + check_time_limit(time_limit_s)
+    deadline = time.monotonic() + SEARCH_SHARE * check_time_limit(time_limit_s)
     _check_request(plan, at_slot, [*cancel, *finish, *pause, *resume, *(weights or {})], resume)
     progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
     jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in plan.jobs]
