@@ -45,11 +45,16 @@ def next_command(console: Console, command: str) -> None:
     console.print(f"next: {command}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a text, broken at words on a terminal and in one line elsewhere."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
 def warn(console: Console, texts: list[str]) -> None:
     if texts:
         console.print("warnings", style="bold yellow")
         for text in texts:
-            console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"  {text}")
 
 
 def use_compilation_cache() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, warn
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, say, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.schema import JobConfig
@@ -56,7 +56,7 @@ def command(
     console = out()
     show_plan(console, config, numbers)
     if timeline and costs:
-        console.print(f"timeline {timeline}", highlight=False, soft_wrap=True)
+        say(console, f"timeline {timeline}")
     warn(console, notes)
     next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}" + (f" --plan {output}" if output else ""))
 
@@ -157,14 +157,10 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
             f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s",
             highlight=False,
         )
-    console.print(
-        f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
-        + (f"; what limits it: {predicted['limit']}" if predicted else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
+    limit = f"; what limits it: {predicted['limit']}" if predicted else ""
+    say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
     if predicted:
-        console.print(f"  times and bubbles are predictions: {predicted['costs']}", highlight=False, soft_wrap=True)
+        say(console, f"  times and bubbles are predictions: {predicted['costs']}")
 
 
 def _compared(numbers: dict) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lorafusion_jax.cli.common import errors_to, next_command, plain_table
+from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.events import Listener
@@ -72,21 +72,10 @@ def show_result(console: Console, result: RunResult) -> None:
     console.print(table)
     for name, adapter in result.adapters.items():
         if adapter.status == "failed":
-            console.print(
-                f"{name}: {adapter.reason}; the folder holds step {adapter.step}"
-                if adapter.step
-                else f"{name}: {adapter.reason}; there is no folder",
-                style="red",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
-    console.print(
-        f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}  ·  PEFT folders: "
-        f"{result.folder}/adapters/NAME/latest",
-        highlight=False,
-        soft_wrap=True,
-    )
+            left = f"the folder holds step {adapter.step}" if adapter.step else "there is no folder"
+            say(console, f"{name}: {adapter.reason}; {left}", "red")
+    slots = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
+    say(console, f"{slots}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
     next_command(
         console,

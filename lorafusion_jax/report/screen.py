@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from lorafusion_jax.report.events import Event
 from lorafusion_jax.report.format import count, duration, percent, whole
 
 LINE_EVERY_S = 10.0
+REDRAW_EVERY_S = 0.2
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -34,16 +36,21 @@ class Screen:
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
         self._started = False
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, refresh_per_second=5, get_renderable=self.block) if redrawn else None
+        self._live = Live(console=self._console, auto_refresh=False, get_renderable=self.block) if redrawn else None
+        self._drawing, self._end = threading.Lock(), threading.Event()
+        self._redrawer = threading.Thread(target=self._redraw, daemon=True)
 
     def __enter__(self) -> Screen:
         if self._live:
             self._live.start()
+            self._redrawer.start()
         return self
 
     def __exit__(self, *problem) -> None:
         self._phase = ""
         if self._live:
+            self._end.set()
+            self._redrawer.join()
             self._live.stop()
 
     def __call__(self, event: Event) -> None:
@@ -90,11 +97,13 @@ class Screen:
             self._line(text, always=True)
 
     def _on_compiled(self, event: Event) -> None:
-        self._phase = ""
+        self._phase, self._phase_since = "first steps (optimizers compile)", time.monotonic()
         self._line(f"compiled the {event.values['program']} in {duration(event.values['seconds'])}", always=True)
 
     def _on_slot(self, event: Event) -> None:
-        self._slot, self._speed, self._phase = event.slot, event.values, ""
+        self._slot, self._speed = event.slot, event.values
+        if event.values["eta_s"] is not None:
+            self._phase = ""
         now = time.monotonic()
         if now - self._line_at >= self._line_every_s or self._slot == self._slots:
             self._line_at = now
@@ -130,4 +139,11 @@ class Screen:
 
     def _line(self, text: str, *, always: bool = False, style: str = "") -> None:
         if self._live is None or always:
-            self._console.print(text, highlight=False, soft_wrap=True, markup=False, style=style or None)
+            with self._drawing:
+                self._console.print(text, highlight=False, soft_wrap=True, markup=False, style=style or None)
+
+    def _redraw(self) -> None:
+        """Redraws while the run computes; Live's own thread may draw into a line that is just being printed."""
+        while self._live and not self._end.wait(REDRAW_EVERY_S):
+            with self._drawing:
+                self._live.refresh()
