@@ -48,7 +48,7 @@ def test_every_adapter_fails(lorafusion, job):
 @pytest.fixture
 def long_job(job):
     """The same job for many steps: epochs enough to be interrupted."""
-    job.values["epochs"] = 12
+    job.values["epochs"] = 6
     job.values["save"] = {}
     job.write()
     return job
