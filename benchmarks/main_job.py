@@ -58,49 +58,57 @@ def write_data(path: Path, mean: float, spread: float, rows: int, tokenizer_file
             file.write(json.dumps({"prompt": " ".join(text[:cut]), "completion": " " + " ".join(text[cut:])}) + "\n")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--capacity", type=int, default=8192)
-    parser.add_argument("--remat", default="none")
-    parser.add_argument("--layers", default="unroll")
-    parser.add_argument("--implementation", default=None, help="of the LoRA layers; the default chooses by measurement")
+    parser.add_argument("--variants", nargs="+", default=["train.layers=scan"],
+                        help="one run for each; settings joined by commas, e.g. train.layers=unroll,train.max_steps=6")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="main_job_"))
     options.out.mkdir(parents=True, exist_ok=True)
     shape, scale = (SMALL, 0.05) if options.small else (SHAPE, 1)
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", WRITE, str(work / "base"), json.dumps(shape)], check=True)
-    row = {"shape": shape, "write_model_s": round(time.perf_counter() - started, 1), "capacity_tokens": options.capacity,
-           "steps": options.steps, "remat": options.remat, "layers": options.layers, "implementation": options.implementation}
+    facts = {"shape": shape, "write_model_s": round(time.perf_counter() - started, 1)}
+    write_job(work, options, scale)
+    rows, codes = [], []
+    for number, variant in enumerate(options.variants):
+        run = work / f"run{number}"
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(run)]
+        done = subprocess.run([*command, *variant.split(",")])
+        codes.append(done.returncode)
+        rows.append({"variant": variant, "exit_code": done.returncode,
+                     "command_s": round(time.perf_counter() - started, 1)} | facts | read_run(run))
+        for name in ("metrics.jsonl", "run.json"):
+            if (run / name).exists():
+                shutil.copyfile(run / name, options.out / f"{number}_{name}")
+        (options.out / "main_job.json").write_text(json.dumps(rows, indent=1))
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "shape"}, indent=1), flush=True)
+    shutil.rmtree(work, ignore_errors=True)
+    return max(codes)
+
+
+def write_job(work: Path, options: argparse.Namespace, scale: float) -> None:
+    """Writes tokenizer, data and job file beside the model."""
     tokenizer = Path(__file__).parent.parent / "examples" / "base"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, work / "base" / name)
     longest = int(4096 * scale)
     adapters = []
     for name, mean, spread, lora, lr, batch in ADAPTERS:
-        write_data(work / f"{name}.jsonl", mean * scale, spread * scale, options.steps * batch, tokenizer / "tokenizer.json", longest)
+        write_data(work / f"{name}.jsonl", mean * scale, spread * scale, options.steps * batch,
+                   tokenizer / "tokenizer.json", longest)
         adapters.append({"name": name, "data": {"train": f"{name}.jsonl"}, "lora": lora, "optim": {"lr": lr},
                          "batch": {"global_samples": batch}})
     capacity = int(options.capacity * scale) // 16 * 16 if options.small else options.capacity
-    job = {"base": {"model": "base"}, "data": {"max_length": longest if options.small else 4096},
+    job = {"base": {"model": "base"}, "data": {"max_length": longest},
            "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if options.small else 128},
-           "train": {"max_steps": options.steps, "remat": options.remat, "layers": options.layers,
-                     "implementation": options.implementation}, "adapters": adapters}
+           "train": {"max_steps": options.steps}, "adapters": adapters}
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(work / "run")])
-    row |= {"exit_code": done.returncode, "command_s": round(time.perf_counter() - started, 1)}
-    row |= read_run(work / "run")
-    for name in ("metrics.jsonl", "events.jsonl", "run.json"):
-        if (work / "run" / name).exists():
-            shutil.copyfile(work / "run" / name, options.out / name)
-    (options.out / "main_job.json").write_text(json.dumps(row, indent=1))
-    print(json.dumps({key: value for key, value in row.items() if key != "shape"}, indent=1))
-    shutil.rmtree(work, ignore_errors=True)
-    sys.exit(done.returncode)
 
 
 def read_run(folder: Path) -> dict:
@@ -120,4 +128,4 @@ def read_run(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -183,10 +183,13 @@ class _Run:
     def _initial(self, parts: Parts, programs: Programs) -> RunState:
         steps = {adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)
                  for adapter in self._config.adapters}
+        optimizers = {spec.name: programs.init_optimizer(index, parts.lora) for index, spec in enumerate(self._specs)}
+        # Committed to the device like every result: an uncommitted first argument would compile each program twice
+        # (3m49 each at 8B, unrolled, on an H200).
+        arrays = jax.device_put({"lora": parts.lora, "sums": programs.start(parts.lora), "optimizers": optimizers},
+                                jax.local_devices()[0])
         return RunState(
-            lora=parts.lora, sums=programs.start(parts.lora),
-            optimizers={spec.name: programs.init_optimizer(index, parts.lora) for index, spec in enumerate(self._specs)},
-            adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()})
+            **arrays, adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()})
 
     def _announce(self, parts: Parts) -> None:
         device = jax.devices()[0]
