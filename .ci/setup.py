@@ -30,8 +30,17 @@ def explain(output):
         fail("the disk is full; about {} GB are needed here. Free some space and {}".format(NEEDED_GB, AGAIN))
     if "ensurepip is not available" in text:
         fail("this Python cannot make virtual environments; install its venv package (python3-venv) and " + AGAIN)
-    signs = ("connection", "resolve host", "dns error", "network", "timed out", "unreachable", "error sending request",
-             "failed to fetch", "no matching distribution found for uv")
+    signs = (
+        "connection",
+        "resolve host",
+        "dns error",
+        "network",
+        "timed out",
+        "unreachable",
+        "error sending request",
+        "failed to fetch",
+        "no matching distribution found for uv",
+    )
     if any(sign in text for sign in signs):
         fail("the package registry cannot be reached; check the network (or proxy) and " + AGAIN)
     sys.stderr.write(output[-3000:])
@@ -60,11 +69,14 @@ def install(venv, oldest):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=".venv")
-    parser.add_argument("--oldest", action="store_true", help="the oldest supported packages instead of the locked ones")
+    parser.add_argument("--oldest", action="store_true", help="the oldest supported packages")
     options = parser.parse_args()
     if sys.version_info < NEEDED:
-        fail("Python >= 3.12 is needed, this is {}.{}; set it with: make PYTHON=/path/to/python3.12".format(
-            *sys.version_info[:2]))
+        fail(
+            "Python >= 3.12 is needed, this is {}.{}; set it with: make PYTHON=/path/to/python3.12".format(
+                *sys.version_info[:2]
+            )
+        )
     if shutil.disk_usage(".").free < NEEDED_GB * 10**9:
         fail("less than {} GB are free here; free some space and {}".format(NEEDED_GB, AGAIN))
     print("setup: installing into {} (once, about a minute)".format(options.venv), flush=True)

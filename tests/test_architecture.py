@@ -22,15 +22,24 @@ MAY_IMPORT = {  # besides the standard library
     "scheduling": {"scheduling", "numpy", "scipy"},
     "pallas_kernels": {"pallas_kernels", "jax", "numpy"},
 }
-NO_JAX = ("scheduling", "lorafusion_jax.errors", "lorafusion_jax.config", "lorafusion_jax.data",
-          "lorafusion_jax.modules.spec", "lorafusion_jax.cli.main")
+NO_JAX = (
+    "scheduling",
+    "lorafusion_jax.errors",
+    "lorafusion_jax.config",
+    "lorafusion_jax.data",
+    "lorafusion_jax.modules.spec",
+    "lorafusion_jax.cli.main",
+)
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
-SOURCES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
-           for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+SOURCES = {
+    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
 INITS = [".".join(path.parent.parts) for path in SOURCES if path.name == "__init__.py"]
 
 
@@ -57,8 +66,11 @@ def fresh(code: str) -> str:
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_lower_packages_import_only_what_they_may(package):
-    extra = {str(path): names for path, tree in SOURCES.items() if path.parts[0] == package
-             and (names := imported(tree) - MAY_IMPORT[package])}
+    extra = {
+        str(path): names
+        for path, tree in SOURCES.items()
+        if path.parts[0] == package and (names := imported(tree) - MAY_IMPORT[package])
+    }
     assert not extra
 
 
@@ -68,12 +80,16 @@ def test_a_solver_library_stays_in_one_file():
 
 @pytest.mark.parametrize("module", NO_JAX)
 def test_what_planning_needs_does_not_import_jax(module):
-    assert fresh(f"import sys, {module}; print('jax' in sys.modules, 'flax' in sys.modules)").split() == ["False", "False"]
+    assert fresh(f"import sys, {module}; print('jax' in sys.modules, 'flax' in sys.modules)").split() == [
+        "False",
+        "False",
+    ]
 
 
 def test_imports_start_no_backend_and_leave_the_settings_of_jax_alone():
-    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in SOURCES
-               if path.name != "__main__.py"]
+    modules = [
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in SOURCES if path.name != "__main__.py"
+    ]
     code = f"""
 import importlib, json, jax
 import flax.nnx, optax, orbax.checkpoint  # what others change is not our doing
@@ -91,26 +107,46 @@ print(json.dumps([changed, list(xla_bridge._backends)]))
 def test_every_folder_is_a_package_that_says_what_it_is():
     folders = {path.parent for path in SOURCES}
     assert [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in SOURCES] == []
-    assert [str(path) for path, tree in SOURCES.items() if path.name == "__init__.py" and not ast.get_docstring(tree)] == []
+    assert [
+        str(path) for path, tree in SOURCES.items() if path.name == "__init__.py" and not ast.get_docstring(tree)
+    ] == []
 
 
 def test_no_pickle_eval_or_exec():
     assert {str(path) for path, tree in SOURCES.items() if imported_all(tree) & FORBIDDEN_IMPORTS} == set()
-    assert places(lambda node: isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                  and node.func.id in FORBIDDEN_CALLS) == []
-    assert places(lambda node: isinstance(node, ast.keyword) and node.arg == "allow_pickle"
-                  and not (isinstance(node.value, ast.Constant) and node.value.value is False)) == []
+    assert (
+        places(
+            lambda node: isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in FORBIDDEN_CALLS
+        )
+        == []
+    )
+    assert (
+        places(
+            lambda node: isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        )
+        == []
+    )
 
 
 def imported_all(tree: ast.AST) -> set[str]:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     return {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {
-        (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+        (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
 
 
 def test_no_behaviour_by_environment_variable():
-    assert places(lambda node: (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
-                  or (isinstance(node, ast.alias) and node.name in ENVIRONMENT)) == []
+    assert (
+        places(
+            lambda node: (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
+            or (isinstance(node, ast.alias) and node.name in ENVIRONMENT)
+        )
+        == []
+    )
 
 
 def test_no_global_statement():
@@ -122,16 +158,25 @@ def test_public_names_are_documented(package):
     module = importlib.import_module(package)
     things = {name: getattr(module, name) for name in public_names(package)}
     made = re.compile(r"^\w+\(.*\)$", re.DOTALL)  # what a dataclass gets when nobody writes one
-    assert [name for name, thing in things.items() if (inspect.isclass(thing) or inspect.isfunction(thing))
-            and (not thing.__doc__ or made.match(thing.__doc__.strip()))] == []
+    assert [
+        name
+        for name, thing in things.items()
+        if (inspect.isclass(thing) or inspect.isfunction(thing))
+        and (not thing.__doc__ or made.match(thing.__doc__.strip()))
+    ] == []
 
 
 def public_names(package: str) -> Iterator[str]:
     """Names that an `__init__` offers: its `__all__`, and what it imports under its own name ("x as x")."""
     yield from getattr(importlib.import_module(package), "__all__", ())
     tree = SOURCES[Path(*package.split("."), "__init__.py")]
-    yield from (alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-                if alias.asname and alias.asname == alias.name)
+    yield from (
+        alias.asname
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname and alias.asname == alias.name
+    )
 
 
 def test_dependencies_are_what_is_imported():
@@ -150,8 +195,10 @@ def test_the_lock_pins_with_hashes_and_names_no_host_or_path():
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     pins = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==\S+", lock, re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    direct = {normal(re.split(r"[<>=\[ ]", line)[0]) for line in
-              project["dependencies"] + project["optional-dependencies"]["dev"]}
+    direct = {
+        normal(re.split(r"[<>=\[ ]", line)[0])
+        for line in project["dependencies"] + project["optional-dependencies"]["dev"]
+    }
     assert direct <= {normal(name) for name in pins}
     assert lock.count("--hash=sha256:") >= len(pins)
     assert not re.search(r"://|^-|/(tmp|home|root|opt)/", lock, re.MULTILINE)

@@ -17,8 +17,12 @@ SECONDS_A_CELL = 300
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, kernel_name="python3", timeout=SECONDS_A_CELL,
-                   resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
+    NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=SECONDS_A_CELL,
+        resources={"metadata": {"path": str(ROOT / "notebooks")}},
+    ).execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 
 
@@ -26,5 +30,9 @@ def test_notebook_runs(path):
 def test_notebook_is_stored_with_its_outputs_and_without_errors(path):
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"
-                or output.get("name") == "stderr"]
+    assert not [
+        output
+        for cell in cells
+        for output in cell.outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ]

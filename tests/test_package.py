@@ -12,8 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BASE_BYTES = 8 * 2**20
-QUICK = ("train.max_steps=1", "train.layers=scan", "batch.capacity_tokens=512",
-         *(f"adapters.{name}.data.eval=null" for name in ("ask", "module", "reference", "cards")))
+QUICK = (
+    "train.max_steps=1",
+    "train.layers=scan",
+    "batch.capacity_tokens=512",
+    *(f"adapters.{name}.data.eval=null" for name in ("ask", "module", "reference", "cards")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +27,20 @@ def outside(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(outside) -> Path:
-    run(sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--python", sys.executable, "--out-dir",
-        outside / "dist", ROOT, cwd=outside)
+    run(
+        sys.executable,
+        "-m",
+        "uv",
+        "build",
+        "--quiet",
+        "--wheel",
+        "--python",
+        sys.executable,
+        "--out-dir",
+        outside / "dist",
+        ROOT,
+        cwd=outside,
+    )
     (wheel,) = (outside / "dist").glob("*.whl")
     return wheel
 
@@ -34,8 +50,19 @@ def installed(outside, wheel) -> Path:
     """bin folder of a new environment that holds the wheel and what it asks for, at the locked versions."""
     venv = outside / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    run(sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", venv / "bin" / "python",
-        "--constraint", ROOT / "requirements.lock", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        venv / "bin" / "python",
+        "--constraint",
+        ROOT / "requirements.lock",
+        wheel,
+    )
     return venv / "bin"
 
 
@@ -54,10 +81,19 @@ def test_the_wheel_holds_packages_types_licence_and_examples(wheel):
     for top in tops:
         assert f"{top}/py.typed" in sizes
         assert f"{top}/__init__.py" in sizes
-    examples = {name.removeprefix("lorafusion_jax/_examples/"): size for name, size in sizes.items()
-                if name.startswith("lorafusion_jax/_examples/")}
-    assert {"demo.yaml", "data/ask.jsonl", "data/LICENSE.txt", "base/config.json", "base/model.safetensors",
-            "base/tokenizer.json"} <= set(examples)
+    examples = {
+        name.removeprefix("lorafusion_jax/_examples/"): size
+        for name, size in sizes.items()
+        if name.startswith("lorafusion_jax/_examples/")
+    }
+    assert {
+        "demo.yaml",
+        "data/ask.jsonl",
+        "data/LICENSE.txt",
+        "base/config.json",
+        "base/model.safetensors",
+        "base/tokenizer.json",
+    } <= set(examples)
     assert sum(size for name, size in examples.items() if name.startswith("base/")) <= MAX_BASE_BYTES
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
     assert not [name for name in sizes if "__pycache__" in name or name.startswith("tests/")]
