@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -55,7 +56,8 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
         errors += _override(values, override)
     errors += [unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
                for key in values if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")]
-    shared = {key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()}
+    shared: dict[str, Any] = {
+        key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()}
     for key, model in DEFAULTS.items():
         for single in expand({key: values.get(key, {})}):
             _section(source, (key,), model, single[key], errors, partial=True)

@@ -29,9 +29,9 @@ class DataSettings(Section):
     """Where an adapter's samples come from and what it learns of them."""
 
     train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
-    eval: str | None = Field(None, description="held-out file, same format")
+    eval: str | None = Field(default=None, description="held-out file, same format")
     format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = "auto"
-    columns: dict[str, str] = Field({}, description="role -> column, e.g. {prompt: question, completion: answer}")
+    columns: dict[str, str] = Field(default={}, description="role -> column, e.g. {prompt: question, completion: answer}")
     max_length: Annotated[int, Field(ge=2)] = 4096
     on_long: Literal["cut", "drop", "error"] = "cut"
     loss: Literal["auto", "assistant", "completion", "all"] = "auto"
@@ -45,7 +45,7 @@ class LoraSettings(Section):
     dropout: Fraction = 0.05
     targets: str | list[str] = "all-linear"
     rslora: bool = False
-    init_from: str | None = Field(None, description="PEFT folder to continue from")
+    init_from: str | None = Field(default=None, description="PEFT folder to continue from")
 
 
 class OptimSettings(Section):
@@ -54,12 +54,12 @@ class OptimSettings(Section):
     name: Literal["adamw", "sgd", "adafactor", "lion"] = "adamw"
     lr: Positive = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.03, description="share of the adapter's steps")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.03, description="share of the adapter's steps")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NotNegative = 0.0
-    clip: NotNegative = Field(1.0, description="largest global gradient norm of the adapter; 0 = off")
+    clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
     b1: Fraction = 0.9
-    b2: Fraction | None = Field(None, description="0.999 for adamw, 0.99 for lion")
+    b2: Fraction | None = Field(default=None, description="0.999 for adamw, 0.99 for lion")
     eps: Positive = 1e-8
     momentum: Fraction = 0.0
 
@@ -67,8 +67,8 @@ class OptimSettings(Section):
 class BatchSettings(Section):
     """What is trained together."""
 
-    global_samples: Count = Field(16, description="samples per optimizer step of an adapter")
-    capacity_tokens: Count = Field(8192, description="tokens of one microbatch")
+    global_samples: Count = Field(default=16, description="samples per optimizer step of an adapter")
+    capacity_tokens: Count = Field(default=8192, description="tokens of one microbatch")
     tile_tokens: Literal[16, 32, 64, 128, 256] = 128
 
 
@@ -78,26 +78,26 @@ class MeshSettings(Section):
 
 
 class SaveSettings(Section):
-    every_steps: Count | None = Field(None, description="optimizer steps, all adapters counted together")
+    every_steps: Count | None = Field(default=None, description="optimizer steps, all adapters counted together")
     every_minutes: Positive | None = 15.0
     keep: Count = 3
 
 
 class TrainSettings(Section):
-    max_steps: Count | None = Field(None, description="optimizer steps per adapter, at most")
+    max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
     layers: Literal["unroll", "scan"] = "unroll"
     remat: Literal["none", "full"] = "none"
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
     attention: Literal["xla", "cudnn"] | None = None
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(16384, description="at most about this many times capacity_tokens logits exist at once")
-    eval_every_steps: Count | None = Field(None, description="optimizer steps of an adapter between two evaluations")
+    loss_chunk: Annotated[int, Field(ge=128)] = Field(default=16384, description="at most about this many times capacity_tokens logits exist at once")
+    eval_every_steps: Count | None = Field(default=None, description="optimizer steps of an adapter between two evaluations")
     plan_seconds: Positive = 1.0
-    log_every_s: NotNegative | None = Field(None, description="2 on a terminal and in metrics.jsonl, 10 in plain output")
+    log_every_s: NotNegative | None = Field(default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output")
 
 
 class ReportSettings(Section):
     tensorboard: bool = False
-    wandb: str | None = Field(None, description="project name")
+    wandb: str | None = Field(default=None, description="project name")
 
 
 class AdapterConfig(Section):
@@ -130,7 +130,7 @@ class JobConfig(Section):
     save: SaveSettings = SaveSettings()
     train: TrainSettings = TrainSettings()
     report: ReportSettings = ReportSettings()
-    directory: str = Field(".", description="folder of the job file; relative paths in it start here")
+    directory: str = Field(default=".", description="folder of the job file; relative paths in it start here")
 
     def adapter(self, name: str) -> AdapterConfig:
         return next(adapter for adapter in self.adapters if adapter.name == name)
