@@ -18,6 +18,7 @@ from pallas_kernels.device import interprets
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import rows_per_tile
+from pallas_kernels.tuning.choice import better_apart, only
 
 
 def lora_linear(
@@ -150,10 +151,16 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
         single=single,
         interpret=interprets(),
     )
+    apart = implementation is None and better_apart(static, ops)
+    calls = [only(ops, i) for i in range(len(ws))] if apart else [ops]
+    ys = [y for call in calls for y in _dispatch(static, call, implementation)]
+    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+
+
+def _dispatch(static: Static, ops: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
     static = dataclasses.replace(static, backend=backends.choose(implementation, static, ops))
     backends.check(static, ops)
-    ys = vjp.apply(static, vjp.vary_like(ops))
-    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+    return vjp.apply(static, vjp.vary_like(ops))
 
 
 def _check_shapes(ops: Operands, num_adapters: int) -> None:

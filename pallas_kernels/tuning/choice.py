@@ -9,6 +9,7 @@ T packed tokens · K in features · N out features
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.problem import Operands, Static
+from pallas_kernels.split_graph import rank_layout
 
 MIN_ROWS = 2048  # fewer rows leave multiprocessors idle in the passes over x and dY
 MIN_FEATURES = 1024
-MAX_RANK_ALONE = 32  # one adapter of rank 64: 0.94 to 1.06 of XLA's speed; several of them: 1.05 to 1.32
+MAX_RANK = 64  # of all projections of a call together: more leaves no shared memory for deep pipelines
 MIN_WAVE = 0.85  # 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins
 
 
@@ -30,14 +32,26 @@ def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
         return ("xla",)
     rows, num_in = ops.x.shape
     widest = max(ops.ws[i].shape[1] for i in ops.with_lora)
-    rank = max(ops.as_[i].shape[2] for i in ops.with_lora)
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16) or rows < MIN_ROWS or min(num_in, widest) < MIN_FEATURES:
         return ("xla",)
-    if static.num_adapters == 1 and rank > MAX_RANK_ALONE:
+    if rank_layout(ops).total > MAX_RANK:
         return ("xla",)
     if min(_wave(rows, widest), _wave(rows, num_in)) < MIN_WAVE:
         return ("xla",)
     return hopper
+
+
+def better_apart(static: Static, ops: Operands) -> bool:
+    """True for siblings whose ranks together are too large for one call of the kernels, but not one by one."""
+    if len(ops.with_lora) < 2 or preferred(static, ops)[0] != "xla":
+        return False
+    return any(preferred(static, only(ops, i))[0] != "xla" for i in ops.with_lora)
+
+
+def only(ops: Operands, i: int) -> Operands:
+    """The call with a single one of its projections."""
+    lists = {name: (getattr(ops, name)[i],) for name in ("ws", "as_", "bs", "biases")}
+    return dataclasses.replace(ops, **lists)
 
 
 def _wave(rows: int, columns: int) -> float:

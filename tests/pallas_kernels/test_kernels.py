@@ -115,7 +115,7 @@ def test_ops_lower_for_cuda(device, backend, kernels, change):
     [
         (H200, {"in_features": 4096, "out_features": 4096}, (5, 2)),
         (H200, {"tokens": 512}, (0, 0)),  # too few rows to fill the card
-        (H200, {"adapters": 1, "rank": 64}, (0, 0)),
+        (H200, {"in_features": 4096, "out_features": 4096, "rank": 128}, (0, 0)),  # never measured
         (H200, {"in_features": 5120, "out_features": 5120}, (0, 0)),  # a badly filled last round of tiles
         (H200, {"dtype": "float32"}, (0, 0)),  # tensor cores would round to tf32
         (A100, {}, (0, 0)),  # nothing measured there
@@ -151,6 +151,20 @@ def test_partial_sums_of_an_adapter_ignore_the_others():
     alone = sum_partials(*map(jnp.asarray, (partials[adapter == 1], np.zeros(2, np.int32), factor[1:2])),
                          transposed=True, interpret=True)  # fmt: skip
     np.testing.assert_array_equal(got[1], alone[0])
+
+
+@pytest.mark.parametrize(("rank", "passes_over_x"), [(16, 1), (64, 3)])
+def test_siblings_share_a_pass_over_x_while_their_ranks_fit(rank, passes_over_x):
+    spec = LinearSpec(tokens=2048, in_features=4096, out_features=4096, adapters=2, rank=rank)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def siblings(arrays):
+        rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+        lists = [[arrays[name]] * 3 for name in ("w", "a", "b")]
+        return pk.multi_lora_linears(arrays["x"], *lists, **rest)
+
+    text = lowered(H200, siblings, arrays)
+    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == (passes_over_x, 3)
 
 
 @pytest.mark.parametrize("columns", [256, 768, 1000])
