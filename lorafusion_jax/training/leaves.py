@@ -33,7 +33,7 @@ class Parts:
 
     lora: Leaves
     frozen: Any
-    join: Callable[[Leaves, Any], nnx.Module]
+    join: Callable[[Leaves, Any], Any]
 
 
 def take_apart(model: nnx.Module) -> Parts:
@@ -101,6 +101,6 @@ def _cut(leaf: Array, name: str, rank: int) -> Array:
 
 
 def _write(leaf: Array, index: int | Array, own: Array) -> Array:
-    start = [0] * leaf.ndim
+    start: list[int | Array] = [0] * leaf.ndim
     start[leaf.ndim - 3] = index
     return lax.dynamic_update_slice(leaf, jnp.expand_dims(own, leaf.ndim - 3), start)

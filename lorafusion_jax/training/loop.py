@@ -109,6 +109,7 @@ class Loop:
                 else:  # the first call compiles before it returns
                     self._emit(Event(kind="compiled", slot=slot, values={
                         "program": "training step", "seconds": round(time.perf_counter() - called, 3)}))
+                    self._meter.pause()
                 self._look_at(taken)
                 taken = [self._step(name, number) for name, number in self._completes[slot]
                          if self._state.adapters[name].status == "running"]

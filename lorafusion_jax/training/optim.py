@@ -6,7 +6,7 @@ Every adapter keeps the state that it would keep alone: no shared clock, no padd
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +18,15 @@ LION_B2, ADAM_B2 = 0.99, 0.999
 
 
 class Hyper(NamedTuple):
-    """Numbers of one optimizer step; float32 scalars."""
+    """Numbers of one optimizer step; float32 scalars, numpy's or tracers."""
 
-    lr: float
-    weight_decay: float
-    clip: float
-    b1: float
-    b2: float
-    eps: float
-    momentum: float
+    lr: Any
+    weight_decay: Any
+    clip: Any
+    b1: Any
+    b2: Any
+    eps: Any
+    momentum: Any
 
 
 def hyper(settings: OptimSettings, lr: float) -> Hyper:

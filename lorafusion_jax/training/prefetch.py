@@ -23,7 +23,8 @@ def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int
     def offer(value) -> None:
         while not stop.is_set():
             try:
-                return ready.put(value, timeout=0.1)
+                ready.put(value, timeout=0.1)
+                return
             except queue.Full:
                 continue
 

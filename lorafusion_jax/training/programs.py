@@ -99,7 +99,7 @@ class Programs:
     def _evaluate(self, lora: Leaves, frozen: Any, batch: Microbatch) -> Array:
         return self._losses(lora, frozen, batch, dropout=False)
 
-    def _losses(self, lora: Leaves, frozen: Any, batch: Microbatch, *, dropout: bool) -> Array:
+    def _losses(self, lora: Leaves, frozen: Any, batch: Any, *, dropout: bool) -> Array:  # a Microbatch of tracers
         model = self._join(lora, frozen)
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self._specs) else None

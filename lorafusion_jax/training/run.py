@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
+from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError
-from lorafusion_jax.models import load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.recorder import Recorder
+from lorafusion_jax.training.base import load_base
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -174,11 +173,8 @@ class _Run:
         return result
 
     def _load(self) -> Parts:
-        directory = base_directory(self._config)
-        self._phase(f"loading {directory.name}")
-        model = load_decoder(directory, self._specs, dtype=jnp.dtype(self._config.base.dtype),
-                             layers=self._config.train.layers, remat=self._config.train.remat)
-        return take_apart(model)
+        self._phase(f"loading {Path(self._config.base.model).name}")
+        return take_apart(load_base(self._config, self._prepared, self._specs))
 
     def _initial(self, parts: Parts, programs: Programs) -> RunState:
         steps = {adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
-from lorafusion_jax.data.prepare import base_directory, prepare
-from lorafusion_jax.models import load_decoder
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.training.base import load_base
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.leaves import take_apart
 from lorafusion_jax.training.programs import Programs
@@ -43,13 +43,12 @@ def verify_exports(run: Path) -> dict[str, Check]:
     folder = RunFolder(run)
     config = folder.read_config()
     prepared, specs = prepare(config), adapter_specs(config)
-    model = load_decoder(base_directory(config), specs, dtype=jnp.dtype(config.base.dtype), layers=config.train.layers,
-                         remat=config.train.remat)
-    parts = take_apart(model)
+    parts = take_apart(load_base(config, prepared, specs))
     lora = parts.lora
     for index, spec in enumerate(specs):
-        _, arrays = read_adapter(folder.latest(spec.name))
-        lora = put_adapter(lora, index, arrays)
+        if (exported := folder.latest(spec.name)) is not None:
+            _, arrays = read_adapter(exported)
+            lora = put_adapter(lora, index, arrays)
     evaluate = Evaluator(config, prepared, Programs(parts, config.adapters, specs, config.train), parts.frozen)
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     return {name: Check(trained=loss, exported=evaluate(name, {key: jnp.asarray(leaf) for key, leaf in lora.items()})[0])
