@@ -70,7 +70,7 @@ class StateStore:
                                   fix="start again with lorafusion train")
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays_like)
         try:
-            found = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like),
+            found: Any = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like),
                                                                         position=ocp.args.JsonRestore()))
         except Exception as problem:
             raise CheckpointError("run.bad-state", f"checkpoint {slot} does not fit this run or is damaged.",
