@@ -30,9 +30,10 @@ def out() -> Console:
 def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
     """A table without lines: some columns to the left, then numbers to the right; no cell is ever folded."""
     table = Table(box=None, header_style="bold", pad_edge=False, **options)
-    for justify, titles in (("left", left), ("right", right)):
-        for title in titles:
-            table.add_column(title, justify=justify, no_wrap=True)
+    for title in left:
+        table.add_column(title, no_wrap=True)
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
     return table
 
 

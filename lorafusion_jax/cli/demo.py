@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lorafusion_jax.cli.common import next_command, out, plain_table
+from lorafusion_jax.cli.common import next_command, out, plain_table, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.format import count, duration, percent
@@ -93,13 +93,14 @@ def _totals(console: Console, result, alone: int) -> None:
     from lorafusion_jax.report.summary import throughput
 
     speed, slots = throughput(result.folder), result.plan.num_slots
-    console.print(
-        f"\n{count(speed['useful_tokens_per_s'])} useful tokens/s, capacity used {percent(result.plan.density)}, "
-        f"{slots} microbatches in {duration(result.seconds)}",
-        highlight=False,
+    rate = f"{count(speed['useful_tokens_per_s'])} useful tokens/s, " if speed else ""
+    console.print()
+    say(
+        console,
+        f"{rate}capacity used {percent(result.plan.density)}, {slots} microbatches in {duration(result.seconds)}",
     )
-    console.print(
-        f"one after another: {alone} microbatches of the same cost, {duration(alone * result.seconds / slots)}: "
-        f"together is {alone / slots:.2f}× faster",
-        highlight=False,
+    alone_s = duration(alone * result.seconds / slots)
+    say(
+        console,
+        f"one after another: {alone} microbatches of the same cost, {alone_s}: together is {alone / slots:.2f}× faster",
     )

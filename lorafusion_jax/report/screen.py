@@ -111,24 +111,22 @@ class Screen:
             self._line(f"{head.replace('  ·  ', '  ')}  |  {plain_state(self._rows)}")
 
     def _on_step(self, event: Event) -> None:
-        row = self._rows[event.adapter]
-        row.step, row.loss = event.step, event.values["loss"]
+        row = self._row(event)
+        row.step, row.loss = event.step or 0, event.values["loss"]
         row.grad_norm, row.lr = event.values["grad_norm"], event.values["lr"]
 
     def _on_eval(self, event: Event) -> None:
         self._phase = ""
-        self._rows[event.adapter].eval_loss = event.values["eval_loss"]
+        self._row(event).eval_loss = event.values["eval_loss"]
         self._line(f"{event.adapter}  step {event.step}  held-out loss {event.values['eval_loss']:.4f}")
 
     def _on_adapter_done(self, event: Event) -> None:
-        self._rows[event.adapter].done = True
+        self._row(event).done = True
 
     def _on_adapter_failed(self, event: Event) -> None:
         values = event.values
-        self._rows[
-            event.adapter
-        ].failure = f"FAILED: {values['reason']}. kept step {values['kept_step']}. others unaffected"
-        self._line(f"{event.adapter}  {self._rows[event.adapter].failure}", style="bold red")
+        self._row(event).failure = f"FAILED: {values['reason']}. kept step {values['kept_step']}. others unaffected"
+        self._line(f"{event.adapter}  {self._row(event).failure}", style="bold red")
 
     def _on_saved(self, event: Event) -> None:
         self._phase = ""
@@ -136,6 +134,9 @@ class Screen:
 
     def _on_exported(self, event: Event) -> None:
         self._line(f"{event.adapter}  step {event.step}  written to {event.values['path']}")
+
+    def _row(self, event: Event) -> Row:
+        return self._rows[event.adapter or ""]
 
     def _line(self, text: str, *, always: bool = False, style: str = "") -> None:
         if self._live is None or always:
