@@ -65,7 +65,7 @@ def assert_same_run(one, other):
 
 
 def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_loop):
-    """Stops twice; then a run that crashes between two checkpoints, whose later metrics are written again, not twice."""
+    """Stops twice; then a run that crashes between two checkpoints: its later metrics are written again, not twice."""
 
     def crash(event):
         if event.kind == "step" and event.step == 4:
@@ -93,7 +93,7 @@ def test_changed_data_is_refused_and_nothing_is_lost(config, tmp_path, write_row
         train(config, tmp_path / "run", listeners=[stop_after(2)])
     before = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
     write_rows("law", 10, seed=1, longest=10)
-    with pytest.raises(CheckpointError, match="run.data-changed") as caught:
+    with pytest.raises(CheckpointError, match=r"run\.data-changed") as caught:
         resume(tmp_path / "run")
     assert "law" in str(caught.value)
     assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == before
@@ -104,5 +104,5 @@ def test_another_plan_is_refused(config, tmp_path, reachable_loop):
         train(config, tmp_path / "run", listeners=[stop_after(2)])
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"plan": "another"}))
-    with pytest.raises(CheckpointError, match="run.other-plan"):
+    with pytest.raises(CheckpointError, match=r"run\.other-plan"):
         resume(tmp_path / "run")
