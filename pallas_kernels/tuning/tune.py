@@ -9,9 +9,9 @@ import dataclasses
 import datetime
 import pathlib
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 
 import jax
-import jaxlib
 
 from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.device import is_hopper
@@ -72,7 +72,7 @@ def key_of(spec: LinearSpec, kernel: str) -> tuple:
 
 def conditions() -> dict[str, str]:
     """Versions and date: a figure without them is not one."""
-    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "date": datetime.date.today().isoformat()}
+    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "date": datetime.date.today().isoformat()}
 
 
 def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:
