@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
+PARALLEL := -n auto --maxprocesses 8   # a process per core; most of the time is compiling
 
 .PHONY: demo test test-oldest lint format gpu-test lock clean
 
@@ -9,7 +10,7 @@ demo: .venv/.ready
 	@$(BIN)/lorafusion demo
 
 test: .venv/.ready
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -22,7 +23,7 @@ format: .venv/.ready
 
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
-	@.venv-oldest/bin/python -m pytest
+	@.venv-oldest/bin/python -m pytest $(PARALLEL)
 
 # Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
 gpu-test:
