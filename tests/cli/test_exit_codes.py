@@ -96,12 +96,10 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
 
 
 def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch):
-    from lorafusion_jax.training import run
-
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "load_decoder", interrupted)
+    monkeypatch.setattr("lorafusion_jax.training.base.load_decoder", interrupted)
     outcome = lorafusion("train", job.path, "--out", job.folder / "run")
     assert outcome.code == 130
     assert outcome.last_line.startswith("next: lorafusion train")
