@@ -92,7 +92,7 @@ class TrainSettings(Section):
     attention: Literal["xla", "cudnn"] | None = None
     loss_chunk: Annotated[int, Field(ge=128)] = Field(default=16384, description="at most about this many times capacity_tokens logits exist at once")
     eval_every_steps: Count | None = Field(default=None, description="optimizer steps of an adapter between two evaluations")
-    plan_seconds: Positive = 1.0
+    plan_seconds: Positive = Field(1.0, description="effort of the planner's search, in seconds of one core")
     log_every_s: NotNegative | None = Field(default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output")
 
 

@@ -16,6 +16,12 @@ from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, r
 from scheduling import AdapterJob, Plan, make_plan
 
 
+# Search effort is counted, not timed: the same job gives the same plan on a busy machine. A quiet core does about
+# twice as many evaluations per second; the clock is only a far stop.
+EVALUATIONS_PER_S = 36_000
+CLOCK_SLACK = 30
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
     """An adapter's samples and the order in which it meets them.
@@ -127,5 +133,6 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
     """Plans the run; the plan is verified by the planner."""
     return make_plan(train_jobs(config, prepared), capacity_tokens=config.batch.capacity_tokens,
                      num_stages=config.mesh.stages, data_parallel=config.mesh.data,
-                     tile_tokens=config.batch.tile_tokens, time_limit_s=config.train.plan_seconds, seed=0)
+                     tile_tokens=config.batch.tile_tokens, time_limit_s=CLOCK_SLACK * config.train.plan_seconds,
+                     search_evaluations=round(EVALUATIONS_PER_S * config.train.plan_seconds), seed=0)
 

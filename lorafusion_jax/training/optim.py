@@ -62,10 +62,10 @@ def learning_rates(settings: OptimSettings, num_steps: int) -> np.ndarray:
     """Tabulates the adapter's schedule: float32 learning rate of each of its steps.
 
     Warm-up is linear from lr / warm-up steps, so that the first step already learns; then constant, linear or cosine
-    down to lr · min_lr_ratio at the last step.
+    towards lr · min_lr_ratio, which would be reached one step after the last, so that the last step learns, too.
     """
     warm = round(settings.warmup * num_steps)
-    left = max(num_steps - warm - 1, 1)
+    left = max(num_steps - warm, 1)
     end = settings.lr * settings.min_lr_ratio
     body = {
         "constant": lambda: optax.constant_schedule(settings.lr),
