@@ -1,6 +1,6 @@
 """Draws the measured times of whole ops and decoder layers over the layer without LoRA, and prints the bytes table.
 
-    python benchmarks/kernel_plot.py
+python benchmarks/kernel_plot.py
 """
 
 from __future__ import annotations

@@ -21,16 +21,32 @@ from pathlib import Path
 
 import yaml
 
-SHAPE = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
-             head_dim=128, rope_theta=500000.0)
-SMALL = dict(vocab_size=3072, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+SHAPE = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+}
+SMALL = {
+    "vocab_size": 3072,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
 WRITE = """
 import sys, json, jax.numpy as jnp
 from flax import nnx
 from lorafusion_jax.models import Decoder, ModelConfig, RopeScaling, save_decoder
 shape = json.loads(sys.argv[2])
-config = ModelConfig(family="llama", rope_scaling=RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                     original_max_positions=8192), max_positions=131072, **shape)
+scaling = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+config = ModelConfig(family="llama", rope_scaling=scaling, max_positions=131072, **shape)
 save_decoder(Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), sys.argv[1], shard_bytes=5 * 2**30)
 """
 ADAPTERS = [  # different rank, alpha, dropout, lr and batch; lengths like three summarisation sets and their mix
@@ -64,8 +80,12 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--capacity", type=int, default=8192)
-    parser.add_argument("--variants", nargs="+", default=["train.layers=scan"],
-                        help="one run for each; settings joined by commas, e.g. train.layers=unroll,train.max_steps=6")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["train.layers=scan"],
+        help="one run for each; settings joined by commas, e.g. train.layers=unroll,train.max_steps=6",
+    )
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="main_job_"))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -81,8 +101,11 @@ def main() -> int:
         command = [sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(run)]
         done = subprocess.run([*command, *variant.split(",")])
         codes.append(done.returncode)
-        rows.append({"variant": variant, "exit_code": done.returncode,
-                     "command_s": round(time.perf_counter() - started, 1)} | facts | read_run(run))
+        rows.append(
+            {"variant": variant, "exit_code": done.returncode, "command_s": round(time.perf_counter() - started, 1)}
+            | facts
+            | read_run(run)
+        )
         for name in ("metrics.jsonl", "run.json"):
             if (run / name).exists():
                 shutil.copyfile(run / name, options.out / f"{number}_{name}")
@@ -100,14 +123,31 @@ def write_job(work: Path, options: argparse.Namespace, scale: float) -> None:
     longest = int(4096 * scale)
     adapters = []
     for name, mean, spread, lora, lr, batch in ADAPTERS:
-        write_data(work / f"{name}.jsonl", mean * scale, spread * scale, options.steps * batch,
-                   tokenizer / "tokenizer.json", longest)
-        adapters.append({"name": name, "data": {"train": f"{name}.jsonl"}, "lora": lora, "optim": {"lr": lr},
-                         "batch": {"global_samples": batch}})
+        write_data(
+            work / f"{name}.jsonl",
+            mean * scale,
+            spread * scale,
+            options.steps * batch,
+            tokenizer / "tokenizer.json",
+            longest,
+        )
+        adapters.append(
+            {
+                "name": name,
+                "data": {"train": f"{name}.jsonl"},
+                "lora": lora,
+                "optim": {"lr": lr},
+                "batch": {"global_samples": batch},
+            }
+        )
     capacity = int(options.capacity * scale) // 16 * 16 if options.small else options.capacity
-    job = {"base": {"model": "base"}, "data": {"max_length": longest},
-           "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if options.small else 128},
-           "train": {"max_steps": options.steps}, "adapters": adapters}
+    job = {
+        "base": {"model": "base"},
+        "data": {"max_length": longest},
+        "batch": {"capacity_tokens": capacity, "tile_tokens": 16 if options.small else 128},
+        "train": {"max_steps": options.steps},
+        "adapters": adapters,
+    }
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
 
 
@@ -120,11 +160,18 @@ def read_run(folder: Path) -> dict:
     events = {event["kind"]: event for event in read_rows(folder / "events.jsonl")}
     steps = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
     started, finished = events.get("started", {}), events.get("finished", {})
-    return {"device": started.get("device"), "slots": started.get("slots"), "density": started.get("density"),
-            "trainable": started.get("trainable"), "frozen": started.get("frozen"),
-            "compile_s": events.get("compiled", {}).get("seconds"), "peak_bytes": finished.get("peak_bytes"),
-            "optimizer_steps": len(steps), "throughput": throughput(folder),
-            "versions": json.loads((folder / "run.json").read_text())["versions"]}
+    return {
+        "device": started.get("device"),
+        "slots": started.get("slots"),
+        "density": started.get("density"),
+        "trainable": started.get("trainable"),
+        "frozen": started.get("frozen"),
+        "compile_s": events.get("compiled", {}).get("seconds"),
+        "peak_bytes": finished.get("peak_bytes"),
+        "optimizer_steps": len(steps),
+        "throughput": throughput(folder),
+        "versions": json.loads((folder / "run.json").read_text())["versions"],
+    }
 
 
 if __name__ == "__main__":

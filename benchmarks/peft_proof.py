@@ -38,8 +38,15 @@ MERGED_LIMIT = {"bfloat16": 2e-2, "float16": 4e-3}  # merged weights are rounded
 ROWS, TILE, VOCABULARY = 32, 16, 96
 GOLDEN = ("qwen2", "partial")
 RESULT = Path(__file__).parent / "results" / "peft_proof.json"
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4,
-         "num_kv_heads": 2, "head_dim": 8}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 MODELS = {
     "llama": {"family": "llama"},
     "llama3-scaled-tied": {"family": "llama", "tie_embeddings": True, "rope_theta": 500000.0, "llama3": True},
@@ -75,8 +82,12 @@ def our_logits(model, scales: list[float], tokens: np.ndarray) -> np.ndarray:
     parts, rows = len(scales) + 1, len(tokens)
     table = np.repeat([*range(len(scales)), -1], rows // TILE)
     context = LoRAContext(tile_adapter=jnp.asarray(table, jnp.int32), scale=jnp.asarray(scales, jnp.float32))
-    logits = model(jnp.tile(tokens, parts), jnp.tile(jnp.arange(rows), parts),
-                   Segments.from_lengths([rows] * parts, rows * parts), context)
+    logits = model(
+        jnp.tile(tokens, parts),
+        jnp.tile(jnp.arange(rows), parts),
+        Segments.from_lengths([rows] * parts, rows * parts),
+        context,
+    )
     return np.asarray(logits).reshape(parts, rows, -1)
 
 
@@ -201,19 +212,34 @@ def compare_case(place: Path) -> list[dict]:
         reference = logits(adapted)
         config = adapted.peft_config["default"]
         keys = set(get_peft_model_state_dict(adapted))
-        rows.append({
-            "model": place.name, "adapter": name, "rank": config.r, "alpha": config.lora_alpha,
-            "rslora": config.use_rslora, "targets": sorted(config.target_modules),
-            "keys_equal": keys == set(load_file(place / name / "adapter_model.safetensors")),
-            "effect": relative_error(reference, base), "base_error": relative_error(expected["base"], base),
-            "adapter_error": relative_error(expected[name], reference),
-            "stored": stored,
-            "merged_error": relative_error(logits(load(place / f"{name}-merged")), expected[name]),
-        })
+        rows.append(
+            {
+                "model": place.name,
+                "adapter": name,
+                "rank": config.r,
+                "alpha": config.lora_alpha,
+                "rslora": config.use_rslora,
+                "targets": sorted(config.target_modules),
+                "keys_equal": keys == set(load_file(place / name / "adapter_model.safetensors")),
+                "effect": relative_error(reference, base),
+                "base_error": relative_error(expected["base"], base),
+                "adapter_error": relative_error(expected[name], reference),
+                "stored": stored,
+                "merged_error": relative_error(logits(load(place / f"{name}-merged")), expected[name]),
+            }
+        )
         torch.manual_seed(len(rows))
-        native = get_peft_model(load(place / "base"), LoraConfig(
-            r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, task_type="CAUSAL_LM",
-            target_modules=sorted(config.target_modules), init_lora_weights=False)).eval()
+        native = get_peft_model(
+            load(place / "base"),
+            LoraConfig(
+                r=config.r,
+                lora_alpha=config.lora_alpha,
+                use_rslora=config.use_rslora,
+                task_type="CAUSAL_LM",
+                target_modules=sorted(config.target_modules),
+                init_lora_weights=False,
+            ),
+        ).eval()
         native.save_pretrained(place / f"{name}-native")
         save_file({"tokens": expected["tokens"], "logits": logits(native)}, place / f"{name}-native.safetensors")
     return rows
@@ -272,11 +298,16 @@ def report(rows: list[dict]) -> int:
     errors = ("base_error", "adapter_error", "merged_error", "import_error")
     print(f"{'model':20}{'adapter':10}{'rank':>4}  {'effect':>8}" + "".join(f"{name:>15}" for name in errors), " keys")
     for row in rows:
-        print(f"{row['model']:20}{row['adapter']:10}{row['rank']:>4}  {row['effect']:8.3f}" +
-              "".join(f"{row[name]:15.1e}" for name in errors) + f"  {row['keys_equal']}")
+        print(
+            f"{row['model']:20}{row['adapter']:10}{row['rank']:>4}  {row['effect']:8.3f}"
+            + "".join(f"{row[name]:15.1e}" for name in errors)
+            + f"  {row['keys_equal']}"
+        )
     limits = [{"merged_error": MERGED_LIMIT.get(row.get("stored", "float32"), LIMIT)} for row in rows]
-    good = all(row["keys_equal"] and row["effect"] > 10 * LIMIT and all(row[name] < limit.get(name, LIMIT) for name in errors)
-               for row, limit in zip(rows, limits, strict=True))
+    good = all(
+        row["keys_equal"] and row["effect"] > 10 * LIMIT and all(row[name] < limit.get(name, LIMIT) for name in errors)
+        for row, limit in zip(rows, limits, strict=True)
+    )
     rounded = sorted({row["stored"] for row in rows if row.get("stored") in MERGED_LIMIT})
     note = "".join(f" (merged into {kind}: {MERGED_LIMIT[kind]:g})" for kind in rounded)
     print(f"{'all below' if good else 'NOT all below'} {LIMIT:g}{note}")

@@ -36,8 +36,18 @@ from lorafusion_jax.models import Decoder, ModelConfig, Segments
 
 HELD_OUT = 0.02
 STEPS_AT_ONCE = 10  # in one compiled call
-CONFIG = ModelConfig(family="llama", vocab_size=3072, hidden_size=256, intermediate_size=640, num_layers=4, num_heads=4,
-                     num_kv_heads=2, head_dim=64, tie_embeddings=True, max_positions=1024)
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=3072,
+    hidden_size=256,
+    intermediate_size=640,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    tie_embeddings=True,
+    max_positions=1024,
+)
 
 
 def token_streams(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -70,8 +80,11 @@ def make_programs(graph, rest, *, rows: int, row_tokens: int, attention: str | N
     """Compiles STEPS_AT_ONCE steps of training, and evaluation; rows are drawn on the device."""
     segments = Segments.from_lengths([row_tokens] * rows, rows * row_tokens)
     positions = np.tile(np.arange(row_tokens, dtype=np.int32), rows)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.95),
-                            optax.add_decayed_weights(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(0.1, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)),
+    )
 
     def loss_of(params, stream, starts_B):
         rows_BT = stream[starts_B[:, None] + jnp.arange(row_tokens + 1)].astype(jnp.int32)
@@ -148,24 +161,33 @@ def train_base(args: argparse.Namespace) -> None:
     train_stream, held_out = (jnp.asarray(stream) for stream in read_streams(args))
     graph, params, rest = nnx.split(Decoder(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param, ...)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{size / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens, {len(held_out)} held out, "
-          f"{jax.devices()[0].device_kind}", flush=True)
-    optimizer, train, evaluate = make_programs(graph, rest, rows=args.rows, row_tokens=args.row_tokens,
-                                               attention=args.attention)
+    print(
+        f"{size / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens, {len(held_out)} held out, "
+        f"{jax.devices()[0].device_kind}",
+        flush=True,
+    )
+    optimizer, train, evaluate = make_programs(
+        graph, rest, rows=args.rows, row_tokens=args.row_tokens, attention=args.attention
+    )
     measure = functools.partial(held_out_loss, evaluate, stream=held_out, rows=args.rows, row_tokens=args.row_tokens)
     print(f"before: held-out loss {measure(params):.4f}", flush=True)
     state, step, progress, began = optimizer.init(params), 0, 0.0, None
     while progress < 1:
         ends = min(1.0, (step + STEPS_AT_ONCE) / args.steps)
-        rates = [learning_rate(progress + (max(ends, progress) - progress) * (i + 1) / STEPS_AT_ONCE, args.lr)
-                 for i in range(STEPS_AT_ONCE)]
+        rates = [
+            learning_rate(progress + (max(ends, progress) - progress) * (i + 1) / STEPS_AT_ONCE, args.lr)
+            for i in range(STEPS_AT_ONCE)
+        ]
         params, state, loss = train(params, state, train_stream, jax.random.key(step), jnp.asarray(rates))
         loss, step = float(loss), step + STEPS_AT_ONCE
         began = began or time.monotonic()  # the first call compiles
         progress = max(step / args.steps, (time.monotonic() - began) / args.seconds)
         if step % (50 * STEPS_AT_ONCE) == 0 or progress >= 1 or step == STEPS_AT_ONCE:
-            print(f"step {step:6}  loss {loss:.4f}  held out {measure(params):.4f}  lr {rates[-1]:.2e}  "
-                  f"{time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"step {step:6}  loss {loss:.4f}  held out {measure(params):.4f}  lr {rates[-1]:.2e}  "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     write_model(args.out, params)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if args.tokenizer.resolve() != args.out.resolve():

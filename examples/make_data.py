@@ -28,8 +28,13 @@ from stdlib_text import LIBRARY, Item, library_items, reference_paragraphs, shar
 
 HELD_OUT = 0.1
 SENTENCE_END = re.compile(r"(?<=[a-z0-9\"*)][.])\s+(?=[A-Z])")
-ASK = ("What does `{}` do?", "Tell me what `{}` is for.", "Explain `{}` in a sentence.",
-       "I found `{}` in a program. What is it?", "When would I use `{}`?")
+ASK = (
+    "What does `{}` do?",
+    "Tell me what `{}` is for.",
+    "Explain `{}` in a sentence.",
+    "I found `{}` in a program. What is it?",
+    "When would I use `{}`?",
+)
 ASK_CALL = ("How do I call it?", "Which arguments does it take?", "Show me its signature.")
 EXPLAIN = "Here is a Python function:\n\n{}\n\nWhat does it do?"
 MODULE = "Name the module of the Python standard library that defines this {}."
@@ -43,27 +48,43 @@ def ask(items: list[Item]) -> list[Row]:
     rows = []
     for item in items:
         draw = int(share("ask " + item.path) * 1000)
-        messages = [{"role": "user", "content": ASK[draw % len(ASK)].format(item.path)},
-                    {"role": "assistant", "content": item.summary}]
+        messages = [
+            {"role": "user", "content": ASK[draw % len(ASK)].format(item.path)},
+            {"role": "assistant", "content": item.summary},
+        ]
         if draw % 3 == 0:
-            messages += [{"role": "user", "content": ASK_CALL[draw % 7 % len(ASK_CALL)]},
-                         {"role": "assistant", "content": f"`{item.call}`"}]
+            messages += [
+                {"role": "user", "content": ASK_CALL[draw % 7 % len(ASK_CALL)]},
+                {"role": "assistant", "content": f"`{item.call}`"},
+            ]
         rows.append((item.path, {"messages": messages}))
     return rows
 
 
 def explain(items: list[Item]) -> list[Row]:
     """Functions of four lines to a page."""
-    return [(item.path, {"prompt": EXPLAIN.format(item.source), "completion": item.summary})
-            for item in items if item.kind != "class" and item.source.count("\n") >= 3 and len(item.source) <= 1600]
+    return [
+        (item.path, {"prompt": EXPLAIN.format(item.source), "completion": item.summary})
+        for item in items
+        if item.kind != "class" and item.source.count("\n") >= 3 and len(item.source) <= 1600
+    ]
 
 
 def module(items: list[Item]) -> list[Row]:
     """Modules with ten documented objects or more, so that each is met in training."""
     sizes = collections.Counter(item.module.split(".")[0] for item in items)
-    return [(item.path, {"instruction": MODULE.format(item.kind), "input": f"{item.call}\n{item.summary}",
-                         "output": item.module.split(".")[0]})
-            for item in items if sizes[item.module.split(".")[0]] >= 10]
+    return [
+        (
+            item.path,
+            {
+                "instruction": MODULE.format(item.kind),
+                "input": f"{item.call}\n{item.summary}",
+                "output": item.module.split(".")[0],
+            },
+        )
+        for item in items
+        if sizes[item.module.split(".")[0]] >= 10
+    ]
 
 
 def reference(paragraphs: list[tuple[str, str]]) -> list[Row]:
@@ -79,8 +100,11 @@ def reference(paragraphs: list[tuple[str, str]]) -> list[Row]:
 
 def cards(items: list[Item]) -> list[Row]:
     """A heading, the kind of thing, how it is called, and the docstring."""
-    return [(item.path, {"text": f"### {item.path}\n\n- kind: {item.kind}\n- call: `{item.call}`\n\n{item.doc}\n"})
-            for item in items if len(item.doc) <= 1200]
+    return [
+        (item.path, {"text": f"### {item.path}\n\n- kind: {item.kind}\n- call: `{item.call}`\n\n{item.doc}\n"})
+        for item in items
+        if len(item.doc) <= 1200
+    ]
 
 
 def few(items: list[Item], name: str, number: int) -> list[Item]:

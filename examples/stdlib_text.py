@@ -19,8 +19,18 @@ from pydoc_data.topics import topics
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 TESTS = {"test", "tests", "idle_test"}
 # tables, copies of other projects, and code written for another language version
-LEFT_OUT = {"site-packages", "encodings", "lib2to3", "idlelib", "ensurepip", "_vendor", "pydoc_data", "turtledemo",
-            "__pycache__", "config"}
+LEFT_OUT = {
+    "site-packages",
+    "encodings",
+    "lib2to3",
+    "idlelib",
+    "ensurepip",
+    "_vendor",
+    "pydoc_data",
+    "turtledemo",
+    "__pycache__",
+    "config",
+}
 CODE_LINE = re.compile(r"^\s*(>>>|\.\.\.|::|def |class |import |from |\|)|::=|={4}|-{4}|\*{4}")
 
 
@@ -93,8 +103,15 @@ def _items(tree: ast.AST, text: str, module: str, outer: tuple[str, ...]) -> Ite
         summary = _summary(doc or "")
         if doc and summary:
             kind = "class" if isinstance(node, ast.ClassDef) else "method" if outer else "function"
-            yield Item(module=module, name=".".join(name), kind=kind, call=_call(node), source=_source(node, text),
-                       summary=summary, doc=inspect.cleandoc(doc))
+            yield Item(
+                module=module,
+                name=".".join(name),
+                kind=kind,
+                call=_call(node),
+                source=_source(node, text),
+                summary=summary,
+                doc=inspect.cleandoc(doc),
+            )
         if isinstance(node, ast.ClassDef):
             yield from _items(node, text, module, name)
 

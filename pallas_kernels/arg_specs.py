@@ -28,9 +28,7 @@ class LinearSpec:
 
     @property
     def name(self) -> str:
-        return (
-            f"T{self.tokens}_K{self.in_features}_N{self.out_features}_r{self.rank}_A{self.adapters}_p{self.rate:g}"
-        )
+        return f"T{self.tokens}_K{self.in_features}_N{self.out_features}_r{self.rank}_A{self.adapters}_p{self.rate:g}"
 
 
 BENCHMARK_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120), (8192, 8192))

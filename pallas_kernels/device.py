@@ -8,7 +8,7 @@ _DEFAULT_SMS = 132
 
 
 def target_platform() -> str:
-    """"gpu", "cpu" or "tpu"."""
+    """ "gpu", "cpu" or "tpu"."""
     abstract = _abstract_device()
     return abstract.platform if abstract is not None else jax.default_backend()
 

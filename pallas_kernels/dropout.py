@@ -28,9 +28,7 @@ BITS = 16  # resolution of the rate: 1 / 65536
 _GOLDEN, _SILVER, _BRONZE = np.uint32(0x9E3779B9), np.uint32(0x85EBCA77), np.uint32(0xC2B2AE3D)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("rate", "key", "row_key"), meta_fields=()
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("rate", "key", "row_key"), meta_fields=())
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout:
     """Describes which inputs of the LoRA branch are dropped.

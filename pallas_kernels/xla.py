@@ -72,9 +72,7 @@ def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.A
     return y_TN
 
 
-def _dsdb(
-    static: Static, ops: Operands, i: int, s_IJR: jax.Array, dy_IJN: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _dsdb(static: Static, ops: Operands, i: int, s_IJR: jax.Array, dy_IJN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dS = scale dY B^T and dB = scale S^T dY."""
     ds_IJR = _batched("ijn,irn->ijr", dy_IJN, _bank(static, ops, ops.bs[i])) * _of_tiles(static, ops, ops.scale)
     ds_IJR = _select(static, ops, ds_IJR).astype(ops.x.dtype)

@@ -12,7 +12,28 @@ import pytest
 
 from lorafusion_jax.examples import examples_directory
 
-WORDS = "adapter base batch bias cache file graph kernel layer loss mask model norm plan rank row scale shard slot tile".split()
+WORDS = [
+    "adapter",
+    "base",
+    "batch",
+    "bias",
+    "cache",
+    "file",
+    "graph",
+    "kernel",
+    "layer",
+    "loss",
+    "mask",
+    "model",
+    "norm",
+    "plan",
+    "rank",
+    "row",
+    "scale",
+    "shard",
+    "slot",
+    "tile",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,8 +69,17 @@ def tiny_base(tmp_path_factory) -> Path:
 
     from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
 
-    config = ModelConfig(family="llama", vocab_size=3072, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-                         num_kv_heads=2, head_dim=8, tie_embeddings=True)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=3072,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tie_embeddings=True,
+    )
     with jax.default_device(jax.local_devices()[0]):
         model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     directory = tmp_path_factory.mktemp("base") / "tiny"
@@ -65,8 +95,13 @@ def write_rows(tmp_path) -> Callable[..., str]:
 
     def write(name: str, count: int, seed: int = 0, longest: int = 24) -> str:
         draw = random.Random(f"{name}-{seed}")
-        rows = [{"prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
-                 "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))} for _ in range(count)]
+        rows = [
+            {
+                "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
+                "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
+            }
+            for _ in range(count)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return f"{name}.jsonl"
 
@@ -78,9 +113,12 @@ def write_job(tmp_path, tiny_base) -> Callable[..., Path]:
     """Writes a job file for the tiny base; sections are keyword arguments. JSON is YAML."""
 
     def write(adapters: list[dict], **sections) -> Path:
-        job = {"base": {"model": str(tiny_base), "dtype": "float32"},
-               "data": {"max_length": 64}, "batch": {"capacity_tokens": 128, "tile_tokens": 16},
-               "train": {"log_every_s": 0, "layers": "scan"}} | sections
+        job = {
+            "base": {"model": str(tiny_base), "dtype": "float32"},
+            "data": {"max_length": 64},
+            "batch": {"capacity_tokens": 128, "tile_tokens": 16},
+            "train": {"log_every_s": 0, "layers": "scan"},
+        } | sections
         path = tmp_path / "jobs.yaml"
         path.write_text(json.dumps(job | {"adapters": adapters}))
         return path

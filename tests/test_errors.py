@@ -8,10 +8,21 @@ from lorafusion_jax.errors import ConfigError, DataError, ErrorList, raise_all
 
 
 def test_an_error_says_what_where_why_and_what_to_do():
-    text = str(DataError("data.empty-loss", "med: no token to learn.", where="med.jsonl, row 3", why="it is cut",
-                         fix="data.max_length: 512"))
-    assert text.splitlines() == ["error[data.empty-loss] med: no token to learn.", "  where: med.jsonl, row 3",
-                                 "  because it is cut", "  fix: data.max_length: 512"]
+    text = str(
+        DataError(
+            "data.empty-loss",
+            "med: no token to learn.",
+            where="med.jsonl, row 3",
+            why="it is cut",
+            fix="data.max_length: 512",
+        )
+    )
+    assert text.splitlines() == [
+        "error[data.empty-loss] med: no token to learn.",
+        "  where: med.jsonl, row 3",
+        "  because it is cut",
+        "  fix: data.max_length: 512",
+    ]
 
 
 def test_several_errors_are_shown_together_and_the_gravest_decides_the_exit_code():

@@ -1,9 +1,9 @@
 """The folder of a run: where everything lies, and what must be there before a run goes on.
 
-    config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests
-    metrics.jsonl  events.jsonl            numbers and changes of state
-    state/<slot>/                          checkpoints
-    adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
+config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests
+metrics.jsonl  events.jsonl            numbers and changes of state
+state/<slot>/                          checkpoints
+adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
 """
 
 from __future__ import annotations
@@ -55,11 +55,17 @@ class RunFolder:
         if self.plan_file.exists():
             other = self.read_plan().digest
             if other != plan.digest:
-                raise CheckpointError("run.other-plan", f"{self.path} holds a run of another plan.",
-                                      why=f"its plan is {other}, this one is {plan.digest}",
-                                      fix="choose another --out, or lorafusion resume to go on with that run")
-            raise CheckpointError("run.exists", f"{self.path} already holds this run.",
-                                  fix=f"lorafusion resume {self.path}   or another --out")
+                raise CheckpointError(
+                    "run.other-plan",
+                    f"{self.path} holds a run of another plan.",
+                    why=f"its plan is {other}, this one is {plan.digest}",
+                    fix="choose another --out, or lorafusion resume to go on with that run",
+                )
+            raise CheckpointError(
+                "run.exists",
+                f"{self.path} already holds this run.",
+                fix=f"lorafusion resume {self.path}   or another --out",
+            )
 
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
         """Starts a run folder; see `must_be_new`."""
@@ -67,7 +73,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self.record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        self.plan_file.write_text(plan.to_json(), encoding="utf-8")  # last: its presence means that the folder is complete
+        self.plan_file.write_text(
+            plan.to_json(), encoding="utf-8"
+        )  # last: its presence means that the folder is complete
 
     def read_config(self) -> JobConfig:
         self._need("config.yaml")
@@ -110,5 +118,8 @@ class RunFolder:
 
     def _need(self, file: str) -> None:
         if not (self.path / file).is_file():
-            raise CheckpointError("run.missing", f"{self.path} is no run folder: {file} is not there.",
-                                  fix="lorafusion train jobs.yaml --out runs/NAME starts one")
+            raise CheckpointError(
+                "run.missing",
+                f"{self.path} is no run folder: {file} is not there.",
+                fix="lorafusion train jobs.yaml --out runs/NAME starts one",
+            )

@@ -58,8 +58,9 @@ class _Place(NamedTuple):
     stop: int
 
 
-def merge_adapter(base_dir: str | Path, adapter_dir: str | Path, to_dir: str | Path, *,
-                  finish: Callable[[Path], None] | None = None) -> MergeReport:
+def merge_adapter(
+    base_dir: str | Path, adapter_dir: str | Path, to_dir: str | Path, *, finish: Callable[[Path], None] | None = None
+) -> MergeReport:
     """Writes the base model with the adapter of a PEFT folder added to its weights.
 
     W' = round(W + scale · A B), computed in float32, rounded to the checkpoint's dtype
@@ -78,8 +79,14 @@ def merge_adapter(base_dir: str | Path, adapter_dir: str | Path, to_dir: str | P
     return merge_arrays(base_dir, *read_adapter(adapter_dir), to_dir, finish=finish)
 
 
-def merge_arrays(base_dir: str | Path, spec: AdapterSpec, arrays: Arrays, to_dir: str | Path, *,
-                 finish: Callable[[Path], None] | None = None) -> MergeReport:
+def merge_arrays(
+    base_dir: str | Path,
+    spec: AdapterSpec,
+    arrays: Arrays,
+    to_dir: str | Path,
+    *,
+    finish: Callable[[Path], None] | None = None,
+) -> MergeReport:
     """`merge_adapter` with an adapter in memory (`read_adapter`, `take_adapter`); of `spec` only the scale counts."""
     base_dir = Path(base_dir)
     places = _places(base_dir)
@@ -110,16 +117,21 @@ def _add(stream: BinaryIO, place: _Place, a_Kr: np.ndarray, b_rN: np.ndarray, sc
     with np.errstate(over="ignore"):
         rounded_NK = w_NK.astype(dtype)
     if not np.isfinite(rounded_NK).all():
-        raise CheckpointError("merge.not-finite", "a merged weight is not a finite number.", where=str(stream.name),
-                              why=f"{place.dtype} cannot hold it",
-                              fix="merge into a float32 or bfloat16 copy of the base")
+        raise CheckpointError(
+            "merge.not-finite",
+            "a merged weight is not a finite number.",
+            where=str(stream.name),
+            why=f"{place.dtype} cannot hold it",
+            fix="merge into a float32 or bfloat16 copy of the base",
+        )
     stream.seek(place.start)
     stream.write(rounded_NK.tobytes())
     return float(np.abs(delta_NK).max()), float(np.abs(rounded_NK.astype(np.float32) - w_NK).max())
 
 
-def _misfits(places: Mapping[str, _Place], targets: Mapping[str, tuple[np.ndarray, np.ndarray]],
-             base_dir: Path) -> list[LoraFusionError]:
+def _misfits(
+    places: Mapping[str, _Place], targets: Mapping[str, tuple[np.ndarray, np.ndarray]], base_dir: Path
+) -> list[LoraFusionError]:
     problems = []
     for name, (a_Kr, b_rN) in targets.items():
         shape = (b_rN.shape[1], a_Kr.shape[0])
@@ -131,8 +143,17 @@ def _misfits(places: Mapping[str, _Place], targets: Mapping[str, tuple[np.ndarra
             problems.append(f"quantised: {name} is {places[name].dtype}, only {', '.join(_DTYPES)} can be merged into")
         elif places[name].stop - places[name].start != math.prod(shape) * _DTYPES[places[name].dtype].itemsize:
             problems.append(f"damaged: {name} has too few or too many bytes")
-    return [CheckpointError("merge.base", "the adapter does not fit this base model.",
-                            where=f"{base_dir}\n    " + "\n    ".join(problems))] if problems else []
+    return (
+        [
+            CheckpointError(
+                "merge.base",
+                "the adapter does not fit this base model.",
+                where=f"{base_dir}\n    " + "\n    ".join(problems),
+            )
+        ]
+        if problems
+        else []
+    )
 
 
 def _copy_small_files(base_dir: Path, folder: Path) -> None:
@@ -149,8 +170,9 @@ def _places(base_dir: Path) -> dict[str, _Place]:
         try:
             places.update(_header(base_dir / file))
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            errors.append(CheckpointError("merge.base", f"{file} cannot be read.", where=str(base_dir / file),
-                                          why=str(problem)))
+            errors.append(
+                CheckpointError("merge.base", f"{file} cannot be read.", where=str(base_dir / file), why=str(problem))
+            )
     raise_all(errors)
     return places
 
@@ -160,8 +182,9 @@ def _weight_files(base_dir: Path) -> list[str]:
     if not index.is_file():
         if (base_dir / SINGLE).is_file():
             return [SINGLE]
-        raise CheckpointError("merge.base", f"{base_dir} holds neither {SINGLE} nor {INDEX}.",
-                              fix="point to the base model's folder")
+        raise CheckpointError(
+            "merge.base", f"{base_dir} holds neither {SINGLE} nor {INDEX}.", fix="point to the base model's folder"
+        )
     try:
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

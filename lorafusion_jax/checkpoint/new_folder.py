@@ -29,8 +29,11 @@ def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError("export.exists", f"{target} is there already and is not empty.",
-                              fix="choose another folder, or remove this one")
+        raise CheckpointError(
+            "export.exists",
+            f"{target} is there already and is not empty.",
+            fix="choose another folder, or remove this one",
+        )
     building = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         shutil.rmtree(building, ignore_errors=True)
@@ -53,6 +56,11 @@ def _flush(file: Path) -> None:
 
 def _write_error(target: Path, problem: OSError) -> RunError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError("save.no-space", f"there is no space for {target}.", where=str(target.parent), why=str(problem),
-                        fix="free some space and repeat the command; nothing was left behind")
+        return RunError(
+            "save.no-space",
+            f"there is no space for {target}.",
+            where=str(target.parent),
+            why=str(problem),
+            fix="free some space and repeat the command; nothing was left behind",
+        )
     return RunError("save.failed", f"{target} could not be written.", where=str(target.parent), why=str(problem))

@@ -29,9 +29,16 @@ _PREFIX = "base_model.model.model."
 _KEY = re.compile(re.escape(_PREFIX) + r"(layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
 
 
-def export_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int, base_name: str, to_dir: str | Path, *,
-                   dtype: Literal["float32", "bfloat16"] = "float32",
-                   finish: Callable[[Path], None] | None = None) -> Path:
+def export_adapter(
+    lora_leaves: Leaves,
+    spec: AdapterSpec,
+    index: int,
+    base_name: str,
+    to_dir: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    finish: Callable[[Path], None] | None = None,
+) -> Path:
     """Writes one adapter as a PEFT folder, reads it back and compares it; the folder appears complete or not at all.
 
     Args:
@@ -89,14 +96,24 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
     errors: list[LoraFusionError] = []
     made_for = str(raw.get("base_model_name_or_path") or "")
     if base_name is not None and _last(made_for) != _last(base_name):
-        errors.append(CheckpointError("peft.other-base", where=str(folder / CONFIG_FILE),
-                                      what=f"the adapter was made for '{made_for}', not for '{base_name}'.",
-                                      fix="use that base model; if it is the same one under another name, correct "
-                                          f"base_model_name_or_path in {CONFIG_FILE}"))
+        errors.append(
+            CheckpointError(
+                "peft.other-base",
+                where=str(folder / CONFIG_FILE),
+                what=f"the adapter was made for '{made_for}', not for '{base_name}'.",
+                fix="use that base model; if it is the same one under another name, correct "
+                f"base_model_name_or_path in {CONFIG_FILE}",
+            )
+        )
     problems = _problems(tensors, matches, spec)
     if problems:
-        errors.append(CheckpointError("peft.tensors", f"{TENSOR_FILE} does not hold this adapter.",
-                                      where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems)))
+        errors.append(
+            CheckpointError(
+                "peft.tensors",
+                f"{TENSOR_FILE} does not hold this adapter.",
+                where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems),
+            )
+        )
     raise_all(errors)
     paths = dict.fromkeys(match[1] for match in matches.values() if match)
     return spec, {path: (_a(tensors, path), _b(tensors, path)) for path in paths}
@@ -104,8 +121,11 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
 
 def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
     """Names and shapes as PEFT has them: lora_A.weight [r, K], lora_B.weight [N, r]."""
-    return {f"{_PREFIX}{path}.lora_{part}.weight": np.ascontiguousarray(array.T)
-            for path, pair in arrays.items() for part, array in zip("AB", pair, strict=True)}
+    return {
+        f"{_PREFIX}{path}.lora_{part}.weight": np.ascontiguousarray(array.T)
+        for path, pair in arrays.items()
+        for part, array in zip("AB", pair, strict=True)
+    }
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -113,23 +133,30 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     if not file.is_file():
         if (folder / "adapter_model.bin").is_file():
             raise CheckpointError(
-                "peft.pickle", "adapter_model.bin is a pickle, which can run any program; it is not read.",
-                where=str(folder), fix="load it with peft where you trust it, then "
-                "model.save_pretrained(folder, safe_serialization=True)")
+                "peft.pickle",
+                "adapter_model.bin is a pickle, which can run any program; it is not read.",
+                where=str(folder),
+                fix="load it with peft where you trust it, then model.save_pretrained(folder, safe_serialization=True)",
+            )
         raise CheckpointError("peft.missing-file", f"{folder} has no {TENSOR_FILE}.")
     try:
         with safe_open(file, "np") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError, TypeError) as problem:
-        raise CheckpointError("peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file),
-                              why=str(problem)) from None
+        raise CheckpointError(
+            "peft.damaged", f"{TENSOR_FILE} cannot be read.", where=str(file), why=str(problem)
+        ) from None
 
 
 def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None], spec: AdapterSpec) -> list[str]:
     """Says what is missing, extra or misshapen."""
     num_layers = max(1, len({match[2] for match in matches.values() if match}))
-    wanted = {f"{_PREFIX}layers.{layer}.{_home(name)}.{name}.lora_{part}.weight"
-              for layer in range(num_layers) for name in spec.targets for part in "AB"}
+    wanted = {
+        f"{_PREFIX}layers.{layer}.{_home(name)}.{name}.lora_{part}.weight"
+        for layer in range(num_layers)
+        for name in spec.targets
+        for part in "AB"
+    }
     problems = [f"missing: {key}" for key in sorted(wanted - set(tensors))]
     problems += [f"extra: {key}" for key in sorted(set(tensors) - wanted)]
     widths: dict[tuple[str, str], int] = {}
@@ -148,8 +175,12 @@ def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None
 def _check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
     bad = [path for path, pair in arrays.items() if not all(np.isfinite(array).all() for array in pair)]
     if bad:
-        raise CheckpointError("export.not-finite", f"{spec.name}: {len(bad)} weights are NaN or infinite.",
-                              where=", ".join(bad[:4]), fix="export an earlier checkpoint")
+        raise CheckpointError(
+            "export.not-finite",
+            f"{spec.name}: {len(bad)} weights are NaN or infinite.",
+            where=", ".join(bad[:4]),
+            fix="export an earlier checkpoint",
+        )
 
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
@@ -157,8 +188,11 @@ def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray])
     found, arrays = read_adapter(folder)
     same = (found.rank, found.scale, set(found.targets)) == (spec.rank, spec.scale, set(spec.targets))
     again = peft_tensors(arrays)
-    if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key].astype(np.float32)).any()
-                                                         for key in again):
+    if (
+        not same
+        or again.keys() != tensors.keys()
+        or any((again[key] != tensors[key].astype(np.float32)).any() for key in again)
+    ):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))
 
 

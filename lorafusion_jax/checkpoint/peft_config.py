@@ -13,12 +13,33 @@ from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
 CONFIG_FILE = "adapter_config.json"
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
 # gains variants with every release, and an unknown one must not be dropped in silence.
-_NEUTRAL = frozenset({
-    "peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_pattern",
-    "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",  # the last four are looked at below
-    "eva_config", "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config",
-})
+_NEUTRAL = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "auto_mapping",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "target_modules",
+        "exclude_modules",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",  # the last four are looked at below
+        "eva_config",
+        "lora_ga_config",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+    }
+)
 _OFF: tuple[Any, ...] = (None, False, [], {})
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
 
@@ -30,12 +51,26 @@ def config_of(spec: AdapterSpec, base_name: str) -> dict[str, Any]:
     ['q_proj', 'k_proj']
     """
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "revision": None,
-        "r": spec.rank, "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
-        "lora_dropout": spec.dropout, "use_rslora": spec.rslora, "target_modules": list(spec.targets),
-        "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
-        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False,
-        "layers_to_transform": None, "layers_pattern": None, "auto_mapping": None,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "revision": None,
+        "r": spec.rank,
+        "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "target_modules": list(spec.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "auto_mapping": None,
     }
 
 
@@ -51,8 +86,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError("peft.missing-file", f"{folder} is no PEFT folder: it has no {CONFIG_FILE}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise CheckpointError("peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file),
-                              why=str(problem)) from None
+        raise CheckpointError(
+            "peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file), why=str(problem)
+        ) from None
     if not isinstance(raw, dict):
         raise CheckpointError("peft.bad-config", f"{CONFIG_FILE} is not a JSON object.", where=str(file))
     return raw
@@ -73,13 +109,22 @@ def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: st
     """
     errors: list[LoraFusionError] = [
         CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
-        for what in _unsupported(raw)]
+        for what in _unsupported(raw)
+    ]
     targets = _targets(raw, present, where, errors)
-    numbers = {key: _number(raw, key, default, where, errors)
-               for key, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0.0))}
+    numbers = {
+        key: _number(raw, key, default, where, errors)
+        for key, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0.0))
+    }
     raise_all(errors)
-    return AdapterSpec(name=name, rank=int(numbers["r"]), alpha=float(numbers["lora_alpha"]),
-                       rslora=bool(raw.get("use_rslora")), dropout=float(numbers["lora_dropout"]), targets=targets)
+    return AdapterSpec(
+        name=name,
+        rank=int(numbers["r"]),
+        alpha=float(numbers["lora_alpha"]),
+        rslora=bool(raw.get("use_rslora")),
+        dropout=float(numbers["lora_dropout"]),
+        targets=targets,
+    )
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
@@ -95,8 +140,9 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _targets(raw: Mapping[str, Any], present: Sequence[str], where: str,
-             errors: list[LoraFusionError]) -> tuple[str, ...]:
+def _targets(
+    raw: Mapping[str, Any], present: Sequence[str], where: str, errors: list[LoraFusionError]
+) -> tuple[str, ...]:
     """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
     said = raw.get("target_modules")
     names = list(present) if isinstance(said, str) and (said == ALL_LINEAR or said not in TARGETS) else said
@@ -105,17 +151,26 @@ def _targets(raw: Mapping[str, Any], present: Sequence[str], where: str,
         errors.append(CheckpointError("peft.bad-config", f"target_modules={said!r} names no projection.", where=where))
         return ()
     others = [name for name in names if str(name).rsplit(".", 1)[-1] not in TARGETS]
-    errors += [CheckpointError("peft.unsupported", f"this adapter targets {name!r}, which is not supported.",
-                               where=where, why=f"only {', '.join(TARGETS)} carry LoRA here") for name in others]
+    errors += [
+        CheckpointError(
+            "peft.unsupported",
+            f"this adapter targets {name!r}, which is not supported.",
+            where=where,
+            why=f"only {', '.join(TARGETS)} carry LoRA here",
+        )
+        for name in others
+    ]
     short = {str(name).rsplit(".", 1)[-1] for name in names}
     return tuple(name for name in TARGETS if name in short)
 
 
-def _number(raw: Mapping[str, Any], key: str, default: float | None, where: str,
-            errors: list[LoraFusionError]) -> float:
+def _number(
+    raw: Mapping[str, Any], key: str, default: float | None, where: str, errors: list[LoraFusionError]
+) -> float:
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value != int(value)):
-        errors.append(CheckpointError("peft.bad-config", f"{key}={value!r} is not a number that can be used.",
-                                      where=where))
+        errors.append(
+            CheckpointError("peft.bad-config", f"{key}={value!r} is not a number that can be used.", where=where)
+        )
         return 1
     return value

@@ -76,19 +76,27 @@ def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, .
     for path, (a_Kr, b_rN) in arrays.items():
         if path not in places:
             continue
-        (in_features, rank), out_features = (lora_leaves[f"{places[path][0]}.lora_a"].shape[-2:],
-                                             lora_leaves[f"{places[path][0]}.lora_b"].shape[-1])
+        (in_features, rank), out_features = (
+            lora_leaves[f"{places[path][0]}.lora_a"].shape[-2:],
+            lora_leaves[f"{places[path][0]}.lora_b"].shape[-1],
+        )
         if (a_Kr.shape[0], b_rN.shape[1]) != (in_features, out_features):
-            problems.append(f"{path} is {a_Kr.shape[0]} → {b_rN.shape[1]}, "
-                            f"the model has {in_features} → {out_features}")
+            problems.append(
+                f"{path} is {a_Kr.shape[0]} → {b_rN.shape[1]}, the model has {in_features} → {out_features}"
+            )
         elif a_Kr.shape[1] > rank:
             problems.append(f"{path} has rank {a_Kr.shape[1]}, the model has room for {rank}")
     names = {path.rsplit(".", 1)[-1] for path in arrays}
-    problems += [f"the adapter has no {path}" for path in places
-                 if path.rsplit(".", 1)[-1] in names and path not in arrays]
+    problems += [
+        f"the adapter has no {path}" for path in places if path.rsplit(".", 1)[-1] in names and path not in arrays
+    ]
     if problems:
-        raise CheckpointError("peft.other-base", "the adapter was made for another base model.", where=_some(problems),
-                              fix="use the base model that the adapter was trained on, or start it anew")
+        raise CheckpointError(
+            "peft.other-base",
+            "the adapter was made for another base model.",
+            where=_some(problems),
+            fix="use the base model that the adapter was trained on, or start it anew",
+        )
 
 
 def _projections(lora_leaves: Leaves) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -99,8 +107,11 @@ def _projections(lora_leaves: Leaves) -> dict[str, dict[str, tuple[int, ...]]]:
         if leaf != "lora_a":
             continue
         shape = lora_leaves[name].shape
-        found[path] = ({path: ()} if len(shape) == 3 else
-                       {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (layer,) for layer in range(shape[0])})
+        found[path] = (
+            {path: ()}
+            if len(shape) == 3
+            else {path.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1): (layer,) for layer in range(shape[0])}
+        )
     return found
 
 

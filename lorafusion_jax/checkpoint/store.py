@@ -50,13 +50,20 @@ class StateStore:
             return
         self.check_space(arrays)
         try:
-            self._manager.save(slot, args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays),
-                                                             position=ocp.args.JsonSave(position)))
+            self._manager.save(
+                slot,
+                args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), position=ocp.args.JsonSave(position)),
+            )
         except Exception as problem:  # tensorstore reports a full disk as ValueError
             if getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem):
                 raise self._no_space(str(problem)) from None
-            raise RunError("save.failed", "the checkpoint could not be written.", where=str(self._directory),
-                           why=str(problem), fix=self._kept()) from problem
+            raise RunError(
+                "save.failed",
+                "the checkpoint could not be written.",
+                where=str(self._directory),
+                why=str(problem),
+                fix=self._kept(),
+            ) from problem
 
     def restore(self, arrays_like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the newest checkpoint in the shape, dtype and sharding of `arrays_like`.
@@ -66,16 +73,24 @@ class StateStore:
         """
         slot = self.latest()
         if slot is None:
-            raise CheckpointError("run.no-state", f"there is no checkpoint in {self._directory}.",
-                                  fix="start again with lorafusion train")
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays_like)
+            raise CheckpointError(
+                "run.no-state", f"there is no checkpoint in {self._directory}.", fix="start again with lorafusion train"
+            )
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays_like
+        )
         try:
-            found: Any = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like),
-                                                                        position=ocp.args.JsonRestore()))
+            found: Any = self._manager.restore(
+                slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like), position=ocp.args.JsonRestore())
+            )
         except Exception as problem:
-            raise CheckpointError("run.bad-state", f"checkpoint {slot} does not fit this run or is damaged.",
-                                  where=str(self._directory / str(slot)), why=str(problem).splitlines()[0][:300],
-                                  fix=f"remove {self._directory / str(slot)} to go on from the checkpoint before") from None
+            raise CheckpointError(
+                "run.bad-state",
+                f"checkpoint {slot} does not fit this run or is damaged.",
+                where=str(self._directory / str(slot)),
+                why=str(problem).splitlines()[0][:300],
+                fix=f"remove {self._directory / str(slot)} to go on from the checkpoint before",
+            ) from None
         return found.arrays, found.position
 
     def close(self) -> None:
@@ -94,8 +109,13 @@ class StateStore:
             raise self._no_space(f"{needed / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
 
     def _no_space(self, why: str) -> RunError:
-        return RunError("save.no-space", "there is no space for a checkpoint.", where=str(self._directory), why=why,
-                        fix=f"free some space, then lorafusion resume {self._directory.parent}; {self._kept()}")
+        return RunError(
+            "save.no-space",
+            "there is no space for a checkpoint.",
+            where=str(self._directory),
+            why=why,
+            fix=f"free some space, then lorafusion resume {self._directory.parent}; {self._kept()}",
+        )
 
     def _kept(self) -> str:
         slot = self.latest()

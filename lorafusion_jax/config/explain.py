@@ -15,8 +15,12 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
     """Builds the error for a key that does not exist, with the nearest one that does."""
     known = sorted(known)
     near = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
-    return ConfigError("config.unknown-key", f"unknown key '{dotted(keys)}'.", where=source.where(keys),
-                       fix=f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}")
+    return ConfigError(
+        "config.unknown-key",
+        f"unknown key '{dotted(keys)}'.",
+        where=source.where(keys),
+        fix=f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}",
+    )
 
 
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
@@ -26,10 +30,16 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     if detail["type"] == "extra_forbidden":
         return unknown_key(source, keys, _fields(model, location[:-1]))
     if detail["type"] == "missing":
-        return ConfigError("config.required", f"'{dotted(keys)}' is required.", where=source.where(keys),
-                           fix=_example(str(location[-1])))
+        return ConfigError(
+            "config.required",
+            f"'{dotted(keys)}' is required.",
+            where=source.where(keys),
+            fix=_example(str(location[-1])),
+        )
     message = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return ConfigError("config.value", f"'{dotted(keys)}' {message}, not {detail['input']!r}.", where=source.where(keys))
+    return ConfigError(
+        "config.value", f"'{dotted(keys)}' {message}, not {detail['input']!r}.", where=source.where(keys)
+    )
 
 
 def _fields(model: type[BaseModel], location: Keys) -> list[str]:
@@ -42,5 +52,9 @@ def _fields(model: type[BaseModel], location: Keys) -> list[str]:
 
 
 def _example(field: str) -> str:
-    return {"model": "base: {model: path/to/hf-directory}", "name": "{name: law, ...}",
-            "train": "data: {train: data/law.jsonl}", "data": "data: {train: data/law.jsonl}"}.get(field, "")
+    return {
+        "model": "base: {model: path/to/hf-directory}",
+        "name": "{name: law, ...}",
+        "train": "data: {train: data/law.jsonl}",
+        "data": "data: {train: data/law.jsonl}",
+    }.get(field, "")

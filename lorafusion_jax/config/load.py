@@ -54,10 +54,14 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
     values = copy.deepcopy(source.values)
     for override in overrides:
         errors += _override(values, override)
-    errors += [unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
-               for key in values if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")]
+    errors += [
+        unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
+        for key in values
+        if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
+    ]
     shared: dict[str, Any] = {
-        key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()}
+        key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()
+    }
     for key, model in DEFAULTS.items():
         for single in expand({key: values.get(key, {})}):
             _section(source, (key,), model, single[key], errors, partial=True)
@@ -96,8 +100,13 @@ def _override(values: dict, override: str) -> list[LoraFusionError]:
         if not isinstance(place, dict | list):
             return [ConfigError("config.override", f"'{override}': there is no '{name}' to set something in.")]
     if not isinstance(place, dict):
-        return [ConfigError("config.override", f"'{override}' does not name one value.",
-                            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4")]
+        return [
+            ConfigError(
+                "config.override",
+                f"'{override}' does not name one value.",
+                fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
+            )
+        ]
     try:
         place[keys[-1]] = parse_value(text)
     except yaml.YAMLError:
@@ -109,24 +118,35 @@ def _section(source: Source, keys, model: type[BaseModel], values, errors: list,
     try:
         return model.model_validate(values if values is not None else {})
     except ValidationError as problem:
-        errors += [explain(source, keys, model, detail) for detail in problem.errors()
-                   if not (partial and detail["type"] == "missing")]
+        errors += [
+            explain(source, keys, model, detail)
+            for detail in problem.errors()
+            if not (partial and detail["type"] == "missing")
+        ]
         return None
 
 
 def _adapters(source: Source, values: dict, errors: list) -> list[schema.AdapterConfig]:
     entries = values.get("adapters")
     if not isinstance(entries, list) or not entries:
-        errors.append(ConfigError("config.no-adapters", "'adapters' must be a list with at least one adapter.",
-                                  where=source.where(("adapters",)),
-                                  fix="adapters: [{name: law, data: {train: data/law.jsonl}}]"))
+        errors.append(
+            ConfigError(
+                "config.no-adapters",
+                "'adapters' must be a list with at least one adapter.",
+                where=source.where(("adapters",)),
+                fix="adapters: [{name: law, data: {train: data/law.jsonl}}]",
+            )
+        )
         return []
     result = []
     for index, entry in enumerate(entries):
         keys = ("adapters", index)
         if not isinstance(entry, dict):
-            errors.append(ConfigError("config.type", f"adapters[{index}] must be a table with a name and data.",
-                                      where=source.where(keys)))
+            errors.append(
+                ConfigError(
+                    "config.type", f"adapters[{index}] must be a table with a name and data.", where=source.where(keys)
+                )
+            )
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in entry if key not in ADAPTER_KEYS]
         for single in expand(_merged(values, entry)):
@@ -150,16 +170,26 @@ def _adapter(source: Source, keys, entry: dict, single: dict, errors: list) -> l
     batch = single.pop("batch", None) or {}
     own_batch = entry.get("batch")
     if isinstance(own_batch, dict):
-        errors += [ConfigError("config.shared-key", f"'{key}' is shared by all adapters of a run.",
-                               where=source.where((*keys, "batch", key)), fix=f"set batch.{key} at the top of the file")
-                   for key in own_batch if key != "global_samples"]
+        errors += [
+            ConfigError(
+                "config.shared-key",
+                f"'{key}' is shared by all adapters of a run.",
+                where=source.where((*keys, "batch", key)),
+                fix=f"set batch.{key} at the top of the file",
+            )
+            for key in own_batch
+            if key != "global_samples"
+        ]
     if isinstance(batch, dict) and "global_samples" in batch:
         single["global_samples"] = batch["global_samples"]
     try:
         return [schema.AdapterConfig.model_validate(single)]
     except ValidationError as problem:
-        errors += [explain(source, keys, schema.AdapterConfig, detail) for detail in problem.errors()
-                   if detail["type"] == "missing" or _given(entry, detail["loc"])]
+        errors += [
+            explain(source, keys, schema.AdapterConfig, detail)
+            for detail in problem.errors()
+            if detail["type"] == "missing" or _given(entry, detail["loc"])
+        ]
         return []
 
 
@@ -181,25 +211,42 @@ def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
 
 def _names_differ(adapters: Sequence[schema.AdapterConfig], source: Source) -> list[LoraFusionError]:
     names = [adapter.name for adapter in adapters]
-    return [ConfigError("config.duplicate-name", f"two adapters are called '{name}'.", where=source.where(("adapters",)),
-                        fix="give each adapter its own name")
-            for name in sorted({name for name in names if names.count(name) > 1})]
+    return [
+        ConfigError(
+            "config.duplicate-name",
+            f"two adapters are called '{name}'.",
+            where=source.where(("adapters",)),
+            fix="give each adapter its own name",
+        )
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
 
 
-def _lengths_fit(batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig],
-                 source: Source) -> list[LoraFusionError]:
+def _lengths_fit(
+    batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig], source: Source
+) -> list[LoraFusionError]:
     capacity, tile = batch.capacity_tokens, batch.tile_tokens
     errors: list[LoraFusionError] = []
     if capacity % tile:
-        errors.append(ConfigError(
-            "config.capacity", f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
-            where=source.where(("batch", "capacity_tokens")), fix=f"batch.capacity_tokens: {_round_up(capacity, tile)}"))
+        errors.append(
+            ConfigError(
+                "config.capacity",
+                f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
+                where=source.where(("batch", "capacity_tokens")),
+                fix=f"batch.capacity_tokens: {_round_up(capacity, tile)}",
+            )
+        )
     return errors + [
-        ConfigError("config.max-length", f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
-                    f"microbatch of {capacity} tokens.", where=str(source.path),
-                    fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   "
-                        f"data.max_length: {capacity}")
-        for adapter in adapters if adapter.data.max_length > capacity]
+        ConfigError(
+            "config.max-length",
+            f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
+            f"microbatch of {capacity} tokens.",
+            where=str(source.path),
+            fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   data.max_length: {capacity}",
+        )
+        for adapter in adapters
+        if adapter.data.max_length > capacity
+    ]
 
 
 def _targets_exist(adapters: Sequence[schema.AdapterConfig]) -> list[LoraFusionError]:

@@ -37,8 +37,9 @@ def read_source(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("config.missing", f"there is no job file {path}.",
-                          fix="lorafusion init > jobs.yaml") from None
+        raise ConfigError(
+            "config.missing", f"there is no job file {path}.", fix="lorafusion init > jobs.yaml"
+        ) from None
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
     return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
@@ -63,8 +64,12 @@ def _read_yaml(path: Path, text: str) -> Source:
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ConfigError("config.syntax", "the job file is not YAML.", where=where,
-                          why=getattr(problem, "problem", None) or "the text cannot be parsed") from None
+        raise ConfigError(
+            "config.syntax",
+            "the job file is not YAML.",
+            where=where,
+            why=getattr(problem, "problem", None) or "the text cannot be parsed",
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError("config.empty", f"{path} holds no keys.", fix="lorafusion init > jobs.yaml")
     lines: dict[Keys, int] = {}
@@ -79,8 +84,14 @@ def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:
             here = (*keys, key.value)
             line = key.start_mark.line + 1
             if here in lines:  # YAML keeps the last one silently
-                problems.append(ConfigError("config.twice", f"'{dotted(here)}' is given twice.",
-                                            where=f"{path}, lines {lines[here]} and {line}", fix="keep one of them"))
+                problems.append(
+                    ConfigError(
+                        "config.twice",
+                        f"'{dotted(here)}' is given twice.",
+                        where=f"{path}, lines {lines[here]} and {line}",
+                        fix="keep one of them",
+                    )
+                )
             lines[here] = line
             _walk(value, here, lines, problems, path)
     elif isinstance(node, yaml.SequenceNode):

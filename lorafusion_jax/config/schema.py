@@ -31,7 +31,9 @@ class DataSettings(Section):
     train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
     eval: str | None = Field(default=None, description="held-out file, same format")
     format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = "auto"
-    columns: dict[str, str] = Field(default={}, description="role -> column, e.g. {prompt: question, completion: answer}")
+    columns: dict[str, str] = Field(
+        default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
+    )
     max_length: Annotated[int, Field(ge=2)] = 4096
     on_long: Literal["cut", "drop", "error"] = "cut"
     loss: Literal["auto", "assistant", "completion", "all"] = "auto"
@@ -85,15 +87,23 @@ class SaveSettings(Section):
 
 class TrainSettings(Section):
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
-    layers: Literal["auto", "unroll", "scan"] = Field(default="auto", description="auto scans models of more than 8 layers; "
-                                                      "unroll runs a little faster and compiles minutes longer")
+    layers: Literal["auto", "unroll", "scan"] = Field(
+        default="auto",
+        description="auto scans models of more than 8 layers; unroll runs a little faster and compiles minutes longer",
+    )
     remat: Literal["none", "full"] = "none"
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
     attention: Literal["xla", "cudnn"] | None = None
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(default=16384, description="at most about this many times capacity_tokens logits exist at once")
-    eval_every_steps: Count | None = Field(default=None, description="optimizer steps of an adapter between two evaluations")
-    plan_seconds: Positive = Field(1.0, description="effort of the planner's search, in seconds of one core")
-    log_every_s: NotNegative | None = Field(default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output")
+    loss_chunk: Annotated[int, Field(ge=128)] = Field(
+        default=16384, description="at most about this many times capacity_tokens logits exist at once"
+    )
+    eval_every_steps: Count | None = Field(
+        default=None, description="optimizer steps of an adapter between two evaluations"
+    )
+    plan_seconds: Positive = Field(default=1.0, description="effort of the planner's search, in seconds of one core")
+    log_every_s: NotNegative | None = Field(
+        default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
+    )
 
 
 class ReportSettings(Section):

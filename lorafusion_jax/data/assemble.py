@@ -68,8 +68,12 @@ def row_keys(key: int, length: int) -> np.ndarray:
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32)
 
 
-def pieces_of_slot(samples: Sequence[SampleRef], data: Mapping[str, AdapterData], index: Mapping[str, int],
-                   loss_tokens: Mapping[tuple[str, int], int]) -> list[Piece]:
+def pieces_of_slot(
+    samples: Sequence[SampleRef],
+    data: Mapping[str, AdapterData],
+    index: Mapping[str, int],
+    loss_tokens: Mapping[tuple[str, int], int],
+) -> list[Piece]:
     """Looks up the samples of a training slot.
 
     Args:
@@ -83,13 +87,21 @@ def pieces_of_slot(samples: Sequence[SampleRef], data: Mapping[str, AdapterData]
         own = data[ref.adapter]
         row = int(own.order[ref.sample])
         tokens, mask = own.train.sample(row)
-        pieces.append(Piece(index[ref.adapter], tokens, mask, 1.0 / loss_tokens[ref.adapter, ref.batch],
-                            sample_key(ref.sample // len(own.train.lengths), row)))
+        pieces.append(
+            Piece(
+                index[ref.adapter],
+                tokens,
+                mask,
+                1.0 / loss_tokens[ref.adapter, ref.batch],
+                sample_key(ref.sample // len(own.train.lengths), row),
+            )
+        )
     return pieces
 
 
-def pieces_of_evaluation(samples: Sequence[SampleRef], sets: Mapping[str, TokenizedSet],
-                         index: Mapping[str, int]) -> list[Piece]:
+def pieces_of_evaluation(
+    samples: Sequence[SampleRef], sets: Mapping[str, TokenizedSet], index: Mapping[str, int]
+) -> list[Piece]:
     """Looks up held-out samples; their weights count tokens, so sums are sums of token losses."""
     return [Piece(index[ref.adapter], *sets[ref.adapter].sample(ref.sample), 1.0, 0) for ref in samples]
 
@@ -146,8 +158,18 @@ def assemble(pieces: Sequence[Piece], *, capacity_tokens: int, tile_tokens: int,
     filled = -(-end // tile_tokens) * tile_tokens
     starts += [filled] if filled < capacity_tokens else []
     ids, offsets, lengths = _segments(starts, capacity_tokens, max_segments)
-    return Microbatch(tokens, targets, positions, ids, offsets, lengths, row_adapter[::tile_tokens].copy(), row_adapter,
-                      row_key, weights)
+    return Microbatch(
+        tokens,
+        targets,
+        positions,
+        ids,
+        offsets,
+        lengths,
+        row_adapter[::tile_tokens].copy(),
+        row_adapter,
+        row_key,
+        weights,
+    )
 
 
 def _segments(starts: list[int], total: int, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -36,8 +36,20 @@ def entry_path(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cac
     """
     folder = cache_dir or platformdirs.user_cache_path("lorafusion-jax") / "tokens"
     own = settings.model_dump(exclude={"train", "eval"})  # which file it is does not matter, its bytes do
-    key = json.dumps([raw.digest, raw.kind, own, tokenizer.digest, tokenizer.template_hash, tokenizer.adds_bos,
-                      tokenizer.eos_id, tokenizers.__version__, _code_digest()], sort_keys=True)
+    key = json.dumps(
+        [
+            raw.digest,
+            raw.kind,
+            own,
+            tokenizer.digest,
+            tokenizer.template_hash,
+            tokenizer.adds_bos,
+            tokenizer.eos_id,
+            tokenizers.__version__,
+            _code_digest(),
+        ],
+        sort_keys=True,
+    )
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 

@@ -18,17 +18,30 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "instruction": (("instruction", "output"), ("input",)),
     "text": (("text",), ()),
 }
-ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
-         "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "tool": "tool", "function": "tool",
-         "observation": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
 PROBED_ROWS = 20
 FIXES = {
     "data.no-answer": "give these rows an answer or take them out",
     "data.bad-role": "one of " + ", ".join(ROLES),
     "data.bad-type": "text, or for messages a list of {role, content}",
 }
-SAYINGS = {"data.no-answer": "have no answer", "data.bad-role": "have an unknown role",
-           "data.bad-type": "cannot be used as they are"}
+SAYINGS = {
+    "data.no-answer": "have no answer",
+    "data.bad-role": "have an unknown role",
+    "data.bad-type": "cannot be used as they are",
+}
 
 
 class Chat(NamedTuple):
@@ -79,10 +92,16 @@ class _Problems:
         self.found.setdefault(problem.code, []).append((row, problem.why))
 
     def errors(self, rows: Rows, adapter: str) -> list[LoraFusionError]:
-        return [DataError(code, f"{adapter}: {len(bad)} of {len(rows.values)} rows {SAYINGS[code]}.",
-                          where=rows.places([row for row, _ in bad]),
-                          why=f"{rows.place(bad[0][0])}: {bad[0][1]}", fix=FIXES[code])
-                for code, bad in self.found.items()]
+        return [
+            DataError(
+                code,
+                f"{adapter}: {len(bad)} of {len(rows.values)} rows {SAYINGS[code]}.",
+                where=rows.places([row for row, _ in bad]),
+                why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+                fix=FIXES[code],
+            )
+            for code, bad in self.found.items()
+        ]
 
 
 def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str] = {}) -> Layout:
@@ -108,15 +127,23 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
     if format != "auto":
         missing = [role for role in FORMATS[format][0] if role not in of_role]
         if missing:
-            raise DataError("data.missing-column", f"{rows.source} has no column '{missing[0]}', which the format "
-                            f"'{format}' needs.", where=rows.source, why=f"its columns are {', '.join(present)}",
-                            fix=f"data.columns: {{{missing[0]}: <column>}}")
+            raise DataError(
+                "data.missing-column",
+                f"{rows.source} has no column '{missing[0]}', which the format '{format}' needs.",
+                where=rows.source,
+                why=f"its columns are {', '.join(present)}",
+                fix=f"data.columns: {{{missing[0]}: <column>}}",
+            )
         chosen = [format]
     if not chosen:
         wanted = "; ".join(" + ".join(needed) for needed, _ in FORMATS.values())
-        raise DataError("data.unknown-format", f"the columns of {rows.source} fit none of the formats.",
-                        where=rows.source, why=f"its columns are {', '.join(present)}; the formats need {wanted}",
-                        fix="data.columns: {prompt: <column>, completion: <column>}")
+        raise DataError(
+            "data.unknown-format",
+            f"the columns of {rows.source} fit none of the formats.",
+            where=rows.source,
+            why=f"its columns are {', '.join(present)}; the formats need {wanted}",
+            fix="data.columns: {prompt: <column>, completion: <column>}",
+        )
     needed, optional = FORMATS[chosen[0]]
     return Layout(format=chosen[0], columns={role: of_role[role] for role in (*needed, *optional) if role in of_role})
 
@@ -124,12 +151,25 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
 def _column_problems(rows: Rows, present: list[str], columns: Mapping[str, str]) -> list[LoraFusionError]:
     roles = list(dict.fromkeys(role for needed, optional in FORMATS.values() for role in (*needed, *optional)))
     errors: list[LoraFusionError] = [
-        DataError("data.unknown-role", f"data.columns names the role '{role}', which no format has.",
-                  fix=_nearest(role, roles)) for role in columns if role not in roles]
+        DataError(
+            "data.unknown-role",
+            f"data.columns names the role '{role}', which no format has.",
+            fix=_nearest(role, roles),
+        )
+        for role in columns
+        if role not in roles
+    ]
     return errors + [
-        DataError("data.missing-column", f"{rows.source} has no column '{column}'.", where=rows.source,
-                  why=f"data.columns takes it for '{role}'; the columns are {', '.join(present)}",
-                  fix=_nearest(column, present)) for role, column in columns.items() if column not in present]
+        DataError(
+            "data.missing-column",
+            f"{rows.source} has no column '{column}'.",
+            where=rows.source,
+            why=f"data.columns takes it for '{role}'; the columns are {', '.join(present)}",
+            fix=_nearest(column, present),
+        )
+        for role, column in columns.items()
+        if column not in present
+    ]
 
 
 def _nearest(name: str, names: list[str]) -> str:

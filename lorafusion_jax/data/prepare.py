@@ -15,7 +15,6 @@ from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from scheduling import AdapterJob, Plan, make_plan
 
-
 # Search effort is counted, not timed: the same job gives the same plan on a busy machine. A quiet core does about
 # twice as many evaluations per second; the clock is only a far stop.
 EVALUATIONS_PER_S = 36_000
@@ -65,16 +64,22 @@ def base_directory(config: JobConfig) -> Path:
         return direct
     if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
         return _from_hub(config.base.model)
-    raise CheckpointError("model.missing", f"there is no model directory {direct}.",
-                          fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub")
+    raise CheckpointError(
+        "model.missing",
+        f"there is no model directory {direct}.",
+        fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
+    )
 
 
 def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise CheckpointError("model.missing", f"'{name}' is no directory, and hub names need the hf extra.",
-                              fix='pip install "lorafusion-jax[hf]"') from None
+        raise CheckpointError(
+            "model.missing",
+            f"'{name}' is no directory, and hub names need the hf extra.",
+            fix='pip install "lorafusion-jax[hf]"',
+        ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as problem:  # the hub client raises many kinds; each means that there is no model
@@ -104,12 +109,15 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
 
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
     def load(source: str, settings: DataSettings) -> TokenizedSet:
-        return load_samples(source, settings=settings, tokenizer=tokenizer, adapter=adapter.name,
-                            base_dir=Path(config.directory))
+        return load_samples(
+            source, settings=settings, tokenizer=tokenizer, adapter=adapter.name, base_dir=Path(config.directory)
+        )
 
     train = load(adapter.data.train, adapter.data)
     held_out = load(adapter.data.eval, adapter.data) if adapter.data.eval else None
-    return AdapterData(train=train, eval=held_out, order=sample_order(adapter, len(train.lengths), config.train.max_steps))
+    return AdapterData(
+        train=train, eval=held_out, order=sample_order(adapter, len(train.lengths), config.train.max_steps)
+    )
 
 
 def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None = None) -> np.ndarray:
@@ -124,15 +132,27 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
     """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
-    return [AdapterJob(name=adapter.name, sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
-                       global_batch=adapter.global_samples, epochs=1, weight=adapter.weight)
-            for adapter in config.adapters]
+    return [
+        AdapterJob(
+            name=adapter.name,
+            sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
+            global_batch=adapter.global_samples,
+            epochs=1,
+            weight=adapter.weight,
+        )
+        for adapter in config.adapters
+    ]
 
 
 def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
     """Plans the run; the plan is verified by the planner."""
-    return make_plan(train_jobs(config, prepared), capacity_tokens=config.batch.capacity_tokens,
-                     num_stages=config.mesh.stages, data_parallel=config.mesh.data,
-                     tile_tokens=config.batch.tile_tokens, time_limit_s=CLOCK_SLACK * config.train.plan_seconds,
-                     search_evaluations=round(EVALUATIONS_PER_S * config.train.plan_seconds), seed=0)
-
+    return make_plan(
+        train_jobs(config, prepared),
+        capacity_tokens=config.batch.capacity_tokens,
+        num_stages=config.mesh.stages,
+        data_parallel=config.mesh.data,
+        tile_tokens=config.batch.tile_tokens,
+        time_limit_s=CLOCK_SLACK * config.train.plan_seconds,
+        search_evaluations=round(EVALUATIONS_PER_S * config.train.plan_seconds),
+        seed=0,
+    )

@@ -19,8 +19,9 @@ OPEN, CLOSE = "⟦", "⟧"  # around what is learned: readable without colours
 VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡", "\n": "↵\n", "\t": "⇥"}
 
 
-def render_preview(samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | Sequence[int] = 3,
-                   title: str = "") -> RenderableType:
+def render_preview(
+    samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | Sequence[int] = 3, title: str = ""
+) -> RenderableType:
     """Shows samples as tokens: learned ones green and in ⟦ ⟧, context grey.
 
     Args:
@@ -34,8 +35,11 @@ def render_preview(samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | S
 def _head(samples: TokenizedSet, title: str) -> Text:
     report = samples.report
     text = Text(f"{title or report.source}", style="bold")
-    text.append(f"  {report.source} · format {report.format} · loss {report.loss} · {len(samples)} of {report.rows} "
-                f"rows · {report.loss_tokens} of {report.tokens} tokens learned", style="not bold")
+    text.append(
+        f"  {report.source} · format {report.format} · loss {report.loss} · {len(samples)} of {report.rows} "
+        f"rows · {report.loss_tokens} of {report.tokens} tokens learned",
+        style="not bold",
+    )
     if report.cut:
         text.append(f" · {report.cut} rows cut", style="yellow not bold")
     text.append("\n").append(OPEN + "learned" + CLOSE, style=LEARNED[0]).append("  ")

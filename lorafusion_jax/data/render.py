@@ -17,8 +17,9 @@ from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
 
-def encode_sayings(sayings: Sequence[Saying], tokenizer: Tokenizer, *, rows: Rows, adapter: str,
-                   loss: str) -> list[Encoded]:
+def encode_sayings(
+    sayings: Sequence[Saying], tokenizer: Tokenizer, *, rows: Rows, adapter: str, loss: str
+) -> list[Encoded]:
     """Renders and tokenises samples.
 
     Args:
@@ -32,16 +33,21 @@ def encode_sayings(sayings: Sequence[Saying], tokenizer: Tokenizer, *, rows: Row
         rendered = _render_all(sayings, rows, adapter, lambda saying: _by_template(saying, template, loss))
         return tokenizer.encode_rendered(rendered)
     if isinstance(sayings[0], Chat):
-        raise DataError("data.no-template", f"{adapter}: {rows.source} holds conversations, but the base model has no "
-                        "chat template to write them with.", where=rows.source,
-                        fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
-                        "the rows as prompt and completion")
+        raise DataError(
+            "data.no-template",
+            f"{adapter}: {rows.source} holds conversations, but the base model has no "
+            "chat template to write them with.",
+            where=rows.source,
+            fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
+            "the rows as prompt and completion",
+        )
     rendered = [_plainly(saying, loss) for saying in sayings]
     return [_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(rendered)]
 
 
-def _render_all(sayings: Sequence[Saying], rows: Rows, adapter: str,
-                render: Callable[[Saying], Rendered]) -> list[Rendered]:
+def _render_all(
+    sayings: Sequence[Saying], rows: Rows, adapter: str, render: Callable[[Saying], Rendered]
+) -> list[Rendered]:
     rendered, bad = [], []
     for row, saying in enumerate(sayings):
         try:
@@ -49,11 +55,14 @@ def _render_all(sayings: Sequence[Saying], rows: Rows, adapter: str,
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
     if bad:
-        raise DataError("data.template", f"{adapter}: the chat template cannot write {len(bad)} of {len(sayings)} "
-                        "rows.", where=rows.places([row for row, _ in bad]),
-                        why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
-                        fix="repair the rows, or a chat_template.jinja in the model's folder with {% generation %} "
-                        "around what the assistant says")
+        raise DataError(
+            "data.template",
+            f"{adapter}: the chat template cannot write {len(bad)} of {len(sayings)} rows.",
+            where=rows.places([row for row, _ in bad]),
+            why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+            fix="repair the rows, or a chat_template.jinja in the model's folder with {% generation %} "
+            "around what the assistant says",
+        )
     return rendered
 
 

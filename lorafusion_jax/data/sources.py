@@ -82,8 +82,12 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     if not path.is_file():
         raise DataError("data.missing-file", f"there is no data file {source}.", where=str(path), fix=_neighbour(path))
     if kind is None:
-        raise DataError("data.unknown-kind", f"{source} is no kind of data file that can be read.",
-                        where=str(path), fix="one of " + " ".join(KINDS) + ", or hf:org/set[:split]")
+        raise DataError(
+            "data.unknown-kind",
+            f"{source} is no kind of data file that can be read.",
+            where=str(path),
+            fix="one of " + " ".join(KINDS) + ", or hf:org/set[:split]",
+        )
     try:
         content = path.read_bytes()
     except OSError as problem:
@@ -107,8 +111,9 @@ def parse_rows(raw: RawSource) -> Rows:
         text = _decode(raw.name, raw.content)
         rows = {"jsonl": _parse_jsonl, "json": _parse_json, "csv": _parse_csv}[raw.kind](raw.name, text)
     if not rows.values:
-        raise DataError("data.empty-file", f"{raw.name} holds no rows.", where=raw.name,
-                        fix="a file with at least one row")
+        raise DataError(
+            "data.empty-file", f"{raw.name} holds no rows.", where=raw.name, fix="a file with at least one row"
+        )
     return rows
 
 
@@ -132,9 +137,13 @@ def _decode(name: str, content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         line = content.count(b"\n", 0, problem.start) + 1
-        raise DataError("data.not-utf8", f"{name} is not UTF-8 text.", where=f"{name}, line {line}",
-                        why=f"byte 0x{content[problem.start]:02x} at offset {problem.start} cannot be decoded",
-                        fix=f"iconv -f latin1 -t utf-8 {name} (or whatever the encoding is)") from None
+        raise DataError(
+            "data.not-utf8",
+            f"{name} is not UTF-8 text.",
+            where=f"{name}, line {line}",
+            why=f"byte 0x{content[problem.start]:02x} at offset {problem.start} cannot be decoded",
+            fix=f"iconv -f latin1 -t utf-8 {name} (or whatever the encoding is)",
+        ) from None
 
 
 def _parse_jsonl(name: str, text: str) -> Rows:
@@ -162,10 +171,13 @@ def _refuse(code: str, what: str, name: str, problems: list[tuple[int, str]]) ->
         return
     word = "line" if len(problems) == 1 else "lines"
     numbers = listed([str(number) for number, _ in problems[:SHOWN]], len(problems))
-    raise DataError(code, what.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
-                    where=f"{name}, {word} {numbers}",
-                    why="; ".join(f"line {number}: {why}" for number, why in problems[:SHOWN]),
-                    fix="one JSON object per line")
+    raise DataError(
+        code,
+        what.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
+        where=f"{name}, {word} {numbers}",
+        why="; ".join(f"line {number}: {why}" for number, why in problems[:SHOWN]),
+        fix="one JSON object per line",
+    )
 
 
 def _json_problem(problem: Exception) -> str:
@@ -179,18 +191,31 @@ def _parse_json(name: str, text: str) -> Rows:
         value = json.loads(text)
     except (ValueError, RecursionError) as problem:
         line = getattr(problem, "lineno", 1)
-        raise DataError("data.bad-json", f"{name} is not JSON.", where=f"{name}, line {line}",
-                        why=_json_problem(problem), fix="one object per line belongs into a .jsonl file") from None
+        raise DataError(
+            "data.bad-json",
+            f"{name} is not JSON.",
+            where=f"{name}, line {line}",
+            why=_json_problem(problem),
+            fix="one object per line belongs into a .jsonl file",
+        ) from None
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
-        raise DataError("data.bad-row", f"{name} is no list of rows.", where=name,
-                        why=f"it holds {type_name(value)}", fix='[{...}, {...}] or {"data": [{...}, {...}]}')
+        raise DataError(
+            "data.bad-row",
+            f"{name} is no list of rows.",
+            where=name,
+            why=f"it holds {type_name(value)}",
+            fix='[{...}, {...}] or {"data": [{...}, {...}]}',
+        )
     odd = [row for row, item in enumerate(value) if not isinstance(item, dict)]
     if odd:
-        raise DataError("data.bad-row", f"{len(odd)} rows of {name} are no objects.",
-                        where=Rows(source=name, values=[]).places(odd),
-                        why=f"row {odd[0]} is {type_name(value[odd[0]])}")
+        raise DataError(
+            "data.bad-row",
+            f"{len(odd)} rows of {name} are no objects.",
+            where=Rows(source=name, values=[]).places(odd),
+            why=f"row {odd[0]} is {type_name(value[odd[0]])}",
+        )
     return Rows(source=name, values=value)
 
 
@@ -204,14 +229,21 @@ def _parse_csv(name: str, text: str) -> Rows:
     data = text.encode()
     try:  # pyarrow and not csv.DictReader: no process-wide limit of field size, and 20 times as fast
         table = arrow_csv.read_csv(
-            io.BytesIO(data), read_options=arrow_csv.ReadOptions(use_threads=False, block_size=max(len(data), 1 << 20)),
+            io.BytesIO(data),
+            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=max(len(data), 1 << 20)),
             parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
-            convert_options=arrow_csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()),
-                                                     strings_can_be_null=False))
+            convert_options=arrow_csv.ConvertOptions(
+                column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
+            ),
+        )
     except pa.ArrowInvalid as problem:
-        raise DataError("data.bad-table", f"{name} is not a CSV table.", where=name,
-                        why=str(problem).splitlines()[0], fix="the same number of cells in every row; \"quotes\" "
-                        "around cells with commas or line ends") from None
+        raise DataError(
+            "data.bad-table",
+            f"{name} is not a CSV table.",
+            where=name,
+            why=str(problem).splitlines()[0],
+            fix='the same number of cells in every row; "quotes" around cells with commas or line ends',
+        ) from None
     return Rows(source=name, values=table.to_pylist())
 
 
@@ -222,8 +254,9 @@ def _parse_parquet(name: str, content: bytes) -> Rows:
     try:
         table = parquet.read_table(pa.BufferReader(content))
     except (pa.ArrowInvalid, OSError) as problem:
-        raise DataError("data.bad-table", f"{name} is not a Parquet file.", where=name,
-                        why=str(problem).splitlines()[0]) from None
+        raise DataError(
+            "data.bad-table", f"{name} is not a Parquet file.", where=name, why=str(problem).splitlines()[0]
+        ) from None
     return Rows(source=name, values=table.to_pylist())
 
 
@@ -232,14 +265,19 @@ def _open_hub(source: str) -> RawSource:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise DataError("data.hub-extra", f"{source} needs the hf extra.",
-                        fix='pip install "lorafusion-jax[hf]"') from None
+        raise DataError(
+            "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
+        ) from None
     try:
         rows = [dict(row) for row in datasets.load_dataset(name, split=split or "train")]
     except Exception as problem:  # the hub client raises many kinds; each means that there are no rows
-        raise DataError("data.hub", f"the data set {name} could not be read.", where=source,
-                        why=f"{type(problem).__name__}: {problem}", fix="hf:org/set:split, with a split that it has"
-                        ) from None
+        raise DataError(
+            "data.hub",
+            f"the data set {name} could not be read.",
+            where=source,
+            why=f"{type(problem).__name__}: {problem}",
+            fix="hf:org/set:split, with a split that it has",
+        ) from None
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
     return RawSource(name=source, kind="hub", content=rows, digest=digest)
 

@@ -63,8 +63,9 @@ class ChatTemplate:
         content = json.dumps([self.source, sorted(self.special_tokens.items())])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def render(self, messages: Sequence[dict], *, tools: list | None = None,
-               add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[dict], *, tools: list | None = None, add_generation_prompt: bool = False
+    ) -> str:
         """Renders messages to the text that the model reads.
 
         Raises:
@@ -77,8 +78,9 @@ class ChatTemplate:
         marked = self._render(messages, tools, add_generation_prompt)
         return marked.replace(OPEN, "").replace(CLOSE, "")
 
-    def render_answers(self, messages: Sequence[dict], *, tools: list | None = None,
-                       last_only: bool = False) -> Rendered:
+    def render_answers(
+        self, messages: Sequence[dict], *, tools: list | None = None, last_only: bool = False
+    ) -> Rendered:
         """Renders a conversation and finds what the assistant says in it.
 
         Args:
@@ -97,10 +99,22 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[dict], tools: list | None, add_generation_prompt: bool) -> str:
         try:
-            return _compiled(self.source)[0].render(messages=messages, tools=tools, documents=None,
-                                                    add_generation_prompt=add_generation_prompt, **self.special_tokens)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
-                RecursionError) as problem:  # whatever foreign template code can run into
+            return _compiled(self.source)[0].render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as problem:  # whatever foreign template code can run into
             raise TemplateProblem(f"the template says: {problem}") from None
 
     def _by_prefixes(self, messages: Sequence[dict], tools: list | None, last_only: bool) -> Rendered:
@@ -110,8 +124,10 @@ class ChatTemplate:
         for turn in turns[-1:] if last_only else turns:
             before = self._render(messages[:turn], tools, add_generation_prompt=True)
             if not whole.startswith(before):
-                raise TemplateProblem(f"the text before message {turn} is no prefix of the conversation, so the answer "
-                                      "cannot be told from its context")
+                raise TemplateProblem(
+                    f"the text before message {turn} is no prefix of the conversation, so the answer "
+                    "cannot be told from its context"
+                )
             spans.append((len(before), self._end_of_answer(whole, len(before), messages, turn, tools)))
         return Rendered(text=whole, answers=tuple(spans))
 
@@ -139,8 +155,12 @@ def check_template(template: ChatTemplate, where: str) -> None:
     try:
         _compiled(template.source)
     except TemplateSyntaxError as problem:
-        raise CheckpointError("tokenizer.template", "the model's chat template is not valid jinja.",
-                              where=f"{where}, template line {problem.lineno}", why=str(problem.message)) from None
+        raise CheckpointError(
+            "tokenizer.template",
+            "the model's chat template is not valid jinja.",
+            where=f"{where}, template line {problem.lineno}",
+            why=str(problem.message),
+        ) from None
 
 
 class _Generation(Extension):
@@ -159,8 +179,9 @@ class _Generation(Extension):
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str):
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
     marks_answers = any(kind == "name" and value == "endgeneration" for _, kind, value in environment.lex(source))

@@ -101,8 +101,15 @@ class TokenizedSet:
         return content.hexdigest()[:16]
 
 
-def load_samples(source: str, *, settings: DataSettings, tokenizer: Tokenizer, adapter: str,
-                 base_dir: str | Path = ".", cache_dir: Path | None = None) -> TokenizedSet:
+def load_samples(
+    source: str,
+    *,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    adapter: str,
+    base_dir: str | Path = ".",
+    cache_dir: Path | None = None,
+) -> TokenizedSet:
     """Reads, renders and tokenises a source, or takes it from the cache.
 
     Args:
@@ -142,8 +149,12 @@ def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
     if loss == "auto":
         return {"messages": "assistant", "conversations": "assistant", "text": "all"}.get(layout.format, "completion")
     if loss != "all" and layout.format == "text":
-        raise DataError("data.no-answer-column", f"{adapter}: data.loss is '{loss}', but plain text has no answers.",
-                        where=rows.source, fix="data.loss: all   or   data.loss: auto")
+        raise DataError(
+            "data.no-answer-column",
+            f"{adapter}: data.loss is '{loss}', but plain text has no answers.",
+            where=rows.source,
+            fix="data.loss: all   or   data.loss: auto",
+        )
     return loss
 
 
@@ -169,48 +180,80 @@ def _fit(encoded: Sequence[Encoded], settings: DataSettings, rows: Rows, adapter
     if len(dropped) > MOST_LOST * len(encoded):
         raise _empty_loss(dropped, encoded, limit, rows, adapter)
     left[dropped] = False
-    return _Fit(kept=np.flatnonzero(left).tolist(), cut=[row for row in long if left[row]], dropped=dropped,
-                too_long=too_long, limit=limit)
+    return _Fit(
+        kept=np.flatnonzero(left).tolist(),
+        cut=[row for row in long if left[row]],
+        dropped=dropped,
+        too_long=too_long,
+        limit=limit,
+    )
 
 
 def _too_long(long: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
     longest = max(long, key=lambda row: len(encoded[row].tokens))
     tokens = len(encoded[longest].tokens)
-    return DataError("data.too-long", f"{adapter}: {len(long)} of {len(encoded)} rows are longer than "
-                     f"data.max_length={limit}.", where=rows.places(long),
-                     why=f"{rows.place(longest)} has {tokens} tokens",
-                     fix=f"data.max_length: {_round_up(tokens)}   or   data.on_long: cut")
+    return DataError(
+        "data.too-long",
+        f"{adapter}: {len(long)} of {len(encoded)} rows are longer than data.max_length={limit}.",
+        where=rows.places(long),
+        why=f"{rows.place(longest)} has {tokens} tokens",
+        fix=f"data.max_length: {_round_up(tokens)}   or   data.on_long: cut",
+    )
 
 
 def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows: Rows, adapter: str) -> DataError:
     first = encoded[dropped[0]]
     what = f"{adapter}: {len(dropped)} of {len(encoded)} rows have no token to learn from."
     if not first.mask.any():
-        return DataError("data.empty-loss", what, where=rows.places(dropped),
-                         why=f"{rows.place(dropped[0])} has no answer in its {len(first.tokens)} tokens",
-                         fix="lorafusion data preview shows the rows as tokens")
+        return DataError(
+            "data.empty-loss",
+            what,
+            where=rows.places(dropped),
+            why=f"{rows.place(dropped[0])} has no answer in its {len(first.tokens)} tokens",
+            fix="lorafusion data preview shows the rows as tokens",
+        )
     needed = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
-    return DataError("data.empty-loss", what, where=rows.places(dropped),
-                     why=f"data.max_length={limit} cuts the answer ({rows.place(dropped[0])}: {limit} of "
-                         f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
-                     fix=f"data.max_length: {_round_up(needed + 1)}   or   data.on_long: drop")
+    return DataError(
+        "data.empty-loss",
+        what,
+        where=rows.places(dropped),
+        why=f"data.max_length={limit} cuts the answer ({rows.place(dropped[0])}: {limit} of "
+        f"{len(first.tokens)} tokens kept, the answer starts at token {int(first.mask.argmax())})",
+        fix=f"data.max_length: {_round_up(needed + 1)}   or   data.on_long: drop",
+    )
 
 
 def _round_up(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _collect(fit: _Fit, encoded: Sequence[Encoded], layout: Layout, rows: Rows, loss: str, raw: RawSource,
-             tokenizer: Tokenizer) -> TokenizedSet:
+def _collect(
+    fit: _Fit, encoded: Sequence[Encoded], layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
+) -> TokenizedSet:
     tokens = np.concatenate([encoded[row].tokens[: fit.limit] for row in fit.kept])
     mask = np.concatenate([encoded[row].mask[: fit.limit] for row in fit.kept])
     lengths = np.array([min(len(encoded[row].tokens), fit.limit) for row in fit.kept])
     uncut = np.quantile([len(sample.tokens) for sample in encoded], QUANTILES, method="inverted_cdf")
-    report = DataReport(source=raw.name, format=layout.format, columns=layout.columns, loss=loss,
-                        rows=len(rows.values), tokens=len(tokens), loss_tokens=int(mask.sum()),
-                        longest=int(lengths.max()), cut=len(fit.cut), dropped=tuple(fit.dropped),
-                        too_long=tuple(fit.too_long), uncut=tuple(int(length) for length in uncut),
-                        template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
-                        data_hash=raw.digest[:16])
-    return TokenizedSet(tokens=tokens, loss_mask=mask, offsets=np.concatenate([[0], np.cumsum(lengths)]),
-                        rows=np.array(fit.kept, np.int64), report=report)
+    report = DataReport(
+        source=raw.name,
+        format=layout.format,
+        columns=layout.columns,
+        loss=loss,
+        rows=len(rows.values),
+        tokens=len(tokens),
+        loss_tokens=int(mask.sum()),
+        longest=int(lengths.max()),
+        cut=len(fit.cut),
+        dropped=tuple(fit.dropped),
+        too_long=tuple(fit.too_long),
+        uncut=tuple(int(length) for length in uncut),
+        template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
+        data_hash=raw.digest[:16],
+    )
+    return TokenizedSet(
+        tokens=tokens,
+        loss_mask=mask,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        rows=np.array(fit.kept, np.int64),
+        report=report,
+    )

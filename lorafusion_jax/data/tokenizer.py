@@ -131,14 +131,19 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     folder = Path(model_dir)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError("tokenizer.missing", f"{folder} has no tokenizer.json.", where=str(folder),
-                              fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one")
+        raise CheckpointError(
+            "tokenizer.missing",
+            f"{folder} has no tokenizer.json.",
+            where=str(folder),
+            fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes one",
+        )
     content = path.read_bytes()
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as problem:  # the bindings raise plain Exception
-        raise CheckpointError("tokenizer.broken", f"{path} is no tokenizer.", where=str(path),
-                              why=str(problem)) from None
+        raise CheckpointError(
+            "tokenizer.broken", f"{path} is no tokenizer.", where=str(path), why=str(problem)
+        ) from None
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
@@ -148,9 +153,15 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     probe = backend.encode("a", add_special_tokens=True).ids
     bos = ids.get("bos_token")
     digest = hashlib.sha256(content + json.dumps(sorted(special.items())).encode()).hexdigest()[:16]
-    return Tokenizer(backend=backend, special_tokens=special, chat_template=template, digest=digest, bos_id=bos,
-                     eos_id=ids.get("eos_token"),
-                     adds_bos=bos is not None and bool(config.get("add_bos_token", bool(probe) and probe[0] == bos)))
+    return Tokenizer(
+        backend=backend,
+        special_tokens=special,
+        chat_template=template,
+        digest=digest,
+        bos_id=bos,
+        eos_id=ids.get("eos_token"),
+        adds_bos=bos is not None and bool(config.get("add_bos_token", bool(probe) and probe[0] == bos)),
+    )
 
 
 def _read_json(path: Path) -> dict:
@@ -189,8 +200,9 @@ def _chat_template(folder: Path, config: dict, special: dict[str, str]) -> ChatT
         try:
             value = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
-            raise CheckpointError("tokenizer.template", "the model's chat template cannot be read.", where=str(path),
-                                  why=str(problem)) from None
+            raise CheckpointError(
+                "tokenizer.template", "the model's chat template cannot be read.", where=str(path), why=str(problem)
+            ) from None
     if isinstance(value, list):  # several by name
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")

@@ -23,9 +23,18 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
 
 _HOMES = {  # name: file
-    "apply_lora": "apply", "use_adapters": "apply", "LoRAContext": "context", "init_adapter": "init",
-    "init_bank": "init", "init_leaves": "init", "LoRALinear": "lora", "lora_siblings": "lora", "TARGETS": "spec",
-    "AdapterSpec": "spec", "bank_rank": "spec", "resolve_targets": "spec",
+    "apply_lora": "apply",
+    "use_adapters": "apply",
+    "LoRAContext": "context",
+    "init_adapter": "init",
+    "init_bank": "init",
+    "init_leaves": "init",
+    "LoRALinear": "lora",
+    "lora_siblings": "lora",
+    "TARGETS": "spec",
+    "AdapterSpec": "spec",
+    "bank_rank": "spec",
+    "resolve_targets": "spec",
 }
 __all__ = list(_HOMES)
 

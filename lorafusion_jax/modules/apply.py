@@ -35,8 +35,13 @@ class _Use:
 _current: ContextVar[_Use | None] = ContextVar("lorafusion_adapters", default=None)
 
 
-def apply_lora(model: nnx.Module, adapters: Sequence[AdapterSpec], *, targets: str | Sequence[str] | None = None,
-               allow_partial: bool = False) -> nnx.Module:
+def apply_lora(
+    model: nnx.Module,
+    adapters: Sequence[AdapterSpec],
+    *,
+    targets: str | Sequence[str] | None = None,
+    allow_partial: bool = False,
+) -> nnx.Module:
     """Turns linear layers of a model into LoRA layers, in place; the frozen kernels are shared, not copied.
 
     y[t] = x[t] W + bias + scale[k] · (x[t] A[k]) B[k],  k = 0 unless `use_adapters` says otherwise
@@ -71,8 +76,10 @@ def apply_lora(model: nnx.Module, adapters: Sequence[AdapterSpec], *, targets: s
         raise ConfigError("lora.adapters", f"adapters need one or more different names, got {names}.")
     wanted = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
     found = find_linears(model, {spec.name: wanted or spec.targets for spec in adapters}, allow_partial=allow_partial)
-    new = {id(linear): AdaptedLinear(linear, adapters, path, [names.index(name) for name in members])
-           for path, (linear, members) in found.items()}
+    new = {
+        id(linear): AdaptedLinear(linear, adapters, path, [names.index(name) for name in members])
+        for path, (linear, members) in found.items()
+    }
     return replace_modules(model, new)
 
 
@@ -105,8 +112,12 @@ def use_adapters(context: LoRAContext) -> Iterator[None]:
     finally:
         _current.reset(token)
     if not use.seen:
-        raise RunError("lora.context-unused", "no LoRA layer ran inside `use_adapters`.",
-                       why="a jitted function that is already compiled does not see it", fix=_INSIDE)
+        raise RunError(
+            "lora.context-unused",
+            "no LoRA layer ran inside `use_adapters`.",
+            why="a jitted function that is already compiled does not see it",
+            fix=_INSIDE,
+        )
 
 
 _INSIDE = "enter `use_adapters` inside the jitted function, and pass the table as an argument"
@@ -141,8 +152,17 @@ class AdaptedLinear(nnx.Linear):
         context = _context()
         if context is None:
             return lora_linear(x, w_KN, a_AKR[0], b_ARN[0], scale=self.scale, bias=bias)
-        return multi_lora_linear(x, w_KN, a_AKR, b_ARN, tile_adapter=context.tile_adapter, scale=context.scale,
-                                 dropout=context.at_site(self.site), bias=bias, implementation=context.implementation)
+        return multi_lora_linear(
+            x,
+            w_KN,
+            a_AKR,
+            b_ARN,
+            tile_adapter=context.tile_adapter,
+            scale=context.scale,
+            dropout=context.at_site(self.site),
+            bias=bias,
+            implementation=context.implementation,
+        )
 
 
 def _context() -> LoRAContext | None:
@@ -150,8 +170,12 @@ def _context() -> LoRAContext | None:
     if use is None:
         return None
     if _staging() and not use.staged:
-        raise RunError("lora.context-outside-jit", "`use_adapters` was entered outside the function that is compiled.",
-                       why="the compiled function would keep this table for ever", fix=_INSIDE)
+        raise RunError(
+            "lora.context-outside-jit",
+            "`use_adapters` was entered outside the function that is compiled.",
+            why="the compiled function would keep this table for ever",
+            fix=_INSIDE,
+        )
     use.seen = True
     return use.context
 

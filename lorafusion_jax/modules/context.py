@@ -46,8 +46,14 @@ class LoRAContext:
     implementation: Implementation | None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def of(cls, adapters: Sequence[AdapterSpec], tile_adapter: Sequence[int] | Int[Array, " tiles"], *,
-           row_key: UInt32[Array, " T"] | None = None, implementation: Implementation | None = None) -> LoRAContext:
+    def of(
+        cls,
+        adapters: Sequence[AdapterSpec],
+        tile_adapter: Sequence[int] | Int[Array, " tiles"],
+        *,
+        row_key: UInt32[Array, " T"] | None = None,
+        implementation: Implementation | None = None,
+    ) -> LoRAContext:
         """Builds the context of some adapters.
 
         Args:
@@ -56,9 +62,12 @@ class LoRAContext:
             row_key: one key per row switches dropout on (a training step); equal keys draw equal masks.
             implementation: handed to `pallas_kernels`.
         """
-        return cls(tile_adapter=jnp.asarray(tile_adapter, jnp.int32),
-                   scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
-                   dropout=None if row_key is None else _dropout(adapters, row_key), implementation=implementation)
+        return cls(
+            tile_adapter=jnp.asarray(tile_adapter, jnp.int32),
+            scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
+            dropout=None if row_key is None else _dropout(adapters, row_key),
+            implementation=implementation,
+        )
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """The same context for a certain layer: every layer draws its own dropout."""

@@ -39,8 +39,14 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
     return a_Kr.reshape(in_features, spec.rank), np.zeros((spec.rank, out_features), np.float32)
 
 
-def init_bank(adapters: Sequence[AdapterSpec], path: str, in_features: int, out_features: int,
-              rank: int | None = None, members: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def init_bank(
+    adapters: Sequence[AdapterSpec],
+    path: str,
+    in_features: int,
+    out_features: int,
+    rank: int | None = None,
+    members: Sequence[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Stacks the initial weights of all adapters in one projection.
 
     Adapters of lower rank, and those that do not target the projection, have zeros there; zero columns of A beside
@@ -83,7 +89,7 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
         a_shape, b_shape = shapes[f"{path}.lora_a"], shapes[f"{path}.lora_b"]
         numbers = [None] if len(a_shape) == 3 else range(a_shape[0])
         banks = [init_bank(adapters, _at(path, number), a_shape[-2], b_shape[-1], a_shape[-1]) for number in numbers]
-        a, b = (banks[0] if len(a_shape) == 3 else (np.stack(parts) for parts in zip(*banks, strict=True)))
+        a, b = banks[0] if len(a_shape) == 3 else (np.stack(parts) for parts in zip(*banks, strict=True))
         leaves[f"{path}.lora_a"], leaves[f"{path}.lora_b"] = a, b
     return leaves
 

@@ -49,8 +49,18 @@ class LoRALinear(nnx.Module):
     (6, 4)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, num_adapters: int, rank: int, use_bias: bool = False,
-                 dtype: Any = None, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_adapters: int,
+        rank: int,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         self.in_features, self.out_features = in_features, out_features
         self.num_adapters, self.rank = num_adapters, rank
         self.dtype, self.param_dtype = dtype, param_dtype
@@ -63,8 +73,9 @@ class LoRALinear(nnx.Module):
             self.lora_a = nnx.LoRAParam(a_AKR)
             self.lora_b = nnx.LoRAParam(jnp.zeros((num_adapters, rank, out_features), jnp.float32))
 
-    def __call__(self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *,
-                 site: int = 0) -> Float[Array, "*B N"]:
+    def __call__(
+        self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *, site: int = 0
+    ) -> Float[Array, "*B N"]:
         """Applies the layer.
 
         Args:
@@ -75,9 +86,17 @@ class LoRALinear(nnx.Module):
         x, w_KN, bias = self._inputs(x)
         if ctx is None or self.lora_a is None or self.lora_b is None:
             return _plain(x, w_KN, bias)
-        return multi_lora_linear(x, w_KN, self.lora_a[...], self.lora_b[...], tile_adapter=ctx.tile_adapter,
-                                 scale=ctx.scale, dropout=ctx.at_site(site), bias=bias,
-                                 implementation=ctx.implementation)
+        return multi_lora_linear(
+            x,
+            w_KN,
+            self.lora_a[...],
+            self.lora_b[...],
+            tile_adapter=ctx.tile_adapter,
+            scale=ctx.scale,
+            dropout=ctx.at_site(site),
+            bias=bias,
+            implementation=ctx.implementation,
+        )
 
     def _inputs(self, x: Array) -> tuple[Array, Array, Array | None]:
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -85,8 +104,9 @@ class LoRALinear(nnx.Module):
         return x.astype(dtype), self.kernel[...].astype(dtype), bias
 
 
-def lora_siblings(x: Float[Array, "*B K"], linears: Sequence[LoRALinear], ctx: LoRAContext | None, *,
-                  site: int = 0) -> tuple[Float[Array, "*B N"], ...]:
+def lora_siblings(
+    x: Float[Array, "*B K"], linears: Sequence[LoRALinear], ctx: LoRAContext | None, *, site: int = 0
+) -> tuple[Float[Array, "*B N"], ...]:
     """Applies projections that share their input (q, k, v; gate, up) as one operation.
 
     Equal to `tuple(linear(x, ctx, site=site) for linear in linears)`, with one pass over x for all of them.
@@ -106,11 +126,16 @@ def lora_siblings(x: Float[Array, "*B K"], linears: Sequence[LoRALinear], ctx: L
         return tuple(_plain(*each) for each in inputs)
     biases = [bias for _, _, bias in inputs]
     return multi_lora_linears(
-        inputs[0][0], [w_KN for _, w_KN, _ in inputs],
+        inputs[0][0],
+        [w_KN for _, w_KN, _ in inputs],
         [None if linear.lora_a is None else linear.lora_a[...] for linear in linears],
         [None if linear.lora_b is None else linear.lora_b[...] for linear in linears],
-        tile_adapter=ctx.tile_adapter, scale=ctx.scale, dropout=ctx.at_site(site),
-        biases=None if all(bias is None for bias in biases) else biases, implementation=ctx.implementation)
+        tile_adapter=ctx.tile_adapter,
+        scale=ctx.scale,
+        dropout=ctx.at_site(site),
+        biases=None if all(bias is None for bias in biases) else biases,
+        implementation=ctx.implementation,
+    )
 
 
 def _plain(x: Array, w_KN: Array, bias: Array | None) -> Array:

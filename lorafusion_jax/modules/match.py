@@ -13,8 +13,12 @@ from lorafusion_jax.modules.spec import ALL_LINEAR
 from lorafusion_jax.modules.tree import Path, dotted, walk
 
 
-def find_linears(model: nnx.Module, targets: Mapping[str, Sequence[str]], *, allow_partial: bool = False,
-                 ) -> dict[Path, tuple[nnx.Linear, tuple[str, ...]]]:
+def find_linears(
+    model: nnx.Module,
+    targets: Mapping[str, Sequence[str]],
+    *,
+    allow_partial: bool = False,
+) -> dict[Path, tuple[nnx.Linear, tuple[str, ...]]]:
     """Finds the linear layers that adapters target.
 
     Args:
@@ -43,8 +47,9 @@ def find_linears(model: nnx.Module, targets: Mapping[str, Sequence[str]], *, all
             found.setdefault(id(linear), (path, linear, set()))[2].update(wanted)
     errors += [error for path, linear, _ in found.values() if (error := _refusal(path, linear))]
     raise_all(errors)
-    return {path: (linear, tuple(name for name in targets if name in wanted))
-            for path, linear, wanted in found.values()}
+    return {
+        path: (linear, tuple(name for name in targets if name in wanted)) for path, linear, wanted in found.values()
+    }
 
 
 def _matches(target: str, path: Path) -> bool:
@@ -54,26 +59,44 @@ def _matches(target: str, path: Path) -> bool:
     try:
         return re.fullmatch(target, name) is not None
     except re.error as problem:
-        raise ConfigError("lora.unknown-target", f"target '{target}' is neither a name nor a regular expression.",
-                          why=str(problem)) from None
+        raise ConfigError(
+            "lora.unknown-target", f"target '{target}' is neither a name nor a regular expression.", why=str(problem)
+        ) from None
 
 
-def _problems(target: str, hits: list[Path], modules: list[tuple[Path, nnx.Module]],
-              allow_partial: bool) -> list[LoraFusionError]:
+def _problems(
+    target: str, hits: list[Path], modules: list[tuple[Path, nnx.Module]], allow_partial: bool
+) -> list[LoraFusionError]:
     if not hits:
         others = [(path, module) for path, module in modules if path and _matches(target, path)]
         if others and target != ALL_LINEAR:
             path, module = others[0]
-            return [ConfigError("lora.not-linear", f"target '{target}' is a {type(module).__name__}; only nnx.Linear "
-                                "layers can carry LoRA.", where=dotted(path))]
+            return [
+                ConfigError(
+                    "lora.not-linear",
+                    f"target '{target}' is a {type(module).__name__}; only nnx.Linear layers can carry LoRA.",
+                    where=dotted(path),
+                )
+            ]
         names = sorted({str(path[-1]) for path, module in modules if path and isinstance(module, nnx.Linear)})
-        return [ConfigError("lora.unknown-target", f"target '{target}' matches no linear layer of the model.",
-                            fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]")]
+        return [
+            ConfigError(
+                "lora.unknown-target",
+                f"target '{target}' matches no linear layer of the model.",
+                fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]",
+            )
+        ]
     missing = [] if allow_partial else _layers_without(hits, [path for path, _ in modules])
     if not missing:
         return []
-    return [ConfigError("lora.partial-target", f"target '{target}' is present in some layers only.",
-                        where="not in " + ", ".join(missing), fix="allow_partial=True if that is meant")]
+    return [
+        ConfigError(
+            "lora.partial-target",
+            f"target '{target}' is present in some layers only.",
+            where="not in " + ", ".join(missing),
+            fix="allow_partial=True if that is meant",
+        )
+    ]
 
 
 def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
@@ -103,5 +126,14 @@ def _refusal(path: Path, linear: nnx.Linear) -> ConfigError | None:
         why = "it sets its own dot_general or precision"
     elif getattr(linear, "preferred_element_type", None) is not None:
         why = "it sets preferred_element_type"
-    return ConfigError("lora.unsupported-linear", "this layer cannot carry LoRA.", where=dotted(path), why=why,
-                       fix="leave it out of targets") if why else None
+    return (
+        ConfigError(
+            "lora.unsupported-linear",
+            "this layer cannot carry LoRA.",
+            where=dotted(path),
+            why=why,
+            fix="leave it out of targets",
+        )
+        if why
+        else None
+    )

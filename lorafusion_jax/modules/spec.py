@@ -76,8 +76,9 @@ def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TAR
     if names == [ALL_LINEAR]:
         return tuple(available)
     if not names:
-        raise ConfigError("lora.no-target", "lora.targets is empty: there is nothing to train.",
-                          fix=f"lora.targets: {ALL_LINEAR}")
+        raise ConfigError(
+            "lora.no-target", "lora.targets is empty: there is nothing to train.", fix=f"lora.targets: {ALL_LINEAR}"
+        )
     raise_all([_unknown(name, available) for name in dict.fromkeys(names) if name not in available])
     return tuple(name for name in available if name in names)
 
@@ -89,6 +90,8 @@ def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
 
 def _unknown(name: str, available: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(name, [*available, ALL_LINEAR], n=1)
-    return ConfigError("lora.unknown-target", f"there is no projection '{name}'" +
-                       (f"; did you mean '{near[0]}'?" if near else "."),
-                       fix=f"lora.targets: {ALL_LINEAR}   or some of [{', '.join(available)}]")
+    return ConfigError(
+        "lora.unknown-target",
+        f"there is no projection '{name}'" + (f"; did you mean '{near[0]}'?" if near else "."),
+        fix=f"lora.targets: {ALL_LINEAR}   or some of [{', '.join(available)}]",
+    )

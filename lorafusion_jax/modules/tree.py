@@ -45,8 +45,7 @@ def replace_modules(node: Any, new: Mapping[int, nnx.Module], seen: set[int] | N
     if id(node) in seen:
         return node
     seen.add(id(node))
-    changed = {key: value for key, child in children(node)
-               if (value := replace_modules(child, new, seen)) is not child}
+    changed = {key: value for key, child in children(node) if (value := replace_modules(child, new, seen)) is not child}
     if changed and isinstance(node, tuple):
         parts = [changed.get(index, child) for index, child in enumerate(node)]
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)

@@ -26,8 +26,13 @@ def load_base(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
     model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
-    return load_decoder(directory, specs, dtype=jnp.dtype(config.base.dtype), layers=layer_mode(train.layers, model.num_layers),
-                        remat=train.remat)
+    return load_decoder(
+        directory,
+        specs,
+        dtype=jnp.dtype(config.base.dtype),
+        layers=layer_mode(train.layers, model.num_layers),
+        remat=train.remat,
+    )
 
 
 def layer_mode(wanted: Literal["auto", "unroll", "scan"], num_layers: int) -> Literal["unroll", "scan"]:

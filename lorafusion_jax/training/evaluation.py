@@ -35,8 +35,9 @@ class Evaluator:
         total, tokens = 0.0, 0
         for slot in plan.slots:
             pieces = pieces_of_evaluation(slot.samples, self._sets, self._index)
-            batch = assemble(pieces, capacity_tokens=plan.capacity_tokens, tile_tokens=plan.tile_tokens,
-                             max_segments=self._segments)
+            batch = assemble(
+                pieces, capacity_tokens=plan.capacity_tokens, tile_tokens=plan.tile_tokens, max_segments=self._segments
+            )
             total += float(self._programs.evaluate(lora, self._frozen, batch)[index])
             tokens += int(np.count_nonzero(batch.weights))
         return total / max(tokens, 1), tokens
@@ -44,5 +45,12 @@ class Evaluator:
     def _plan(self, name: str) -> Plan:
         lengths = self._sets[name].lengths.tolist()
         job = AdapterJob(name=name, sample_tokens=lengths, global_batch=len(lengths))
-        return make_plan([job], capacity_tokens=self._config.batch.capacity_tokens, num_stages=1, data_parallel=1,
-                         tile_tokens=self._config.batch.tile_tokens, time_limit_s=0.1, seed=0)
+        return make_plan(
+            [job],
+            capacity_tokens=self._config.batch.capacity_tokens,
+            num_stages=1,
+            data_parallel=1,
+            tile_tokens=self._config.batch.tile_tokens,
+            time_limit_s=0.1,
+            seed=0,
+        )

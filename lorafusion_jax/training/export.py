@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -18,7 +19,6 @@ from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.training import leaves as lv
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.training.leaves import Leaves, Parts
 from scheduling import Plan
 
@@ -28,7 +28,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 class AdapterExporter:
     """Writes `adapters/<name>/step-…` folders of a run."""
 
-    def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, specs: Sequence[AdapterSpec]):
+    def __init__(
+        self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, specs: Sequence[AdapterSpec]
+    ):
         self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
 
     def __call__(self, name: str, step: int, lora: Leaves) -> Path:
@@ -38,8 +40,14 @@ class AdapterExporter:
             return target
         index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
         own = {leaf: np.asarray(array)[..., None, :, :] for leaf, array in lv.take(lora, spec, index).items()}
-        export_adapter(own, spec, 0, self._config.base.model, target,
-                       finish=lambda draft: self._describe(draft, self._config.adapter(name), step))
+        export_adapter(
+            own,
+            spec,
+            0,
+            self._config.base.model,
+            target,
+            finish=lambda draft: self._describe(draft, self._config.adapter(name), step),
+        )
         self._folder.mark_latest(name, self._config.save.keep)
         return target
 
@@ -49,8 +57,11 @@ class AdapterExporter:
             if (base / file).is_file():
                 shutil.copyfile(base / file, target / file)
         record = self._folder.read_record() | {
-            "adapter": adapter.model_dump(mode="json"), "step": step, "base": self._config.base.model,
-            "data": self._prepared.adapters[adapter.name].digest}
+            "adapter": adapter.model_dump(mode="json"),
+            "step": step,
+            "base": self._config.base.model,
+            "data": self._prepared.adapters[adapter.name].digest,
+        }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         (target / "README.md").write_text(_card(adapter, step, self._config.base.model, self._plan), encoding="utf-8")
 
@@ -93,10 +104,13 @@ def _read_start(config: JobConfig, init_from: str, spec: AdapterSpec) -> Arrays:
     if dataclasses.replace(found, name=spec.name, dropout=spec.dropout, seed=spec.seed) == spec:
         return arrays
     raise CheckpointError(
-        "peft.other-settings", f"{spec.name}: {init_from} has other LoRA settings.",
-        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, targets {', '.join(found.targets)}",
+        "peft.other-settings",
+        f"{spec.name}: {init_from} has other LoRA settings.",
+        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, "
+        f"targets {', '.join(found.targets)}",
         fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha:g}, rslora: {str(found.rslora).lower()}, "
-            f"targets: [{', '.join(found.targets)}]}}")
+        f"targets: [{', '.join(found.targets)}]}}",
+    )
 
 
 def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan) -> str:
@@ -112,7 +126,7 @@ LoRA adapter of `{base}`, {step} optimizer steps. Trained with lorafusion-jax.
 
 | | |
 |---|---|
-| rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{' (rsLoRA)' if lora.rslora else ''}, {lora.dropout:g} |
+| rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
 | global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
 | plan | {plan.digest} |

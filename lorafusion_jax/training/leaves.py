@@ -78,8 +78,11 @@ def projection(name: str) -> str:
 
 def take(leaves: Leaves, spec: AdapterSpec, index: int | Array) -> Leaves:
     """Cuts one adapter out of the stacked leaves, at its own rank and targets only."""
-    return {name: _cut(lax.dynamic_index_in_dim(leaf, index, leaf.ndim - 3, keepdims=False), name, spec.rank)
-            for name, leaf in leaves.items() if projection(name) in spec.targets}
+    return {
+        name: _cut(lax.dynamic_index_in_dim(leaf, index, leaf.ndim - 3, keepdims=False), name, spec.rank)
+        for name, leaf in leaves.items()
+        if projection(name) in spec.targets
+    }
 
 
 def put(leaves: Leaves, index: int | Array, own: Leaves) -> Leaves:
@@ -89,6 +92,7 @@ def put(leaves: Leaves, index: int | Array, own: Leaves) -> Leaves:
 
 def clear(leaves: Leaves, index: int | Array) -> Leaves:
     """Sets one adapter's part to zero (its gradient sums, after a step)."""
+
     def zeroed(leaf: Array) -> Array:
         shape = (*leaf.shape[:-3], 1, *leaf.shape[-2:])
         return lax.dynamic_update_slice_in_dim(leaf, jnp.zeros(shape, leaf.dtype), index, leaf.ndim - 3)

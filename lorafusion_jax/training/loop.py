@@ -34,7 +34,6 @@ from lorafusion_jax.training.programs import Programs, StepReport
 from lorafusion_jax.training.state import RunState
 from scheduling import Plan
 
-
 LOG_EVERY_S = 2.0
 
 
@@ -71,18 +70,32 @@ class Taken:
 class Loop:
     """One run over a plan, from `state.slot` to the end; changes `state` in place."""
 
-    def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, programs: Programs, frozen: Any,
-                 state: RunState, emit: Listener, hooks: Hooks):
+    def __init__(
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        plan: Plan,
+        programs: Programs,
+        frozen: Any,
+        state: RunState,
+        emit: Listener,
+        hooks: Hooks,
+    ):
         self._config, self._plan, self._programs, self._frozen = config, plan, programs, frozen
         self._prepared, self._state, self._emit, self._hooks = prepared, state, emit, hooks
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        self._loss_tokens = {(a.name, batch): int(count) for a in config.adapters for batch, count in
-                             enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))}
+        self._loss_tokens = {
+            (a.name, batch): int(count)
+            for a in config.adapters
+            for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
+        }
         self._rates = {a.name: learning_rates(a.optim, state.adapters[a.name].num_steps) for a in config.adapters}
         self._completes = batches_completed(plan)
         self._segments = num_segments(max(len(slot.samples) for slot in plan.slots))
-        last = {name: max(slot for slot, names in enumerate(self._completes) for n, _ in names if n == name)
-                for name in self._index}
+        last = {
+            name: max(slot for slot, names in enumerate(self._completes) for n, _ in names if n == name)
+            for name in self._index
+        }
         self._meter = Meter(slot_tokens(plan, prepared), plan.capacity_tokens, last, state.slot)
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
         self._stop = threading.Event()
@@ -102,17 +115,26 @@ class Loop:
                 if losses is None:
                     self._emit(Event(kind="phase", slot=slot, values={"text": "compiling the training step"}))
                 self._state.sums, running = self._programs.accumulate(
-                    self._state.lora, self._state.sums, self._frozen, batch)
+                    self._state.lora, self._state.sums, self._frozen, batch
+                )
                 if losses is not None:
                     np.asarray(losses)  # waits for the slot before, while this one computes
                     self._meter.slot_done(slot - 1)
                 else:  # the first call compiles before it returns
-                    self._emit(Event(kind="compiled", slot=slot, values={
-                        "program": "training step", "seconds": round(time.perf_counter() - called, 3)}))
+                    self._emit(
+                        Event(
+                            kind="compiled",
+                            slot=slot,
+                            values={"program": "training step", "seconds": round(time.perf_counter() - called, 3)},
+                        )
+                    )
                     self._meter.pause()
                 self._look_at(taken)
-                taken = [self._step(name, number) for name, number in self._completes[slot]
-                         if self._state.adapters[name].status == "running"]
+                taken = [
+                    self._step(name, number)
+                    for name, number in self._completes[slot]
+                    if self._state.adapters[name].status == "running"
+                ]
                 losses = running
                 self._state.slot = slot + 1
                 self._log(slot)
@@ -131,8 +153,12 @@ class Loop:
 
     def _batch(self, slot: int) -> Microbatch:
         pieces = pieces_of_slot(self._plan.slots[slot].samples, self._prepared.adapters, self._index, self._loss_tokens)
-        return assemble(pieces, capacity_tokens=self._plan.capacity_tokens, tile_tokens=self._plan.tile_tokens,
-                        max_segments=self._segments)
+        return assemble(
+            pieces,
+            capacity_tokens=self._plan.capacity_tokens,
+            tile_tokens=self._plan.tile_tokens,
+            max_segments=self._segments,
+        )
 
     def _step(self, name: str, number: int) -> Taken:
         adapter, state = self._state.adapters[name], self._state
@@ -140,7 +166,8 @@ class Loop:
         lr = float(self._rates[name][number])
         numbers = hyper(self._config.adapters[self._index[name]].optim, lr)
         state.lora, state.sums, state.optimizers[name], report = self._programs.update(
-            self._index[name], state.lora, state.sums, state.optimizers[name], numbers)
+            self._index[name], state.lora, state.sums, state.optimizers[name], numbers
+        )
         adapter.step += 1
         self._steps_since_save += 1
         return Taken(adapter=name, step=adapter.step, lr=lr, loss_tokens=self._loss_tokens[name, number], report=report)
@@ -152,12 +179,26 @@ class Loop:
             if not (finite.all() and np.isfinite(loss)):
                 adapter.step, adapter.status = step.step - 1, "failed"
                 adapter.reason = f"{self._culprit(step.adapter, finite)} at step {step.step}"
-                self._emit(Event(kind="adapter-failed", slot=self._state.slot, adapter=step.adapter, step=step.step,
-                                 values={"reason": adapter.reason, "kept_step": adapter.step}))
+                self._emit(
+                    Event(
+                        kind="adapter-failed",
+                        slot=self._state.slot,
+                        adapter=step.adapter,
+                        step=step.step,
+                        values={"reason": adapter.reason, "kept_step": adapter.step},
+                    )
+                )
                 self._hooks.finish(step.adapter)
                 continue
-            self._emit(Event(kind="step", slot=self._state.slot, adapter=step.adapter, step=step.step,
-                             values={"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens}))
+            self._emit(
+                Event(
+                    kind="step",
+                    slot=self._state.slot,
+                    adapter=step.adapter,
+                    step=step.step,
+                    values={"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens},
+                )
+            )
             self._after(adapter, step.step)
 
     def _after(self, adapter, step: int) -> None:
@@ -235,4 +276,3 @@ def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:
             tokens[ref.adapter] = tokens.get(ref.adapter, 0) + int(lengths[ref.adapter][ref.sample])
         result.append(tokens)
     return result
-

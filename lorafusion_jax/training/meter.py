@@ -21,8 +21,13 @@ class Meter:
         done: slots that a resumed run has behind it.
     """
 
-    def __init__(self, slot_tokens: Sequence[Mapping[str, int]], capacity_tokens: int, last_slot: Mapping[str, int],
-                 done: int = 0):
+    def __init__(
+        self,
+        slot_tokens: Sequence[Mapping[str, int]],
+        capacity_tokens: int,
+        last_slot: Mapping[str, int],
+        done: int = 0,
+    ):
         self._tokens, self._capacity, self._last = slot_tokens, capacity_tokens, dict(last_slot)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._first, self._seen, self._at = done, 0, time.perf_counter()
@@ -44,15 +49,26 @@ class Meter:
     def snapshot(self, slots_done: int) -> dict:
         """Rates and times left; None while there is nothing to measure yet."""
         if not self._recent:
-            return {"slots": len(self._tokens), "useful_tokens_per_s": None, "processed_tokens_per_s": None,
-                    "slot_seconds": None, "eta_s": None, "adapter_eta_s": {}, "adapter_tokens_per_s": {}}
+            return {
+                "slots": len(self._tokens),
+                "useful_tokens_per_s": None,
+                "processed_tokens_per_s": None,
+                "slot_seconds": None,
+                "eta_s": None,
+                "adapter_eta_s": {},
+                "adapter_tokens_per_s": {},
+            }
         per_slot = statistics.median(seconds for seconds, _ in self._recent)
         time_of_recent = per_slot * len(self._recent)
         useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
         own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
         left = {name: max(last + 1 - slots_done, 0) * per_slot for name, last in self._last.items()}
-        return {"slots": len(self._tokens), "useful_tokens_per_s": round(useful / time_of_recent, 1),
-                "processed_tokens_per_s": round(self._capacity / per_slot, 1), "slot_seconds": round(per_slot, 5),
-                "eta_s": round((len(self._tokens) - slots_done) * per_slot, 2),
-                "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
-                "adapter_tokens_per_s": {name: round(tokens / time_of_recent, 1) for name, tokens in own.items()}}
+        return {
+            "slots": len(self._tokens),
+            "useful_tokens_per_s": round(useful / time_of_recent, 1),
+            "processed_tokens_per_s": round(self._capacity / per_slot, 1),
+            "slot_seconds": round(per_slot, 5),
+            "eta_s": round((len(self._tokens) - slots_done) * per_slot, 2),
+            "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
+            "adapter_tokens_per_s": {name: round(tokens / time_of_recent, 1) for name, tokens in own.items()},
+        }

@@ -55,8 +55,9 @@ class Programs:
         settings: implementations and loss chunk.
     """
 
-    def __init__(self, parts: Parts, adapters: Sequence[AdapterConfig], specs: Sequence[AdapterSpec],
-                 settings: TrainSettings):
+    def __init__(
+        self, parts: Parts, adapters: Sequence[AdapterConfig], specs: Sequence[AdapterSpec], settings: TrainSettings
+    ):
         self._join, self._adapters, self._specs, self._settings = parts.join, tuple(adapters), tuple(specs), settings
         self.accumulate = jax.jit(self._accumulate, donate_argnums=(1,))
         self.evaluate = jax.jit(self._evaluate)
@@ -64,11 +65,15 @@ class Programs:
 
     def start(self, lora: Leaves) -> Sums:
         """Empty sums."""
-        return Sums({name: jnp.zeros_like(leaf) for name, leaf in lora.items()}, jnp.zeros(len(self._specs), jnp.float32))
+        return Sums(
+            {name: jnp.zeros_like(leaf) for name, leaf in lora.items()}, jnp.zeros(len(self._specs), jnp.float32)
+        )
 
     def init_optimizer(self, index: int, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
-        return transformation(self._adapters[index].optim, Hyper(*[0.0] * 7)).init(lv.take(lora, self._specs[index], index))
+        return transformation(self._adapters[index].optim, Hyper(*[0.0] * 7)).init(
+            lv.take(lora, self._specs[index], index)
+        )
 
     def update(self, index: int, lora: Leaves, sums: Sums, optimizer: Any, numbers: Hyper):
         """Steps adapter `index` with its finished sums; nobody else is touched.
@@ -103,11 +108,19 @@ class Programs:
         model = self._join(lora, frozen)
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self._specs) else None
-        context = LoRAContext.of(self._specs, batch.tile_adapter, row_key=row_key,
-                                 implementation=self._settings.implementation)
+        context = LoRAContext.of(
+            self._specs, batch.tile_adapter, row_key=row_key, implementation=self._settings.implementation
+        )
         hidden_TD = model.hidden(batch.tokens, batch.positions, segments, context, attention=self._settings.attention)
-        return adapter_losses(hidden_TD, model.head(), batch.targets, batch.weights, batch.row_adapter,
-                              len(self._specs), chunk=self._settings.loss_chunk)
+        return adapter_losses(
+            hidden_TD,
+            model.head(),
+            batch.targets,
+            batch.weights,
+            batch.row_adapter,
+            len(self._specs),
+            chunk=self._settings.loss_chunk,
+        )
 
 
 def _update(spec: AdapterSpec, optim, index, lora: Leaves, sums: Sums, optimizer: Any, numbers: Hyper):

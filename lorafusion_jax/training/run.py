@@ -10,21 +10,21 @@ from pathlib import Path
 
 import jax
 
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.training.base import load_base
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
-from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.training.leaves import Parts, take_apart
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
 from lorafusion_jax.training.programs import Programs
-from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.training.state import AdapterProgress, RunState
 from scheduling import Plan, PlanError, verify_plan
 
@@ -48,7 +48,9 @@ class RunResult:
         return 0 if not any(failed) else 1 if all(failed) else 3
 
 
-def train(config: JobConfig, out: str | Path, *, plan: Plan | None = None, listeners: Sequence[Listener] = ()) -> RunResult:
+def train(
+    config: JobConfig, out: str | Path, *, plan: Plan | None = None, listeners: Sequence[Listener] = ()
+) -> RunResult:
     """Trains all adapters of a job and leaves a run folder.
 
     Args:
@@ -94,29 +96,49 @@ def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunResult:
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
     """The adapters of a job as the modules see them."""
-    return [AdapterSpec(name=a.name, rank=a.lora.rank, alpha=a.lora.alpha, rslora=a.lora.rslora, dropout=a.lora.dropout,
-                        targets=resolve_targets(a.lora.targets), seed=a.seed) for a in config.adapters]
+    return [
+        AdapterSpec(
+            name=a.name,
+            rank=a.lora.rank,
+            alpha=a.lora.alpha,
+            rslora=a.lora.rslora,
+            dropout=a.lora.dropout,
+            targets=resolve_targets(a.lora.targets),
+            seed=a.seed,
+        )
+        for a in config.adapters
+    ]
 
 
 def _one_device(config: JobConfig) -> None:
     if config.mesh.stages * config.mesh.data > 1:
-        raise ConfigError("mesh.one-device", f"the job asks for {config.mesh.stages} stages and {config.mesh.data} replicas.",
-                          why="training runs on one device in this version; lorafusion plan works for any mesh",
-                          fix="mesh.stages=1 mesh.data=1")
+        raise ConfigError(
+            "mesh.one-device",
+            f"the job asks for {config.mesh.stages} stages and {config.mesh.data} replicas.",
+            why="training runs on one device in this version; lorafusion plan works for any mesh",
+            fix="mesh.stages=1 mesh.data=1",
+        )
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
     try:
         verify_plan(plan, train_jobs(config, prepared))
     except PlanError as problem:
-        raise CheckpointError("plan.mismatch", "the plan is not a plan of this job file and its data.",
-                              why=str(problem).splitlines()[0], fix="lorafusion plan jobs.yaml -o plan.json") from None
+        raise CheckpointError(
+            "plan.mismatch",
+            "the plan is not a plan of this job file and its data.",
+            why=str(problem).splitlines()[0],
+            fix="lorafusion plan jobs.yaml -o plan.json",
+        ) from None
     of_plan = (plan.capacity_tokens, plan.tile_tokens, plan.num_stages, plan.data_parallel)
     of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, config.mesh.stages, config.mesh.data)
     if of_plan != of_job:
-        raise CheckpointError("plan.mismatch", "the plan was made for another capacity, tile or mesh.",
-                              why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
-                              fix="lorafusion plan jobs.yaml -o plan.json")
+        raise CheckpointError(
+            "plan.mismatch",
+            "the plan was made for another capacity, tile or mesh.",
+            why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
+            fix="lorafusion plan jobs.yaml -o plan.json",
+        )
 
 
 def _fan_out(listeners: Sequence[Listener]) -> Listener:
@@ -130,7 +152,9 @@ def _fan_out(listeners: Sequence[Listener]) -> Listener:
 class _Run:
     """Wires model, programs, checkpoints and listeners together for one sitting."""
 
-    def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, listeners: Sequence[Listener]):
+    def __init__(
+        self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, listeners: Sequence[Listener]
+    ):
         self._config, self._prepared, self._plan, self._folder = config, prepared, plan, folder
         self._tell = _fan_out(listeners)
         self._store = StateStore(folder.state, config.save.keep)
@@ -143,7 +167,9 @@ class _Run:
         self._state = self._initial(parts, programs)
         if resume:
             self._state = self._state.restored(*self._store.restore(self._state.arrays()))
-        elif not self._folder.plan_file.exists():  # not before the model has loaded: a failed start leaves nothing behind
+        elif (
+            not self._folder.plan_file.exists()
+        ):  # not before the model has loaded: a failed start leaves nothing behind
             self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
         self._store.check_space(self._state.arrays())
         self._evaluator = Evaluator(self._config, self._prepared, programs, parts.frozen)
@@ -152,8 +178,16 @@ class _Run:
         if not resume:
             for adapter in self._config.adapters:
                 self._evaluate(adapter.name, 0)
-        loop = Loop(self._config, self._prepared, self._plan, programs, parts.frozen, self._state, self._tell,
-                    Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish))
+        loop = Loop(
+            self._config,
+            self._prepared,
+            self._plan,
+            programs,
+            parts.frozen,
+            self._state,
+            self._tell,
+            Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish),
+        )
         try:
             loop.run()
         except Interrupted:
@@ -161,15 +195,26 @@ class _Run:
             raise
         except LoraFusionError as problem:
             with suppress(OSError):  # a full disk cannot take the note either
-                self._tell(Event(kind="stopped", slot=self._state.slot, values={"code": problem.code, "what": problem.what}))
+                self._tell(
+                    Event(kind="stopped", slot=self._state.slot, values={"code": problem.code, "what": problem.what})
+                )
             raise
         finally:
             self._store.close()
-        result = RunResult(folder=self._folder.path, adapters=self._state.adapters, seconds=self._state.seconds,
-                           plan=self._plan)
-        self._tell(Event(kind="finished", slot=self._state.slot,
-                         values={"exit_code": result.exit_code, "seconds": round(result.seconds, 3),
-                                 "peak_bytes": _peak_bytes()}))
+        result = RunResult(
+            folder=self._folder.path, adapters=self._state.adapters, seconds=self._state.seconds, plan=self._plan
+        )
+        self._tell(
+            Event(
+                kind="finished",
+                slot=self._state.slot,
+                values={
+                    "exit_code": result.exit_code,
+                    "seconds": round(result.seconds, 3),
+                    "peak_bytes": _peak_bytes(),
+                },
+            )
+        )
         return result
 
     def _load(self) -> Parts:
@@ -177,26 +222,41 @@ class _Run:
         return take_apart(load_base(self._config, self._prepared, self._specs))
 
     def _initial(self, parts: Parts, programs: Programs) -> RunState:
-        steps = {adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)
-                 for adapter in self._config.adapters}
+        steps = {
+            adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)
+            for adapter in self._config.adapters
+        }
         optimizers = {spec.name: programs.init_optimizer(index, parts.lora) for index, spec in enumerate(self._specs)}
         # Committed to the device like every result: an uncommitted first argument would compile each program twice
         # (3m49 each at 8B, unrolled, on an H200).
-        arrays = jax.device_put({"lora": parts.lora, "sums": programs.start(parts.lora), "optimizers": optimizers},
-                                jax.local_devices()[0])
+        arrays = jax.device_put(
+            {"lora": parts.lora, "sums": programs.start(parts.lora), "optimizers": optimizers}, jax.local_devices()[0]
+        )
         return RunState(
-            **arrays, adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()})
+            **arrays, adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()}
+        )
 
     def _announce(self, parts: Parts) -> None:
         device = jax.devices()[0]
         record = self._folder.read_record() | {"device": device.device_kind, "platform": device.platform}
         self._folder.write_record(record)
         trainable = sum(leaf.size for leaf in parts.lora.values())
-        self._tell(Event(kind="started", slot=self._state.slot, values={
-            "device": device.device_kind, "slots": len(self._plan.slots), "density": round(self._plan.density, 4),
-            "adapters": {name: adapter.num_steps for name, adapter in self._state.adapters.items()},
-            "capacity_tokens": self._plan.capacity_tokens, "trainable": trainable, "plan": self._plan.digest,
-            "frozen": sum(leaf.size for leaf in jax.tree.leaves(parts.frozen))}))
+        self._tell(
+            Event(
+                kind="started",
+                slot=self._state.slot,
+                values={
+                    "device": device.device_kind,
+                    "slots": len(self._plan.slots),
+                    "density": round(self._plan.density, 4),
+                    "adapters": {name: adapter.num_steps for name, adapter in self._state.adapters.items()},
+                    "capacity_tokens": self._plan.capacity_tokens,
+                    "trainable": trainable,
+                    "plan": self._plan.digest,
+                    "frozen": sum(leaf.size for leaf in jax.tree.leaves(parts.frozen)),
+                },
+            )
+        )
 
     def _evaluate(self, name: str, step: int) -> None:
         if self._prepared.adapters[name].eval is None:
@@ -205,8 +265,15 @@ class _Run:
         loss, tokens = self._evaluator(name, self._state.lora)
         if step == 0:
             self._state.first_losses[name] = loss
-        self._tell(Event(kind="eval", slot=self._state.slot, adapter=name, step=step,
-                         values={"eval_loss": loss, "eval_tokens": tokens}))
+        self._tell(
+            Event(
+                kind="eval",
+                slot=self._state.slot,
+                adapter=name,
+                step=step,
+                values={"eval_loss": loss, "eval_tokens": tokens},
+            )
+        )
 
     def _save(self) -> None:
         self._phase("saving")
@@ -215,16 +282,26 @@ class _Run:
         for name, adapter in self._state.adapters.items():
             if adapter.status == "running" and adapter.step:
                 self._exporter(name, adapter.step, self._state.lora)
-        self._tell(Event(kind="saved", slot=self._state.slot,
-                         values={"path": str(self._folder.state / str(self._state.slot)),
-                                 "seconds": round(time.perf_counter() - started, 3)}))
+        self._tell(
+            Event(
+                kind="saved",
+                slot=self._state.slot,
+                values={
+                    "path": str(self._folder.state / str(self._state.slot)),
+                    "seconds": round(time.perf_counter() - started, 3),
+                },
+            )
+        )
 
     def _finish(self, name: str) -> None:
         adapter = self._state.adapters[name]
         if adapter.step:
             path = self._exporter(name, adapter.step, self._state.lora)
-            self._tell(Event(kind="exported", slot=self._state.slot, adapter=name, step=adapter.step,
-                             values={"path": str(path)}))
+            self._tell(
+                Event(
+                    kind="exported", slot=self._state.slot, adapter=name, step=adapter.step, values={"path": str(path)}
+                )
+            )
 
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))

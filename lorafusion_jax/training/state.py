@@ -51,11 +51,19 @@ class RunState:
         return {"lora": self.lora, "sums": self.sums, "optimizers": self.optimizers}
 
     def position(self) -> dict[str, Any]:
-        return {"slot": self.slot, "seconds": self.seconds, "first_losses": self.first_losses,
-                "adapters": {name: asdict(adapter) for name, adapter in self.adapters.items()}}
+        return {
+            "slot": self.slot,
+            "seconds": self.seconds,
+            "first_losses": self.first_losses,
+            "adapters": {name: asdict(adapter) for name, adapter in self.adapters.items()},
+        }
 
     def restored(self, arrays: dict[str, Any], position: dict[str, Any]) -> RunState:
         """The state that a checkpoint describes."""
-        return RunState(**arrays, slot=position["slot"], seconds=position["seconds"],
-                        first_losses=position["first_losses"],
-                        adapters={name: AdapterProgress(**row) for name, row in position["adapters"].items()})
+        return RunState(
+            **arrays,
+            slot=position["slot"],
+            seconds=position["seconds"],
+            first_losses=position["first_losses"],
+            adapters={name: AdapterProgress(**row) for name, row in position["adapters"].items()},
+        )

@@ -51,5 +51,7 @@ def verify_exports(run: Path) -> dict[str, Check]:
             lora = put_adapter(lora, index, arrays)
     evaluate = Evaluator(config, prepared, Programs(parts, config.adapters, specs, config.train), parts.frozen)
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
-    return {name: Check(trained=loss, exported=evaluate(name, {key: jnp.asarray(leaf) for key, leaf in lora.items()})[0])
-            for name, loss in losses.items()}
+    return {
+        name: Check(trained=loss, exported=evaluate(name, {key: jnp.asarray(leaf) for key, leaf in lora.items()})[0])
+        for name, loss in losses.items()
+    }

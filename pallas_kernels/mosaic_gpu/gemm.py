@@ -87,7 +87,7 @@ def gemm(
     has_bits = bits is not None
 
     def kernel(lhs_gmem, rhs_gmem, low_gmem, bank_gmem, adapter_gmem, *rest):
-        bits_gmem, out_gmem = (rest if has_bits else (None, *rest))
+        bits_gmem, out_gmem = rest if has_bits else (None, *rest)
 
         def pipeline(body, context):
             return plgpu.emit_pipeline_warp_specialized(

@@ -52,9 +52,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     padded_static, padded = _pad(static, ops)
     prepared = prepare(padded_static, padded)
     rows = padded.x.shape[0]
-    dys = tuple(
-        _pad_to(dy.astype(ops.x.dtype), (rows, w.shape[1])) for dy, w in zip(dys, padded.ws, strict=True)
-    )
+    dys = tuple(_pad_to(dy.astype(ops.x.dtype), (rows, w.shape[1])) for dy, w in zip(dys, padded.ws, strict=True))
     das, dbs, fused, dx = {}, {}, None, 0.0
     if ops.with_lora:
         ds = {}

@@ -54,9 +54,7 @@ def da(
             return acc + dot(x_tile, ds_ref[pl.ds(row0, rows), :], trans_lhs=True)
 
         count = size if contiguous else count_ref[chunk]
-        out_ref[chunk, pl.ds(col0, columns), :] = lax.fori_loop(
-            0, count, step, jnp.zeros((columns, rank), jnp.float32)
-        )
+        out_ref[chunk, pl.ds(col0, columns), :] = lax.fori_loop(0, count, step, jnp.zeros((columns, rank), jnp.float32))
 
     return call(
         kernel,

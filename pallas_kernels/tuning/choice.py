@@ -1,9 +1,9 @@
 """Which backend a call gets when it names none: a kernel only where it measured at least as fast as XLA.
 
 Measured on one NVIDIA H200, forward and backward of whole ops (benchmarks/LOG.md, benchmarks/results/): the Hopper
-backend wins every row from 2048 tokens on but those excluded below.  The Triton backend is never the fastest there: its
-products reach 70 to 85 % of cuBLAS.  H100 has the same multiprocessors and less memory bandwidth, so the passes over x
-and dY cost more, for XLA as for the kernels: it is treated alike.  A100 and L40S have no Hopper instructions and nothing
+backend wins every row from 2048 tokens on but those excluded below. The Triton backend is never the fastest there: its
+products reach 70 to 85 % of cuBLAS. H100 has the same multiprocessors and less memory bandwidth, so the passes over x
+and dY cost more, for XLA as for the kernels: it is treated alike. A100 and L40S have no Hopper instructions and nothing
 was measured on them: XLA serves, and `implementation="pallas_triton"` is there to be tried.
 
 T packed tokens · K in features · N out features

@@ -82,7 +82,7 @@ def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int
 
 
 def file_name(device_kind: str) -> str:
-    """"NVIDIA H200" -> "nvidia_h200.json"."""
+    """ "NVIDIA H200" -> "nvidia_h200.json"."""
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
 
 

@@ -60,6 +60,4 @@ def _turn(fn, sets, repeats: int) -> float:
 def _summary(values: list[float]) -> Timing:
     values = sorted(values)
     last = len(values) - 1
-    return Timing(
-        p20_us=values[round(0.2 * last)], p50_us=statistics.median(values), p80_us=values[round(0.8 * last)]
-    )
+    return Timing(p20_us=values[round(0.2 * last)], p50_us=statistics.median(values), p80_us=values[round(0.8 * last)])

@@ -25,8 +25,13 @@ def weights(dtype, num_layers=2):
 @pytest.fixture
 def arrays():
     draw = np.random.default_rng(1)
-    return {f"layers.{layer}.self_attn.q_proj": (draw.standard_normal((8, 2)).astype(np.float32),
-                                                 draw.standard_normal((2, 4)).astype(np.float32)) for layer in (0, 1)}
+    return {
+        f"layers.{layer}.self_attn.q_proj": (
+            draw.standard_normal((8, 2)).astype(np.float32),
+            draw.standard_normal((2, 4)).astype(np.float32),
+        )
+        for layer in (0, 1)
+    }
 
 
 def write_base(folder, tensors, *, shards=1):
@@ -79,8 +84,13 @@ def test_configuration_and_tokenizer_come_along_and_pickles_do_not(arrays, tmp_p
     base = write_base(tmp_path / "base", weights(np.float32), shards=2)
     merge_arrays(base, SPEC, arrays, tmp_path / "out", finish=lambda folder: (folder / "README.md").write_text("card"))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "README.md", "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json", "tokenizer.json"]
+        "README.md",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
 
 
 def test_a_base_that_does_not_fit_is_told_at_once_and_leaves_nothing(arrays, tmp_path):
@@ -91,8 +101,11 @@ def test_a_base_that_does_not_fit_is_told_at_once_and_leaves_nothing(arrays, tmp
     with pytest.raises(CheckpointError) as caught:
         merge_arrays(base, SPEC, arrays, tmp_path / "out")
     assert caught.value.code == "merge.base"
-    for told in (f"misshapen: {NAME.format(0)} is [4, 9]", f"quantised: {NAME.format(1)} is I8",
-                 f"missing: {NAME.format(2)}"):
+    for told in (
+        f"misshapen: {NAME.format(0)} is [4, 9]",
+        f"quantised: {NAME.format(1)} is I8",
+        f"missing: {NAME.format(2)}",
+    ):
         assert told in caught.value.where
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 

@@ -33,8 +33,11 @@ def stacked():
 
 @pytest.fixture(scope="module")
 def unrolled(stacked):
-    return {name.replace("layers.", f"layers.{layer}."): leaf[layer]
-            for name, leaf in stacked.items() for layer in range(NUM_LAYERS)}
+    return {
+        name.replace("layers.", f"layers.{layer}."): leaf[layer]
+        for name, leaf in stacked.items()
+        for layer in range(NUM_LAYERS)
+    }
 
 
 def tensors_of(folder):
@@ -48,13 +51,27 @@ def test_keys_shapes_and_configuration_are_those_of_peft(unrolled, tmp_path):
     prefix = "base_model.model.model.layers"
     assert {key: value.shape for key, value in tensors.items()} == {
         f"{prefix}.{layer}.self_attn.q_proj.lora_{part}.weight": shape
-        for layer in range(NUM_LAYERS) for part, shape in (("A", (2, 8)), ("B", (10, 2)))}
-    np.testing.assert_array_equal(tensors[f"{prefix}.2.self_attn.q_proj.lora_A.weight"],
-                                  unrolled["layers.2.self_attn.q_proj.lora_a"][1, :, :2].T)
+        for layer in range(NUM_LAYERS)
+        for part, shape in (("A", (2, 8)), ("B", (10, 2)))
+    }
+    np.testing.assert_array_equal(
+        tensors[f"{prefix}.2.self_attn.q_proj.lora_A.weight"], unrolled["layers.2.self_attn.q_proj.lora_a"][1, :, :2].T
+    )
     config = json.loads((tmp_path / "thin" / "adapter_config.json").read_text())
-    wanted = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base", "r": 2,
-              "lora_alpha": 3.5, "lora_dropout": 0.0, "use_rslora": True, "target_modules": ["q_proj"], "bias": "none",
-              "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    wanted = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "org/base",
+        "r": 2,
+        "lora_alpha": 3.5,
+        "lora_dropout": 0.0,
+        "use_rslora": True,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+    }
     assert config.items() >= wanted.items()
 
 
@@ -110,7 +127,10 @@ def test_folders_appear_whole_or_not_at_all(unrolled, tmp_path):
         export_adapter(unrolled, WIDE, 0, "base", tmp_path / "other", finish=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
     assert sorted(path.name for path in (tmp_path / "wide").iterdir()) == [
-        "README.md", "adapter_config.json", "adapter_model.safetensors"]
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(unrolled, tmp_path):
@@ -138,8 +158,16 @@ def test_a_decoder_takes_a_folder_in_and_computes_with_it(tmp_path):
     from lorafusion_jax.models import Decoder, ModelConfig, Segments
     from lorafusion_jax.modules import LoRAContext
 
-    config = ModelConfig(family="llama", vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2,
-                         num_kv_heads=1, head_dim=4)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+    )
     draw = np.random.default_rng(1)
 
     def leaves_of(model):

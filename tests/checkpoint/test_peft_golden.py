@@ -48,8 +48,11 @@ def test_logits_of_the_merged_model_are_those_of_peft(golden, tmp_path):
 
 def test_our_export_of_the_folder_holds_the_tensors_that_peft_wrote(tmp_path):
     spec, arrays = read_adapter(GOLDEN / "adapter")
-    leaves = {f"{path}.{leaf}": array[None] for path, pair in arrays.items()
-              for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True)}
+    leaves = {
+        f"{path}.{leaf}": array[None]
+        for path, pair in arrays.items()
+        for leaf, array in zip(("lora_a", "lora_b"), pair, strict=True)
+    }
     export_adapter(leaves, spec, 0, "tiny-qwen2", tmp_path / "out")
     ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
     theirs = load_file(GOLDEN / "adapter" / "adapter_model.safetensors")

@@ -16,9 +16,12 @@ KEY = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
 
 def leaves(num_layers=2, in_features=8, rank=2):
     draw = np.random.default_rng(0)
-    return {f"layers.{layer}.self_attn.{name}.{leaf}": draw.standard_normal(shape).astype(np.float32)
-            for layer in range(num_layers) for name in SPEC.targets
-            for leaf, shape in (("lora_a", (1, in_features, rank)), ("lora_b", (1, rank, 4)))}
+    return {
+        f"layers.{layer}.self_attn.{name}.{leaf}": draw.standard_normal(shape).astype(np.float32)
+        for layer in range(num_layers)
+        for name in SPEC.targets
+        for leaf, shape in (("lora_a", (1, in_features, rank)), ("lora_b", (1, rank, 4)))
+    }
 
 
 @pytest.fixture
@@ -54,10 +57,13 @@ def test_missing_extra_and_misshapen_tensors_come_in_one_error(folder):
     edit_tensors(folder, change)
     (error,) = refused(folder)
     assert error.code == "peft.tensors"
-    for line in (f"missing: {KEY.format(1, 'q_proj', 'B')}", f"extra: {KEY.format(0, 'k_proj', 'A')}",
-                 "extra: base_model.model.lm_head.lora_A.weight",
-                 f"misshapen: {KEY.format(1, 'v_proj', 'A')} is [3, 8], expected [2, 8]",
-                 f"not finite: {KEY.format(1, 'v_proj', 'B')}"):
+    for line in (
+        f"missing: {KEY.format(1, 'q_proj', 'B')}",
+        f"extra: {KEY.format(0, 'k_proj', 'A')}",
+        "extra: base_model.model.lm_head.lora_A.weight",
+        f"misshapen: {KEY.format(1, 'v_proj', 'A')} is [3, 8], expected [2, 8]",
+        f"not finite: {KEY.format(1, 'v_proj', 'B')}",
+    ):
         assert line in error.where
 
 
@@ -72,20 +78,43 @@ def test_a_missing_layer_in_between_is_noticed(folder):
 
 
 def test_every_unsupported_option_is_named(folder):
-    edit_config(folder, use_dora=True, bias="all", modules_to_save=["lm_head"], rank_pattern={"q_proj": 4},
-                alpha_pattern={"v_proj": 8}, target_modules=["q_proj", "v_proj", "embed_tokens"],
-                init_lora_weights="pissa", new_variant_config={"size": 3})
+    edit_config(
+        folder,
+        use_dora=True,
+        bias="all",
+        modules_to_save=["lm_head"],
+        rank_pattern={"q_proj": 4},
+        alpha_pattern={"v_proj": 8},
+        target_modules=["q_proj", "v_proj", "embed_tokens"],
+        init_lora_weights="pissa",
+        new_variant_config={"size": 3},
+    )
     errors = refused(folder)
     assert {error.code for error in errors} == {"peft.unsupported"}
     told = " ".join(error.what for error in errors)
-    names = ("use_dora", "bias='all'", "modules_to_save", "rank_pattern", "alpha_pattern", "embed_tokens",
-             "init_lora_weights='pissa'", "new_variant_config")
+    names = (
+        "use_dora",
+        "bias='all'",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+        "embed_tokens",
+        "init_lora_weights='pissa'",
+        "new_variant_config",
+    )
     assert [name for name in names if name not in told] == []
 
 
 def test_options_that_change_nothing_are_accepted(folder):
-    edit_config(folder, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 4}, modules_to_save=[], loftq_config={},
-                peft_version="9.9", target_modules=r".*\.(q|v)_proj")
+    edit_config(
+        folder,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"v_proj": 4},
+        modules_to_save=[],
+        loftq_config={},
+        peft_version="9.9",
+        target_modules=r".*\.(q|v)_proj",
+    )
     assert read_adapter(folder)[0] == SPEC
 
 
@@ -125,12 +154,16 @@ def test_a_folder_of_another_base_is_told_by_name(folder):
     assert read_adapter(folder, base_name="/models/Base-1B/")[0] == SPEC  # the same model in another place
 
 
-@pytest.mark.parametrize(("model", "told"), [
-    (leaves(num_layers=1), "layers.1.self_attn.q_proj is not in the model"),
-    (leaves(num_layers=3), "the adapter has no layers.2.self_attn.v_proj"),
-    (leaves(in_features=16), "layers.0.self_attn.q_proj is 8 → 4, the model has 16 → 4"),
-    (leaves(rank=1), "layers.0.self_attn.q_proj has rank 2, the model has room for 1"),
-], ids=["fewer layers", "more layers", "wider", "lower rank"])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (leaves(num_layers=1), "layers.1.self_attn.q_proj is not in the model"),
+        (leaves(num_layers=3), "the adapter has no layers.2.self_attn.v_proj"),
+        (leaves(in_features=16), "layers.0.self_attn.q_proj is 8 → 4, the model has 16 → 4"),
+        (leaves(rank=1), "layers.0.self_attn.q_proj has rank 2, the model has room for 1"),
+    ],
+    ids=["fewer layers", "more layers", "wider", "lower rank"],
+)
 def test_a_folder_of_another_base_is_told_by_shape(folder, model, told):
     with pytest.raises(CheckpointError) as caught:
         put_adapter(model, 0, read_adapter(folder)[1])

@@ -36,7 +36,10 @@ def test_four_lines_are_a_job(tmp_path):
 
 
 def test_adapters_override_shared_defaults_key_by_key(tmp_path):
-    config = load_config(write(tmp_path, """
+    config = load_config(
+        write(
+            tmp_path,
+            """
 base: {model: m}
 lora: {rank: 4, alpha: 8}
 optim: {lr: 2e-4}
@@ -45,7 +48,9 @@ epochs: 2
 adapters:
   - {name: a, data: {train: a.jsonl}, lora: {rank: 64}}
   - {name: b, data: {train: b.jsonl}, batch: {global_samples: 3}, epochs: 5, optim: {name: sgd}}
-"""))
+""",
+        )
+    )
     a, b = config.adapters
     assert (a.lora.rank, a.lora.alpha, a.global_samples, a.epochs) == (64, 8, 6, 2)
     assert (b.lora.rank, b.global_samples, b.epochs, b.optim.name) == (4, 3, 5, "sgd")
@@ -53,13 +58,22 @@ adapters:
 
 
 def test_lists_expand_to_a_sweep_and_targets_do_not(tmp_path):
-    config = load_config(write(tmp_path, """
+    config = load_config(
+        write(
+            tmp_path,
+            """
 base: {model: m}
 adapters:
   - {name: chat, data: {train: c.jsonl}, lora: {rank: [8, 32], targets: [q_proj, v_proj]}, optim: {lr: [1e-4, 2e-4]}}
-"""))
+""",
+        )
+    )
     assert [adapter.name for adapter in config.adapters] == [
-        "chat@rank=8+lr=1e-4", "chat@rank=8+lr=2e-4", "chat@rank=32+lr=1e-4", "chat@rank=32+lr=2e-4"]
+        "chat@rank=8+lr=1e-4",
+        "chat@rank=8+lr=2e-4",
+        "chat@rank=32+lr=1e-4",
+        "chat@rank=32+lr=2e-4",
+    ]
     assert [(a.lora.rank, a.optim.lr) for a in config.adapters] == [(8, 1e-4), (8, 2e-4), (32, 1e-4), (32, 2e-4)]
     assert all(a.lora.targets == ["q_proj", "v_proj"] for a in config.adapters)
 
@@ -83,14 +97,17 @@ def test_an_override_that_names_nothing_is_refused(tmp_path, override):
 
 
 def test_five_mistakes_are_reported_in_one_go_with_lines_and_suggestions(tmp_path):
-    path = write(tmp_path, """
+    path = write(
+        tmp_path,
+        """
 base: {modle: some/model}
 lora: {rank: -4}
 batch: {capacity_tokens: 1000}
 adaptrs: 3
 adapters:
   - {name: law, data: {train: law.jsonl}, optim: {schedule: cosin}}
-""")
+""",
+    )
     with pytest.raises(ErrorList) as caught:
         load_config(path)
     text = str(caught.value)
@@ -106,13 +123,16 @@ adapters:
 
 
 def test_a_wrong_shared_default_is_reported_once(tmp_path):
-    path = write(tmp_path, """
+    path = write(
+        tmp_path,
+        """
 base: {model: m}
 lora: {rank: many}
 adapters:
   - {name: a, data: {train: a.jsonl}}
   - {name: b, data: {train: b.jsonl}}
-""")
+""",
+    )
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).count("error[") == 1
@@ -122,24 +142,33 @@ def test_a_key_given_twice_is_not_silently_the_last_one(tmp_path):
     assert "config.twice" in errors_of(write(tmp_path, SMALL + "lora: {rank: 4}\nlora: {rank: 8}\n"))
 
 
-@pytest.mark.parametrize(("text", "code"), [
-    ("", "config.empty"),
-    ("- 1\n- 2\n", "config.empty"),
-    ("base: {model: m\nadapters: [", "config.syntax"),
-    ("base: {model: m}\nadapters: []\n", "config.no-adapters"),
-    ("base: {model: m}\nadapters: [3]\n", "config.type"),
-    ("base: {model: m}\nadapters: [{data: {train: a}}]\n", "config.required"),
-    ("base: {model: m}\nadapters: [{name: a}]\n", "config.required"),
-    ("base: {model: m}\nadapters: [{name: ../a, data: {train: a}}]\n", "config.value"),
-    ("base: {model: m}\nadapters: [{name: a, data: {train: [a, b]}}]\n", "config.value"),
-    ("base: {model: m}\nadapters: [{name: a, data: {train: a}}, {name: a, data: {train: b}}]\n", "config.duplicate-name"),
-    ("base: {model: m}\nadapters: [{name: a, data: {train: a}, batch: {capacity_tokens: 4}}]\n", "config.shared-key"),
-    (SMALL + "batch: {capacity_tokens: 8200}\n", "config.capacity"),
-    (SMALL + "data: {max_length: 9000}\n", "config.max-length"),
-    (SMALL + "lora: {targets: [q_prj]}\n", "lora.unknown-target"),
-    (SMALL + "optim: {lr: .nan}\n", "config.value"),
-    (SMALL + "lora: {dropout: 1.0}\n", "config.value"),
-])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "config.empty"),
+        ("- 1\n- 2\n", "config.empty"),
+        ("base: {model: m\nadapters: [", "config.syntax"),
+        ("base: {model: m}\nadapters: []\n", "config.no-adapters"),
+        ("base: {model: m}\nadapters: [3]\n", "config.type"),
+        ("base: {model: m}\nadapters: [{data: {train: a}}]\n", "config.required"),
+        ("base: {model: m}\nadapters: [{name: a}]\n", "config.required"),
+        ("base: {model: m}\nadapters: [{name: ../a, data: {train: a}}]\n", "config.value"),
+        ("base: {model: m}\nadapters: [{name: a, data: {train: [a, b]}}]\n", "config.value"),
+        (
+            "base: {model: m}\nadapters: [{name: a, data: {train: a}}, {name: a, data: {train: b}}]\n",
+            "config.duplicate-name",
+        ),
+        (
+            "base: {model: m}\nadapters: [{name: a, data: {train: a}, batch: {capacity_tokens: 4}}]\n",
+            "config.shared-key",
+        ),
+        (SMALL + "batch: {capacity_tokens: 8200}\n", "config.capacity"),
+        (SMALL + "data: {max_length: 9000}\n", "config.max-length"),
+        (SMALL + "lora: {targets: [q_prj]}\n", "lora.unknown-target"),
+        (SMALL + "optim: {lr: .nan}\n", "config.value"),
+        (SMALL + "lora: {dropout: 1.0}\n", "config.value"),
+    ],
+)
 def test_each_mistake_has_its_own_code(tmp_path, text, code):
     assert code in errors_of(write(tmp_path, text))
 

@@ -35,7 +35,13 @@ def load(tmp_path, tokenizer):
     def run(content, *, name: str = "law.jsonl", tokenizer=tokenizer, **settings) -> TokenizedSet:
         text = content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content)
         (tmp_path / name).write_text(text, encoding="utf-8")
-        return load_samples(name, settings=DataSettings(train=name, **settings), tokenizer=tokenizer, adapter="law",
-                            base_dir=tmp_path, cache_dir=tmp_path / "cache")
+        return load_samples(
+            name,
+            settings=DataSettings(train=name, **settings),
+            tokenizer=tokenizer,
+            adapter="law",
+            base_dir=tmp_path,
+            cache_dir=tmp_path / "cache",
+        )
 
     return run

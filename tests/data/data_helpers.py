@@ -28,9 +28,15 @@ def write_model(folder: Path, template: str | None = TEMPLATE, **config) -> Path
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(TEXT, trainers.BpeTrainer(
-        vocab_size=340, special_tokens=SPECIAL, show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    backend.train_from_iterator(
+        TEXT,
+        trainers.BpeTrainer(
+            vocab_size=340,
+            special_tokens=SPECIAL,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", **config} | ({"chat_template": template} if template else {})

@@ -27,7 +27,9 @@ def test_every_row_predicts_the_next_token_of_its_sample():
     np.testing.assert_array_equal(batch.tokens[:9], [1, 2, 3, 4, 5, 1, 2, 3, 4])
     np.testing.assert_array_equal(batch.targets[:4], [2, 3, 4, 5])
     np.testing.assert_array_equal(batch.positions[:9], [0, 1, 2, 3, 4, 0, 1, 2, 3])
-    np.testing.assert_array_equal(batch.weights[:9], [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0])  # the last row predicts nothing
+    np.testing.assert_array_equal(
+        batch.weights[:9], [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5, 0]
+    )  # the last row predicts nothing
     np.testing.assert_array_equal(batch.tokens[16:22], [101, 102, 103, 104, 105, 106])  # the next adapter starts a tile
 
 

@@ -35,8 +35,10 @@ def test_a_copy_under_another_name_is_found(load, tokenised):
     assert len(tokenised) == 1
 
 
-@pytest.mark.parametrize("change", [{"max_length": 12}, {"loss": "all"}, {"on_long": "drop"}, {"format": "prompt"},
-                                    {"columns": {"prompt": "prompt"}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"max_length": 12}, {"loss": "all"}, {"on_long": "drop"}, {"format": "prompt"}, {"columns": {"prompt": "prompt"}}],
+)
 def test_other_settings_are_another_entry(load, tokenised, change):
     load([*ROWS] * 20)
     load([*ROWS] * 20, **change)

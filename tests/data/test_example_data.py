@@ -10,8 +10,13 @@ from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.data.sources import read_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SETS = {"ask.jsonl": "messages", "explain.jsonl": "prompt", "module.csv": "instruction",
-        "reference.json": "conversations", "cards.jsonl": "text"}
+SETS = {
+    "ask.jsonl": "messages",
+    "explain.jsonl": "prompt",
+    "module.csv": "instruction",
+    "reference.json": "conversations",
+    "cards.jsonl": "text",
+}
 
 
 @pytest.mark.parametrize(("name", "format"), SETS.items())
@@ -19,8 +24,14 @@ def test_example_set_loads_and_holds_its_evaluation_out(tmp_path, name, format):
     tokenizer = load_tokenizer(EXAMPLES / "base")
     held_out = name.replace(".", "_eval.")
     for source, least in ((name, 300), (held_out, 30)):
-        samples = load_samples(source, settings=DataSettings(train=name, max_length=1024), tokenizer=tokenizer,
-                               adapter=name, base_dir=EXAMPLES / "data", cache_dir=tmp_path)
+        samples = load_samples(
+            source,
+            settings=DataSettings(train=name, max_length=1024),
+            tokenizer=tokenizer,
+            adapter=name,
+            base_dir=EXAMPLES / "data",
+            cache_dir=tmp_path,
+        )
         assert samples.report.format == format
         assert len(samples) == samples.report.rows >= least
         assert samples.report.cut == 0

@@ -25,7 +25,8 @@ def test_format_is_recognised_and_reported(load, format):
 def test_the_four_ways_to_ask_make_the_same_sample(load, tokenizer):
     samples = [load([row], name=f"{format}.jsonl") for format, row in BY_FORMAT.items() if format != "text"]
     assert {tokenizer.decode(each.tokens) for each in samples} == {
-        "<|user|>\ntwo and two?<|end|>\n<|assistant|>\nfour<|end|>\n"}
+        "<|user|>\ntwo and two?<|end|>\n<|assistant|>\nfour<|end|>\n"
+    }
     assert {tuple(learned(each, tokenizer)) for each in samples} == {("four<|end|>",)}
 
 
@@ -40,8 +41,10 @@ def test_format_that_only_some_rows_have_is_found_in_the_first_twenty(load):
 
 
 def test_columns_with_other_names(load, tokenizer):
-    samples = load([{"question": "2+2?", "answer": "4", "text": "by chance"}],
-                   columns={"prompt": "question", "completion": "answer"})
+    samples = load(
+        [{"question": "2+2?", "answer": "4", "text": "by chance"}],
+        columns={"prompt": "question", "completion": "answer"},
+    )
     assert samples.report.format == "prompt"
     assert samples.report.columns == {"prompt": "question", "completion": "answer"}
     assert learned(samples, tokenizer) == ["4<|end|>"]
@@ -101,11 +104,19 @@ def test_unknown_role(load):
     assert "message 2 has the role 'wizard'" in error.why
 
 
-@pytest.mark.parametrize("row", [
-    {"messages": "hello"}, {"messages": ["hello"]}, {"messages": [{"role": "user", "content": 3}]},
-    {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    {"prompt": 3, "completion": "a"}, {"prompt": "a", "completion": 3}, {"text": None}, {"text": "\ud800"},
-])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": "hello"},
+        {"messages": ["hello"]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"prompt": 3, "completion": "a"},
+        {"prompt": "a", "completion": 3},
+        {"text": None},
+        {"text": "\ud800"},
+    ],
+)
 def test_wrong_types(load, row):
     assert fails(load, "data.bad-type", [row]).where == "law.jsonl, line 1"
 

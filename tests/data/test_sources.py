@@ -9,7 +9,7 @@ from pyarrow import parquet
 from lorafusion_jax.data.sources import open_source, parse_rows, read_rows
 from lorafusion_jax.errors import DataError
 
-ROWS = [{"prompt": "a, \"b\"\nc", "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
+ROWS = [{"prompt": 'a, "b"\nc', "completion": "é"}, {"prompt": "x\u2028y", "completion": "2"}]
 
 
 def fails(code: str, source: str, folder):
@@ -135,8 +135,10 @@ def test_csv_with_a_column_twice(tmp_path):
 
 def test_csv_cells_stay_text(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,completion\n007,\n1.50,NA\n")
-    assert read_rows("a.csv", tmp_path).values == [{"prompt": "007", "completion": ""},
-                                                   {"prompt": "1.50", "completion": "NA"}]
+    assert read_rows("a.csv", tmp_path).values == [
+        {"prompt": "007", "completion": ""},
+        {"prompt": "1.50", "completion": "NA"},
+    ]
 
 
 def test_parquet_that_is_none(tmp_path):
@@ -149,8 +151,9 @@ def test_hub_set_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
     assert fails("data.hub-extra", "hf:org/set", tmp_path).fix == 'pip install "lorafusion-jax[hf]"'
 
 
-@pytest.mark.parametrize(("source", "asked"), [("hf:org/set", ("org/set", "train")),
-                                               ("hf:org/set:test[:9]", ("org/set", "test[:9]"))])
+@pytest.mark.parametrize(
+    ("source", "asked"), [("hf:org/set", ("org/set", "train")), ("hf:org/set:test[:9]", ("org/set", "test[:9]"))]
+)
 def test_hub_set_and_split(tmp_path, monkeypatch, source, asked):
     calls = []
     hub = types.ModuleType("datasets")

@@ -6,8 +6,10 @@ from lorafusion_jax.data.template import TemplateProblem, check_template
 from lorafusion_jax.errors import CheckpointError
 
 TURNS = chat("2+2?", "four", "3+3?", "six", system="Be brief.")
-WHOLE = ("<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\nfour<|end|>\n"
-         "<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>\n")
+WHOLE = (
+    "<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\nfour<|end|>\n"
+    "<|user|>\n3+3?<|end|>\n<|assistant|>\nsix<|end|>\n"
+)
 
 
 def template(source: str) -> ChatTemplate:
@@ -40,9 +42,11 @@ def test_word_generation_in_a_template_is_no_block():
 
 
 def test_template_that_shows_reasoning_of_the_last_answer_only():
-    source = ("{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think></think>"
-              "{% endif %}{{ m.content }}<|end|>\n{{ '' }}{% endfor %}"
-              "{% if add_generation_prompt %}<assistant>{% endif %}")
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think></think>"
+        "{% endif %}{{ m.content }}<|end|>\n{{ '' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     assert answers(source) == ["four<|end|>", "<think></think>six<|end|>"]
 
 
@@ -53,9 +57,11 @@ def test_template_whose_prefix_is_not_one():
 
 
 def test_helpers_of_hugging_face_templates():
-    source = ("{%- for m in messages %}{%- if loop.index0 == 1 %}{% break %}{% endif %}"
-              "{{ {'a': '<é>'} | tojson }} {{ {'b': 1} | tojson(indent=2) }} {{ strftime_now('%Y') }} "
-              "{{ bos_token }}{%- endfor %}")
+    source = (
+        "{%- for m in messages %}{%- if loop.index0 == 1 %}{% break %}{% endif %}"
+        "{{ {'a': '<é>'} | tojson }} {{ {'b': 1} | tojson(indent=2) }} {{ strftime_now('%Y') }} "
+        "{{ bos_token }}{%- endfor %}"
+    )
     assert template(source).render(TURNS) == '{"a": "<é>"} {\n  "b": 1\n} 2024 <s>'
 
 
@@ -64,20 +70,25 @@ def test_raise_exception_reaches_the_user():
         template(TEMPLATE).render([{"role": "tool", "content": "x"}])
 
 
-@pytest.mark.parametrize("source", ["{{ messages.nope.nope }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}",
-                                    "{{ messages | nothing_of_the_kind }}"])
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages.nope.nope }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ messages | nothing_of_the_kind }}"],
+)
 def test_template_that_fails(source):
     with pytest.raises(TemplateProblem, match="the template says"):
         template(source).render(TURNS)
 
 
-@pytest.mark.parametrize("source", [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ raise_exception.__globals__['os'] }}",
-    "{{ messages.append('x') }}",
-    "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "{% for i in range(10**9) %}{% endfor %}",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['os'] }}",
+        "{{ messages.append('x') }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
 def test_sandbox_keeps_templates_in(source):
     with pytest.raises(TemplateProblem):
         template(source).render(TURNS)

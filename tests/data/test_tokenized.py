@@ -22,10 +22,14 @@ def fails(load, code, rows, **options):
     return caught.value
 
 
-@pytest.mark.parametrize(("loss", "expected"), [
-    ("auto", ["four<|end|>", "six<|end|>"]), ("assistant", ["four<|end|>", "six<|end|>"]),
-    ("completion", ["six<|end|>"]),
-])
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("auto", ["four<|end|>", "six<|end|>"]),
+        ("assistant", ["four<|end|>", "six<|end|>"]),
+        ("completion", ["six<|end|>"]),
+    ],
+)
 @pytest.mark.parametrize("kind", ["tokenizer", "marked_tokenizer"])
 def test_loss_of_conversations(load, request, kind, loss, expected):
     tokenizer = request.getfixturevalue(kind)
@@ -90,7 +94,11 @@ def test_report_counts(load):
 def test_arrays_are_as_promised(load):
     samples = load([PAIR, PAIR])
     assert [array.dtype for array in (samples.tokens, samples.loss_mask, samples.offsets, samples.rows)] == [
-        np.int32, bool, np.int64, np.int64]
+        np.int32,
+        bool,
+        np.int64,
+        np.int64,
+    ]
     tokens, mask = samples.sample(1)
     assert tokens.tolist() == samples.sample(0)[0].tolist()
     assert mask.tolist() == samples.sample(0)[1].tolist()
@@ -160,13 +168,18 @@ def test_digest_follows_content(load):
 contents = st.text(st.sampled_from("ab yesno 24?\n é🎉東"), min_size=1, max_size=12)
 said = contents.filter(str.strip)
 rows = st.one_of(
-    st.builds(lambda turns, system: {"messages": chat(*[text for turn in turns for text in turn], system=system)},
-              st.lists(st.tuples(contents, said), min_size=1, max_size=3), st.none() | contents))
+    st.builds(
+        lambda turns, system: {"messages": chat(*[text for turn in turns for text in turn], system=system)},
+        st.lists(st.tuples(contents, said), min_size=1, max_size=3),
+        st.none() | contents,
+    )
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(rows, min_size=1, max_size=4), st.sampled_from(["assistant", "completion", "all"]),
-       st.integers(24, 200))
+@given(
+    st.lists(rows, min_size=1, max_size=4), st.sampled_from(["assistant", "completion", "all"]), st.integers(24, 200)
+)
 def test_masks_hold_what_they_promise(tmp_path, tokenizer, marked_tokenizer, batch, loss, max_length):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in batch))

@@ -58,8 +58,9 @@ def test_characters_of_several_tokens(tokenizer):
 
 
 def test_words_with_a_space_mark(tmp_path):
-    backend = Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5}, [("▁", "a"), ("▁", "b")],
-                                   unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5}, [("▁", "a"), ("▁", "b")], unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     backend.save(str(tmp_path / "tokenizer.json"))

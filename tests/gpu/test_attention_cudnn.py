@@ -14,7 +14,9 @@ LENGTHS = [700, 33, 512, 128, 1, 419, 255]
 
 def inputs(dtype=jnp.bfloat16, total=2048):
     keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, do = (jax.random.normal(key, (total, heads, 128), dtype) for key, heads in zip(keys, (8, 2, 2, 8), strict=True))
+    q, k, v, do = (
+        jax.random.normal(key, (total, heads, 128), dtype) for key, heads in zip(keys, (8, 2, 2, 8), strict=True)
+    )
     return q, k, v, do, Segments.from_lengths(LENGTHS, total)
 
 

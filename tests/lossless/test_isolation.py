@@ -20,11 +20,16 @@ HEALTHY = {"optim": {"lr": 1e-3}, "batch": {"global_samples": 4}, "lora": {"rank
 
 
 def entries(write_rows, breaking_lr):
-    broken = {"optim": {"name": "sgd", "lr": breaking_lr, "clip": 0, "schedule": "constant"},
-              "batch": {"global_samples": 3}, "lora": {"rank": 4, "dropout": 0.1}}
-    return [{"name": "law", "data": {"train": write_rows("law", 12, longest=10)}, **HEALTHY},
-            {"name": "bad", "data": {"train": write_rows("bad", 12, longest=10)}, **broken},
-            {"name": "med", "data": {"train": write_rows("med", 12, longest=10)}, **HEALTHY}]
+    broken = {
+        "optim": {"name": "sgd", "lr": breaking_lr, "clip": 0, "schedule": "constant"},
+        "batch": {"global_samples": 3},
+        "lora": {"rank": 4, "dropout": 0.1},
+    }
+    return [
+        {"name": "law", "data": {"train": write_rows("law", 12, longest=10)}, **HEALTHY},
+        {"name": "bad", "data": {"train": write_rows("bad", 12, longest=10)}, **broken},
+        {"name": "med", "data": {"train": write_rows("med", 12, longest=10)}, **HEALTHY},
+    ]
 
 
 def test_an_adapter_that_diverges_stops_alone(write_job, write_rows, tmp_path):
@@ -32,7 +37,11 @@ def test_an_adapter_that_diverges_stops_alone(write_job, write_rows, tmp_path):
     broken = train(load_config(write_job(entries(write_rows, 1e30))), tmp_path / "broken")
     assert healthy.exit_code == 0
     assert broken.exit_code == 3
-    assert {name: adapter.status for name, adapter in broken.adapters.items()} == {"law": "done", "bad": "failed", "med": "done"}
+    assert {name: adapter.status for name, adapter in broken.adapters.items()} == {
+        "law": "done",
+        "bad": "failed",
+        "med": "done",
+    }
     for name in ("law", "med"):
         one, other = (read_adapter(RunFolder(tmp_path / run).latest(name))[1] for run in ("healthy", "broken"))
         for path in one:
@@ -52,8 +61,10 @@ def two():
     """Programs and random leaves of two adapters, without a model: updates need none."""
     from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
 
-    configs = [AdapterConfig(name=name, data=DataSettings(train="x"), lora=LoraSettings(rank=rank, alpha=rank))
-               for name, rank in (("law", 2), ("med", 3))]
+    configs = [
+        AdapterConfig(name=name, data=DataSettings(train="x"), lora=LoraSettings(rank=rank, alpha=rank))
+        for name, rank in (("law", 2), ("med", 3))
+    ]
     shapes = {"layers.q_proj.lora_a": (2, 2, 8, 3), "layers.q_proj.lora_b": (2, 2, 3, 8)}
     keys = jax.random.split(jax.random.key(0), 4)
     lora = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
@@ -84,10 +95,13 @@ def test_a_step_touches_its_own_adapter_only(two):
         own = np.asarray(after[name][:, 0])
         rank = 2
         inside = own[..., :rank] if name.endswith("a") else own[..., :rank, :]
-        assert np.any(inside != (before[name][:, 0][..., :rank] if name.endswith("a") else before[name][:, 0][..., :rank, :]))
+        assert np.any(
+            inside != (before[name][:, 0][..., :rank] if name.endswith("a") else before[name][:, 0][..., :rank, :])
+        )
         outside = own[..., rank:] if name.endswith("a") else own[..., rank:, :]
-        np.testing.assert_array_equal(outside, before[name][:, 0][..., rank:] if name.endswith("a")
-                                      else before[name][:, 0][..., rank:, :])
+        np.testing.assert_array_equal(
+            outside, before[name][:, 0][..., rank:] if name.endswith("a") else before[name][:, 0][..., rank:, :]
+        )
     np.testing.assert_array_equal(left.loss, [0.0, 2.0])
 
 
@@ -97,7 +111,11 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, pois
     bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
     state = programs.init_optimizer(0, lora)
     before = jax.tree.map(np.asarray, (lora, state))
-    after, _, kept, report = programs.update(0, copy(lora), Sums(copy(bad), jnp.ones(2)), state, hyper(configs[0].optim, 1e-2))
+    after, _, kept, report = programs.update(
+        0, copy(lora), Sums(copy(bad), jnp.ones(2)), state, hyper(configs[0].optim, 1e-2)
+    )
     jax.tree.map(np.testing.assert_array_equal, (after, kept), before)
     names = programs.leaf_names(0, lora)
-    assert [name for name, good in zip(names, np.asarray(report.finite), strict=True) if not good] == ["layers.q_proj.lora_b"]
+    assert [name for name, good in zip(names, np.asarray(report.finite), strict=True) if not good] == [
+        "layers.q_proj.lora_b"
+    ]

@@ -16,15 +16,31 @@ from lorafusion_jax.training import RunFolder, train
 TOLERANCE = 1e-5
 
 ADAPTERS = {
-    "law": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, "optim": {"lr": 1e-3}, "batch": {"global_samples": 3},
-            "seed": 1},
-    "med": {"lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True}, "optim": {"lr": 3e-3, "weight_decay": 0.1},
-            "batch": {"global_samples": 5}, "seed": 2, "epochs": 2},
-    "chat": {"lora": {"rank": 16, "alpha": 16, "dropout": 0.0, "targets": ["q_proj", "v_proj", "down_proj"]},
-             "optim": {"name": "adafactor", "lr": 1e-2, "clip": 0.5, "schedule": "linear"},
-             "batch": {"global_samples": 2}, "seed": 3},
-    "code": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.05}, "optim": {"name": "lion", "lr": 1e-4, "schedule": "constant"},
-             "batch": {"global_samples": 8}, "seed": 4},
+    "law": {
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1},
+        "optim": {"lr": 1e-3},
+        "batch": {"global_samples": 3},
+        "seed": 1,
+    },
+    "med": {
+        "lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True},
+        "optim": {"lr": 3e-3, "weight_decay": 0.1},
+        "batch": {"global_samples": 5},
+        "seed": 2,
+        "epochs": 2,
+    },
+    "chat": {
+        "lora": {"rank": 16, "alpha": 16, "dropout": 0.0, "targets": ["q_proj", "v_proj", "down_proj"]},
+        "optim": {"name": "adafactor", "lr": 1e-2, "clip": 0.5, "schedule": "linear"},
+        "batch": {"global_samples": 2},
+        "seed": 3,
+    },
+    "code": {
+        "lora": {"rank": 2, "alpha": 4, "dropout": 0.05},
+        "optim": {"name": "lion", "lr": 1e-4, "schedule": "constant"},
+        "batch": {"global_samples": 8},
+        "seed": 4,
+    },
 }
 
 
@@ -33,8 +49,6 @@ def run(names, write_job, write_rows, out, **sections) -> dict[str, dict]:
     result = train(load_config(write_job(entries, **sections)), out)
     assert result.exit_code == 0
     return {name: read_adapter(RunFolder(out).latest(name))[1] for name in names}
-
-
 
 
 def relative_difference(a: dict, b: dict) -> float:
@@ -67,8 +81,13 @@ def test_reported_losses_do_not_depend_on_packing(write_job, write_rows, tmp_pat
     run(["law"], write_job, write_rows, tmp_path / "small", batch={"capacity_tokens": 128, "tile_tokens": 16})
     run(["law", "code"], write_job, write_rows, tmp_path / "large", batch={"capacity_tokens": 512, "tile_tokens": 32})
     small, large = (
-        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")
-         if row["kind"] == "step" and row["adapter"] == "law"] for name in ("small", "large"))
+        [
+            row["loss"]
+            for row in read_rows(tmp_path / name / "metrics.jsonl")
+            if row["kind"] == "step" and row["adapter"] == "law"
+        ]
+        for name in ("small", "large")
+    )
     assert len(small) == 5  # 14 samples in batches of 3
     np.testing.assert_allclose(small, large, rtol=TOLERANCE)
 
@@ -77,6 +96,9 @@ def test_the_plan_is_executed_exactly(write_job, write_rows, tmp_path):
     run(["law", "chat"], write_job, write_rows, tmp_path / "run")
     plan = RunFolder(tmp_path / "run").read_plan()
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    steps = {name: [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name] for name in ("law", "chat")}
+    steps = {
+        name: [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
+        for name in ("law", "chat")
+    }
     assert steps == {job.name: list(range(1, job.num_batches + 1)) for job in plan.jobs}
     assert json.loads((tmp_path / "run" / "run.json").read_text())["plan"] == plan.digest

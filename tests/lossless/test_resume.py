@@ -14,14 +14,22 @@ from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import Loop
 
-ADAPTERS = {"law": {"batch": {"global_samples": 5}, "lora": {"rank": 4, "dropout": 0.2}},
-            "med": {"batch": {"global_samples": 3}, "lora": {"rank": 4, "dropout": 0.1}, "epochs": 2}}
+ADAPTERS = {
+    "law": {"batch": {"global_samples": 5}, "lora": {"rank": 4, "dropout": 0.2}},
+    "med": {"batch": {"global_samples": 3}, "lora": {"rank": 4, "dropout": 0.1}, "epochs": 2},
+}
 
 
 @pytest.fixture
 def config(write_job, write_rows):
-    entries = [{"name": name, "data": {"train": write_rows(name, 10, longest=10), "eval": write_rows(f"{name}_eval", 3, longest=10)}, **rest}
-               for name, rest in ADAPTERS.items()]
+    entries = [
+        {
+            "name": name,
+            "data": {"train": write_rows(name, 10, longest=10), "eval": write_rows(f"{name}_eval", 3, longest=10)},
+            **rest,
+        }
+        for name, rest in ADAPTERS.items()
+    ]
     return load_config(write_job(entries, save={"every_steps": 2, "keep": 2}))
 
 

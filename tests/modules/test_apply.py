@@ -63,8 +63,16 @@ def test_all_linear_reaches_every_container_shares_kernels_and_changes_no_output
     model = Net()
     before, kernels = model(x), [model.pair[0].kernel, model.blocks[1].down.kernel]
     assert apply_lora(model, [LAW], targets="all-linear") is model
-    assert paths(model) == {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "heads.price", "pair.0",
-                            "pair.1", "table.mix.0"}
+    assert paths(model) == {
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "heads.price",
+        "pair.0",
+        "pair.1",
+        "table.mix.0",
+    }
     assert model.pair[0].kernel is kernels[0]
     assert model.blocks[1].down.kernel is kernels[1]
     # B is zero; the two matmuls may be scheduled differently, hence a few units in the last place
@@ -91,10 +99,14 @@ def test_rows_follow_the_table_and_default_to_the_first_adapter(x):
         for block, source in zip(alone[index].blocks, joint.blocks, strict=True):
             for name in ("up", "down"):
                 a, b = getattr(source, name).lora_a[...], getattr(source, name).lora_b[...]
-                getattr(block, name).lora_a[...] = jnp.zeros((1, a.shape[1], spec.rank)).at[:, :, : a.shape[2]].set(
-                    a[index : index + 1, :, : spec.rank])
-                getattr(block, name).lora_b[...] = jnp.zeros((1, spec.rank, b.shape[2])).at[:, : b.shape[1]].set(
-                    b[index : index + 1, : spec.rank])
+                getattr(block, name).lora_a[...] = (
+                    jnp.zeros((1, a.shape[1], spec.rank))
+                    .at[:, :, : a.shape[2]]
+                    .set(a[index : index + 1, :, : spec.rank])
+                )
+                getattr(block, name).lora_b[...] = (
+                    jnp.zeros((1, spec.rank, b.shape[2])).at[:, : b.shape[1]].set(b[index : index + 1, : spec.rank])
+                )
 
     @nnx.jit
     def forward(model, x, table):
@@ -129,8 +141,9 @@ def test_split_and_optax_train_the_adapters_and_nothing_else(x):
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2),
-                                         argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: jnp.mean((model(x) - 1) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam)
+        )(model)
         optimizer.update(model, grads)
         return loss
 
@@ -184,11 +197,16 @@ def test_layers_that_compute_otherwise_are_refused_by_name():
         def __call__(self, x):
             return 2 * super().__call__(x)
 
-    model = nnx.Dict(own=Scaled(8, 4, rngs=nnx.Rngs(0)), attn=nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0)),
-                     exact=nnx.Linear(8, 4, precision="highest", rngs=nnx.Rngs(0)))
+    model = nnx.Dict(
+        own=Scaled(8, 4, rngs=nnx.Rngs(0)),
+        attn=nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0)),
+        exact=nnx.Linear(8, 4, precision="highest", rngs=nnx.Rngs(0)),
+    )
     errors = refused(model, targets=["own", "exact"])
-    assert [(error.code, error.where) for error in errors] == [("lora.unsupported-linear", "own"),
-                                                               ("lora.unsupported-linear", "exact")]
+    assert [(error.code, error.where) for error in errors] == [
+        ("lora.unsupported-linear", "own"),
+        ("lora.unsupported-linear", "exact"),
+    ]
     (error,) = refused(model, targets=["attn"])
     assert error.code == "lora.not-linear"
     assert "LinearGeneral" in error.what

@@ -6,8 +6,19 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize("name", ["modules.apply", "modules.context", "modules.init", "modules.lora", "modules.spec",
-                                  "modules.tree", "checkpoint.new_folder", "checkpoint.peft_config"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modules.apply",
+        "modules.context",
+        "modules.init",
+        "modules.lora",
+        "modules.spec",
+        "modules.tree",
+        "checkpoint.new_folder",
+        "checkpoint.peft_config",
+    ],
+)
 def test_examples_of(name):
     failed, attempted = doctest.testmod(import_module(f"lorafusion_jax.{name}"))
     assert attempted

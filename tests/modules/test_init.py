@@ -39,11 +39,15 @@ def test_a_is_uniform_between_plus_and_minus_one_over_root_k():
     assert np.abs(shares - 0.1).max() < 0.006
 
 
-@pytest.mark.parametrize("other", [
-    init_adapter(AdapterSpec(name="law", rank=4, alpha=8, seed=8), PATH, 32, 24),
-    init_adapter(LAW, "layers.13.self_attn.q_proj", 32, 24),
-    init_adapter(LAW, "layers.3.self_attn.v_proj", 32, 24),
-], ids=["seed", "layer", "projection"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        init_adapter(AdapterSpec(name="law", rank=4, alpha=8, seed=8), PATH, 32, 24),
+        init_adapter(LAW, "layers.13.self_attn.q_proj", 32, 24),
+        init_adapter(LAW, "layers.3.self_attn.v_proj", 32, 24),
+    ],
+    ids=["seed", "layer", "projection"],
+)
 def test_every_seed_and_place_draws_its_own(other):
     assert (init_adapter(LAW, PATH, 32, 24)[0] != other[0]).mean() > 0.99
 
@@ -56,8 +60,9 @@ def test_the_draw_is_fixed_for_ever():
 
 def test_stacked_and_unrolled_layers_get_the_same_weights():
     shapes = {"lora_a": (2, 8, 4), "lora_b": (2, 4, 6)}
-    unrolled = init_leaves([LAW, SQL], {f"layers.{n}.mlp.up_proj.{leaf}": shape for n in range(3)
-                                        for leaf, shape in shapes.items()})
+    unrolled = init_leaves(
+        [LAW, SQL], {f"layers.{n}.mlp.up_proj.{leaf}": shape for n in range(3) for leaf, shape in shapes.items()}
+    )
     stacked = init_leaves([LAW, SQL], {f"layers.mlp.up_proj.{leaf}": (3, *shape) for leaf, shape in shapes.items()})
     for name, array in stacked.items():
         for layer in range(3):

@@ -68,8 +68,11 @@ def test_computes_in_its_dtype_and_keeps_float32_master_weights(x):
 
 
 def test_siblings_equal_separate_layers_bit_for_bit(x):
-    layers = (with_b(layer_of("q_proj")), with_b(layer_of("k_proj", out_features=4, seed=1, use_bias=True)),
-              LoRALinear(8, 4, num_adapters=2, rank=0, rngs=nnx.Rngs(2)))
+    layers = (
+        with_b(layer_of("q_proj")),
+        with_b(layer_of("k_proj", out_features=4, seed=1, use_bias=True)),
+        LoRALinear(8, 4, num_adapters=2, rank=0, rngs=nnx.Rngs(2)),
+    )
     specs = [AdapterSpec(name=spec.name, rank=spec.rank, alpha=spec.alpha, dropout=0.25) for spec in SPECS]
     context = LoRAContext.of(specs, TABLE, row_key=jnp.arange(12, dtype=jnp.uint32))
     for together, linear in zip(lora_siblings(x, layers, context, site=2), layers, strict=True):

@@ -84,9 +84,7 @@ def test_rate_zero_keeps_everything_and_scale_is_exact():
 
 
 def test_packed_words_hold_column_8j_plus_c_in_bit_j_of_word_c():
-    drop = pk.Dropout(
-        rate=jnp.array([0.3]), key=jnp.array([1], jnp.uint32), row_key=jnp.arange(4, dtype=jnp.uint32)
-    )
+    drop = pk.Dropout(rate=jnp.array([0.3]), key=jnp.array([1], jnp.uint32), row_key=jnp.arange(4, dtype=jnp.uint32))
     words = keep_words(drop, jnp.zeros(4, jnp.int32), 512)
     keep = np.asarray(unpack(words, 512))
     for column in (0, 7, 8, 255, 256, 300, 511):

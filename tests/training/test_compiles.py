@@ -16,8 +16,16 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
 
     monkeypatch.setattr(run_module, "Programs", Watched)
     equal = {"lora": {"rank": 4, "dropout": 0.1}, "batch": {"global_samples": 3}}  # two of a sweep share one update
-    job = write_job([{"name": name, "data": {"train": write_rows(name, 9, longest=8), "eval": write_rows("held", 3, longest=8)},
-                      **equal} for name in ("law", "med")])
+    job = write_job(
+        [
+            {
+                "name": name,
+                "data": {"train": write_rows(name, 9, longest=8), "eval": write_rows("held", 3, longest=8)},
+                **equal,
+            }
+            for name in ("law", "med")
+        ]
+    )
     train(load_config(job), tmp_path / "run")
     (programs,) = made
     assert programs.accumulate._cache_size() == 1
