@@ -27,7 +27,7 @@ test-oldest: .venv-oldest/.ready
 
 # Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
 gpu-test:
-	$(PYTHON) -m pytest tests/gpu -m gpu
+	$(PYTHON) -m pytest tests -m gpu
 
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready
