@@ -28,7 +28,7 @@ batch:
   capacity_tokens: 8192      # tokens of one microbatch; memory depends on it, results do not
   tile_tokens: 128
 save:    {every_minutes: 15, keep: 3}
-train:   {remat: none}       # full: much less memory, about a third more time
+train:   {remat: none, layers: auto}   # remat full: much less memory, about a third more time; layers unroll: long runs
 
 adapters:
   - name: law

@@ -89,7 +89,7 @@ class TrainSettings(Section):
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
     layers: Literal["auto", "unroll", "scan"] = Field(
         default="auto",
-        description="auto scans models of more than 8 layers; unroll runs a little faster and compiles minutes longer",
+        description="auto scans models of more than 8 layers; unroll runs faster and compiles minutes longer",
     )
     remat: Literal["none", "full"] = "none"
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None

@@ -13,7 +13,7 @@ from lorafusion_jax.models import Decoder, ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
 
 # Unrolled layers run faster (no copy of each layer's weights before its products), but compiling grows with them: the
-# 32 layers of an 8B model compile in 16 s scanned and 3m49 unrolled (H200 host, benchmarks/LOG.md).
+# 32 layers of an 8B model compile in 16 s scanned and 4 to 6 minutes unrolled (H200 host, benchmarks/LOG.md).
 MOST_UNROLLED = 8
 
 
