@@ -36,6 +36,13 @@ WORDS = [
 ]
 
 
+def pytest_configure() -> None:
+    """Two simulated devices on the CPU, before anything starts a backend: sharding is tested everywhere."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
     """Keeps token and program caches out of the user's, and lets equal programs compile once per session."""
