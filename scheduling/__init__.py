@@ -24,6 +24,7 @@ from scheduling.errors import PlanError as PlanError
 from scheduling.pipeline import Event as Event
 from scheduling.pipeline import Program as Program
 from scheduling.pipeline import forward_then_backward as forward_then_backward
+from scheduling.pipeline import issue_order as issue_order
 from scheduling.pipeline import one_forward_one_backward as one_forward_one_backward
 from scheduling.planner import make_plan as make_plan
 from scheduling.plots import timeline_html as timeline_html

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
-from scheduling.pipeline import Event, Program, one_forward_one_backward
+from scheduling.pipeline import Event, Program, one_forward_one_backward, play
 from scheduling.timeline import Span, Timeline
 from scheduling.types import Plan
 
@@ -32,29 +32,10 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     program = one_forward_one_backward(plan) if program is None else program
     loads = _loads(plan)
     transfer_s = cost_model.transfer_s + cost_model.transfer_token_s * plan.capacity_tokens
-    ends: dict[tuple[str, int, int], float] = {}
-    clock = [0.0] * plan.num_stages
-    position = [0] * plan.num_stages
-    spans: list[Span] = []
-    waiting = list(range(plan.num_stages))
-    while waiting:
-        stage = waiting.pop()
-        moved = False
-        while position[stage] < len(program[stage]):
-            event = program[stage][position[stage]]
-            arrival = _arrival(event, plan.num_stages, ends, transfer_s)
-            if arrival is None:
-                break
-            start = max(clock[stage], arrival)
-            end = start + _seconds(event, cost_model, loads)
-            spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
-            ends[event.kind, stage, event.slot] = clock[stage] = end
-            position[stage] += 1
-            moved = True
-        if moved:
-            waiting += [near for near in (stage - 1, stage + 1) if 0 <= near < plan.num_stages and near not in waiting]
-    if any(position[stage] < len(program[stage]) for stage in range(plan.num_stages)):
-        raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
+    spans = [
+        Span(event.kind, event.stage, event.slot, start, end, event.adapters)
+        for event, start, end in play(program, lambda event: _seconds(event, cost_model, loads), transfer_s)
+    ]
     return Timeline(
         spans=tuple(spans),
         num_stages=plan.num_stages,
@@ -84,21 +65,6 @@ def _loads(plan: Plan) -> list[_Load]:
         names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
         loads.append(_Load(plan.capacity_tokens, squares, names))
     return loads
-
-
-def _arrival(event: Event, num_stages: int, ends: dict[tuple[str, int, int], float], transfer_s: float) -> float | None:
-    """When the event's input is there; None if it is not known yet."""
-    if event.kind == "update":
-        return 0.0
-    if event.kind == "forward":
-        if event.stage == 0:
-            return 0.0
-        sent = ends.get(("forward", event.stage - 1, event.slot))
-    elif event.stage == num_stages - 1:
-        return ends.get(("forward", event.stage, event.slot))
-    else:
-        sent = ends.get(("backward", event.stage + 1, event.slot))
-    return None if sent is None else sent + transfer_s
 
 
 def _seconds(event: Event, cost_model: CostModel, loads: list[_Load]) -> float:
