@@ -16,6 +16,7 @@ from pallas_kernels import backends, vjp
 from pallas_kernels.backends import Implementation
 from pallas_kernels.device import interprets
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import rows_per_tile
 from pallas_kernels.tuning.choice import better_apart, only
@@ -160,7 +161,8 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
 def _dispatch(static: Static, ops: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:
     static = dataclasses.replace(static, backend=backends.choose(implementation, static, ops))
     backends.check(static, ops)
-    return vjp.apply(static, vjp.vary_like(ops))
+    as_, bs = vary_like((ops.as_, ops.bs), ops.x)  # outside of the rule, so that dA and dB are summed over the mesh
+    return vjp.apply(static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
 def _check_shapes(ops: Operands, num_adapters: int) -> None:

@@ -11,6 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import backends
+from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.problem import Operands, Static
 
 
@@ -21,8 +22,9 @@ def apply(static: Static, ops: Operands) -> tuple[jax.Array, ...]:
 
 
 def _forward(static: Static, ops: Operands):
-    ops = _refuse_vmap(ops)
-    ys, ss, bits = backends.load(static.backend).forward(static, ops)
+    # kept are the caller's own arrays: one who stores residuals can tell the frozen weights by identity and drop them
+    inside = vary_like(_refuse_vmap(ops), ops.x)
+    ys, ss, bits = backends.load(static.backend).forward(static, inside)
     ss = tuple(checkpoint_name(s, "lora_s") for s in ss)
     bits = None if bits is None else checkpoint_name(bits, "lora_bits")
     return ys, (ops, ss, bits)
@@ -30,7 +32,7 @@ def _forward(static: Static, ops: Operands):
 
 def _backward(static: Static, residuals, dys: tuple[jax.Array, ...]):
     ops, ss, bits = residuals
-    dx, das, dbs = backends.load(static.backend).backward(static, ops, ss, bits, tuple(dys))
+    dx, das, dbs = backends.load(static.backend).backward(static, vary_like(ops, ops.x), ss, bits, tuple(dys))
     none = (None,) * len(ops.ws)
     grads = Operands(
         x=dx.astype(ops.x.dtype),
@@ -64,22 +66,3 @@ def _vmap_rule(axis_size, in_batched, ops):
         "LoRA layers do not run under jax.vmap: leading dimensions of x are batch dimensions already, "
         "and several adapters belong into one multi_lora_linear call with a tile_adapter table"
     )
-
-
-def vary_like(ops: Operands) -> Operands:
-    """Inside shard_map, marks the banks as varying like x, so that their gradients are summed over the mesh axes."""
-    axes = _varying_axes(ops.x)
-    if not axes:
-        return ops
-
-    def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying_axes(leaf)))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, ops)
-
-
-def _varying_axes(array: jax.Array) -> frozenset[str]:
-    aval = jax.typeof(array)
-    manual = getattr(aval, "manual_axis_type", None)  # jax 0.12; before, the set itself under `vma`
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.dropout import BLOCK, WORDS
+from pallas_kernels.manual_axes import vary_like
 
 SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers
 
@@ -159,7 +160,7 @@ def gemm(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return run(lhs, rhs, low, bank, block_adapter, *([bits] if has_bits else []))
+    return vary_like(run(lhs, rhs, low, bank, block_adapter, *([bits] if has_bits else [])), lhs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

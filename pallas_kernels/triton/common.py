@@ -34,6 +34,8 @@ def call(
         flops: for XLA's scheduler, with the bytes of all operands and results.
     """
     moved = [*operands, *jax.tree.leaves(out_shape)]
+    axes = jax.typeof(operands[0]).manual_axis_type  # inside shard_map: results vary over the mesh as x and dY do
+    out_shape = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes), out_shape)
     cost = Cost(flops=flops, bytes=sum(array.size * array.dtype.itemsize for array in moved))
     return pl.pallas_call(
         kernel,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import is_hopper, num_sms
@@ -30,7 +29,7 @@ MIN_WAVE = 0.85  # 2048 x 5120 x 5120 fills its last round of output tiles so ba
 def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
     """Names of backends, fastest first; the last one serves every call."""
     hopper = ("pallas_mosaic_gpu", "xla")
-    if not ops.with_lora or _inside_shard_map(ops.x) or not is_hopper():
+    if not ops.with_lora or not is_hopper():
         return ("xla",)
     rows, num_in = ops.x.shape
     widest = max(ops.ws[i].shape[1] for i in ops.with_lora)
@@ -60,10 +59,3 @@ def _wave(rows: int, columns: int) -> float:
     """Share of the multiprocessors' time that 128 x 256 output tiles keep busy."""
     rounds = -(-rows // 128) * -(-columns // 256) / num_sms()
     return rounds / math.ceil(rounds)
-
-
-def _inside_shard_map(x: jax.Array) -> bool:
-    """Kernels do not tell shard_map over which mesh axes their results vary, so XLA serves there."""
-    aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return bool(getattr(aval, "vma", ()) if manual is None else manual.varying)

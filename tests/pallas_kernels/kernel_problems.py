@@ -1,5 +1,6 @@
 """Small random calls that the tests of this folder share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,10 +13,12 @@ def normal(random, *shape, scale=1.0, dtype=jnp.float32):
     return jnp.asarray(random.normal(size=shape) * scale, jnp.float32).astype(dtype)
 
 
-def draw(*, table, k=128, widths=(64,), ranks=(8,), adapters=3, rates=None, dtype=jnp.float32, bias=False, seed=0):
+def draw(
+    *, table, k=128, widths=(64,), ranks=(8,), adapters=3, rates=None, dtype=jnp.float32, bias=False, seed=0, tile=TILE
+):
     """Draws the arguments of multi_lora_linears and the incoming gradients."""
     random = np.random.default_rng(seed)
-    rows = TILE * len(table)
+    rows = tile * len(table)
     dropout = None
     if rates is not None:
         dropout = pk.Dropout(
@@ -39,3 +42,30 @@ def draw(*, table, k=128, widths=(64,), ranks=(8,), adapters=3, rates=None, dtyp
 def relative(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def ours(backend):
+    def layer(arguments, x, as_, bs):
+        rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout", "biases")}
+        return pk.multi_lora_linears(x, arguments["ws"], as_, bs, implementation=backend, **rest)
+
+    return layer
+
+
+def new_residuals(layer, arguments, names) -> list[tuple[int, ...]]:
+    """Shapes of what backward keeps and the caller did not bring: somebody who keeps the weights must not pay twice."""
+    made = []
+
+    def trace(arguments):
+        def run(x, as_, bs):
+            return layer(arguments, x, as_, bs)
+
+        policy = names and jax.checkpoint_policies.save_only_these_names(*names)
+        run = jax.checkpoint(run, policy=policy) if names else run
+        ys, vjp = jax.vjp(run, arguments["x"], arguments["as_"], arguments["bs"])
+        own = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        made.extend(leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in own)
+        return ys
+
+    jax.eval_shape(trace, arguments)
+    return made

@@ -7,8 +7,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_problems import draw, relative
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+from kernel_problems import draw, new_residuals, ours, relative
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
@@ -135,6 +136,44 @@ def test_default_takes_kernels_only_where_they_measured_faster(device, changes, 
 
     text = lowered(device, step, arrays)
     assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("backend", "kernels"), [(None, (6, 2)), ("pallas_triton", (8, 0)), ("xla", (0, 0))])
+def test_ops_lower_inside_shard_map_and_the_default_is_the_fast_backend(backend, kernels, check_vma):
+    spec = LinearSpec(tokens=2 * 2048, in_features=4096, out_features=4096, adapters=4, rate=0.1)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=H200)
+
+    def local(x, w, a, b, dy, rest):
+        y, vjp = jax.vjp(lambda x, a, b: pk.multi_lora_linear(x, w, a, b, implementation=backend, **rest), x, a, b)
+        dx, *banks = vjp(dy)
+        return y, dx, *(banks if check_vma else jax.lax.psum(banks, "data"))  # summed by jax where it knows the axes
+
+    rows = P("data")
+    rest_specs = {"tile_adapter": rows, "scale": P(), "dropout": pk.Dropout(rate=P(), key=P(), row_key=rows)}
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, P(), P(), P(), rows, rest_specs), out_specs=(rows, rows, P(), P()),
+        check_vma=check_vma,
+    )  # fmt: skip
+
+    def step(arrays):
+        rest = {name: arrays[name] for name in rest_specs}
+        return sharded(*(arrays[name] for name in ("x", "w", "a", "b", "dy")), rest)
+
+    with use_abstract_mesh(mesh):
+        text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+@pytest.mark.parametrize("names", [None, ("lora_s", "lora_bits")])
+@pytest.mark.parametrize("ranks", [(16,), (16, 8)])
+def test_the_hopper_backend_keeps_nothing_besides_s_and_bits(names, ranks):
+    arguments, _ = draw(table=[0, 1, -1, 2], tile=128, k=256, widths=(256,) * len(ranks), ranks=ranks,
+                        rates=[0.1, 0.0, 0.2], dtype=jnp.bfloat16, bias=True)  # fmt: skip
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        made = new_residuals(ours("pallas_mosaic_gpu"), arguments, names)
+    assert made == [(512, 16 * len(ranks)), (512, 1, 8)]
 
 
 def test_partial_sums_of_an_adapter_ignore_the_others():

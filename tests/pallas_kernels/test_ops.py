@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from kernel_problems import TILE, draw, relative
+from kernel_problems import TILE, draw, new_residuals, ours, relative
 
 import pallas_kernels as pk
 from pallas_kernels.reference import reference_multi_lora_linear
@@ -33,14 +33,6 @@ def ops_and_gradients(layer, arguments, dys):
         return ys, *vjp(tuple(dys))
 
     return run(arguments["x"], arguments["as_"], arguments["bs"])
-
-
-def ours(backend):
-    def layer(arguments, x, as_, bs):
-        rest = {name: arguments[name] for name in ("tile_adapter", "scale", "dropout", "biases")}
-        return pk.multi_lora_linears(x, arguments["ws"], as_, bs, implementation=backend, **rest)
-
-    return layer
 
 
 def reference(arguments, x, as_, bs):
@@ -192,30 +184,50 @@ def test_scan_remat_and_saved_names():
         assert relative(q, p) < 1e-6  # recomputed with the same dropout
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("names", [None, ("lora_s", "lora_bits")])
+@pytest.mark.parametrize("case", ["one", "siblings"])
+def test_residuals_are_the_callers_own_arrays_besides_s_and_bits(backend, names, case):
+    siblings = {"widths": (64, 96, 64), "ranks": (8, None, 16)} if case == "siblings" else {}
+    arguments, _ = draw(table=TABLE, rates=[0.0, 0.1, 0.5], bias=True, **siblings)
+    made = new_residuals(ours(backend), arguments, names)
+    rows = TILE * len(TABLE)
+    ranks = {"one": [8], "siblings": [8, 16]}[case]
+    if backend == "xla":  # S by tiles; the mask is made again
+        assert made == [(len(TABLE), TILE, rank) for rank in ranks]
+    else:  # S of all projections side by side, ranks padded to 16; packed bits
+        assert made == [(rows, 16 * len(ranks)), (rows, 1, 8)]
+
+
+# under check_vma=True jax cannot interpret Pallas kernels (it says so); that they lower there is tested beside them
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two (simulated) devices")
-def test_shard_map_sums_adapter_gradients():
+@pytest.mark.parametrize(("backend", "check_vma"), [("xla", True), ("xla", False), ("pallas_triton", False)])
+def test_shard_map_sums_adapter_gradients(backend, check_vma):
     arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
     want = ops_and_gradients(ours("xla"), arguments, dys)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = P("data")
     layer = jax.shard_map(
         lambda x, w, a, b, table, scale, drop: pk.multi_lora_linear(
-            x, w, a, b, tile_adapter=table, scale=scale, dropout=drop
+            x, w, a, b, tile_adapter=table, scale=scale, dropout=drop, implementation=backend
         ),
         mesh=mesh,
         in_specs=(rows, P(), P(), P(), rows, P(), pk.Dropout(rate=P(), key=P(), row_key=rows)),
         out_specs=rows,
+        check_vma=check_vma,
     )
 
     @jax.jit
     def gradients(x, a, b):
         def loss(x, a, b):
             table, scale, drop = arguments["tile_adapter"], arguments["scale"], arguments["dropout"]
-            return jnp.vdot(layer(x, arguments["ws"][0], a, b, table, scale, drop), dys[0])
+            y = layer(x, arguments["ws"][0], a, b, table, scale, drop)
+            return jnp.vdot(y, dys[0]), y
 
-        return jax.grad(loss, (0, 1, 2))(x, a, b)
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, a, b)
 
-    dx, da, db = gradients(arguments["x"], arguments["as_"][0], arguments["bs"][0])
+    (dx, da, db), y = gradients(arguments["x"], arguments["as_"][0], arguments["bs"][0])
+    assert relative(y, want[0][0]) < 1e-6
     assert relative(dx, want[1]) < 1e-6
     assert relative(da, want[2][0]) < 1e-6
     assert relative(db, want[3][0]) < 1e-6
