@@ -44,8 +44,13 @@ class Layout:
     total: int
 
 
+def padded_rank(rank: int) -> int:
+    """The rank that the kernels see."""
+    return max(MIN_RANK, _power_of_two(rank))
+
+
 def rank_layout(ops: Operands) -> Layout:
-    ranks = {i: max(MIN_RANK, _power_of_two(ops.as_[i].shape[2])) for i in ops.with_lora}
+    ranks = {i: padded_rank(ops.as_[i].shape[2]) for i in ops.with_lora}
     offsets, total = {}, 0
     for i in sorted(ranks, key=lambda i: -ranks[i]):  # largest first: every offset is a multiple of its rank
         offsets[i] = total

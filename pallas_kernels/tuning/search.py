@@ -56,12 +56,18 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
     for config in mosaic_grid(quick):
         for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
             sized = fit(config, max(16, r))
-            divides = t % sized.block_m == 0 and outer % sized.block_n == 0 and inner % sized.tile_k == 0
+            divides = (
+                (spec.adapters == 1 or spec.tile % sized.tile_m == 0)
+                and t % sized.block_m == 0
+                and outer % sized.block_n == 0
+                and inner % sized.tile_k == 0
+            )
             if divides and sized.stages >= 2:
                 yield Candidate(kernel="mosaic_" + kernel, config=sized, run=run, large=large, flops=2 * t * k * n)
     for config in triton_grid(quick):
         for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
-            if outer % config.block_n == 0 and inner % config.block_k == 0:
+            fits = spec.adapters == 1 or spec.tile % config.block_m == 0
+            if fits and outer % config.block_n == 0 and inner % config.block_k == 0:
                 yield Candidate(kernel="triton_" + kernel, config=config, run=run, large=large, flops=2 * t * k * n)
 
 

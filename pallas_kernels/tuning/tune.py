@@ -15,6 +15,7 @@ import jax
 
 from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.device import is_hopper
+from pallas_kernels.split_graph import padded_rank
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning.timing import time_calls
 
@@ -66,8 +67,13 @@ def tune(
     return table
 
 
+def count(specs: Iterable[LinearSpec], *, quick: bool = False) -> int:
+    """Candidates that `tune` would consider on this device."""
+    return sum(len(group) for spec in specs for group in _groups(spec, quick).values())
+
+
 def key_of(spec: LinearSpec, kernel: str) -> tuple:
-    return store.key(kernel, spec.tokens, spec.in_features, spec.out_features, max(16, spec.rank))
+    return store.key(kernel, spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank))
 
 
 def conditions() -> dict[str, str]:
@@ -102,7 +108,7 @@ def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[stor
         candidate = by_name[name]
         entry = store.Entry(
             kernel=candidate.kernel, tokens=spec.tokens, in_features=spec.in_features,
-            out_features=spec.out_features, rank=max(16, spec.rank), rate=spec.rate,
+            out_features=spec.out_features, rank=padded_rank(spec.rank), rate=spec.rate,
             config=dataclasses.asdict(candidate.config), **times,
         )  # fmt: skip
         entries.append(entry)
