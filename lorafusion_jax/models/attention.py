@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .attention_cudnn import cudnn_attention, on_hopper_or_later, why_not
-from .attention_xla import xla_attention
+from .attention_cudnn import cudnn_backward, cudnn_forward, on_hopper_or_later, why_not
+from .attention_kept import kept
+from .attention_xla import xla_backward, xla_forward
 from .segments import Segments
 
 AttentionImplementation = Literal["xla", "cudnn"]
@@ -37,6 +38,8 @@ def attention(
     with a zero weight would spread it (0 · NaN = NaN), so bad values are cut out before the kernel and come back as
     NaN in the rows that depend on them.
 
+    What backward needs is named "attention" (see `attention_kept`), for rematerialisation policies.
+
     Args:
         implementation: "cudnn" (Hopper or later, bfloat16 or float16), "xla" (everywhere), None = the faster one that
             serves these inputs.
@@ -56,12 +59,11 @@ def default_implementation(q: jax.Array) -> AttentionImplementation:
     return "cudnn" if not why_not(q) and on_hopper_or_later() else "xla"
 
 
-def _kernel(implementation: str, segments: Segments) -> Callable[..., jax.Array]:
-    if implementation == "xla":
-        return partial(xla_attention, ids_T=jnp.asarray(segments.ids))
-    if implementation == "cudnn":
-        return partial(cudnn_attention, segments=segments)
-    raise ValueError(f"implementation={implementation!r} is none of 'xla', 'cudnn'")
+# forward: (q, k, v, segments) -> o and what backward needs; backward: (that, do) -> dq, dk, dv.
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "xla": (xla_forward, xla_backward),
+    "cudnn": (cudnn_forward, cudnn_backward),
+}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -70,19 +72,19 @@ def _isolated(implementation, q, k, v, segments):
 
 
 def _isolated_fwd(implementation, q, k, v, segments):
-    bad_q, bad_kv = _bad_rows(q), _bad_rows(k) | _bad_rows(v)
-    clean = (_clean(q), _clean(k), _clean(v))
-    o, pullback = jax.vjp(_kernel(implementation, segments), *clean)
+    if implementation not in _KERNELS:
+        raise ValueError(f"implementation={implementation!r} is none of {', '.join(map(repr, _KERNELS))}")
+    bad_q, bad_kv = kept((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
+    o, residuals = _KERNELS[implementation][0](_clean(q), _clean(k), _clean(v), segments)
     o = _poison(o, bad_q | _reached(bad_kv, segments.ids))
-    return o, (pullback, bad_q | bad_kv, segments)
+    return o, (residuals, bad_q | bad_kv, segments.ids)
 
 
-def _isolated_bwd(implementation, residuals, do):
-    del implementation  # unused: the pullback is of it
-    pullback, bad, segments = residuals
-    grads = pullback(_clean(do))
+def _isolated_bwd(implementation, everything, do):
+    residuals, bad, ids = everything
+    grads = _KERNELS[implementation][1](residuals, _clean(do))
     # A bad row spoils the gradients of its whole segment: queries after it, keys before it, and through them the rest.
-    spoiled = _whole_segment(bad | _bad_rows(do), segments.ids)
+    spoiled = _whole_segment(bad | _bad_rows(do), ids)
     return *(_poison(grad, spoiled) for grad in grads), None
 
 

@@ -1,43 +1,57 @@
 """Packed causal attention by cuDNN: the only file that touches jax's private function, which moves between versions.
 
-Dims: `T` packed tokens · `H` heads · `K` key heads · `C` head width · `M` segment slots.
+Dims: `T` packed tokens · `H` heads · `K` key heads · `C` head width · `M` segment slots · `B` = 1.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from .attention_kept import kept
 from .segments import Segments
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def cudnn_attention(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments) -> jax.Array:
-    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, by offsets and lengths.
+def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
+    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, by offsets and lengths; and what backward needs.
 
     Raises:
         NotImplementedError: dtype, head width or device is out of its reach.
     """
     if reason := why_not(q_THC):
         raise NotImplementedError(f"cuDNN packed attention {reason}")
+    o_BTHC, pullback = jax.vjp(partial(_attention, segments), q_THC[None], k_TKC[None], v_TKC[None])
+    o_BTHC, pullback = kept((o_BTHC, pullback))
+    return o_BTHC[0], pullback
+
+
+def cudnn_backward(pullback, do_THC: jax.Array):
+    """Gradients of q, k and v."""
+    return tuple(grad[0] for grad in pullback(do_THC[None]))
+
+
+def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array) -> jax.Array:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     offsets, lengths = jnp.asarray(segments.offsets)[None], jnp.asarray(segments.lengths)[None]
     # By keyword only: jax 0.12 inserted `score_mod_args` among the positional ones.
     out = cudnn.dot_product_attention(
-        query=q_THC[None],
-        key=k_TKC[None],
-        value=v_TKC[None],
+        query=q_BTHC,
+        key=k_BTKC,
+        value=v_BTKC,
         q_seqlen=lengths,
         kv_seqlen=lengths,
         q_offsets=offsets,
         kv_offsets=offsets,
-        scale=q_THC.shape[-1] ** -0.5,
+        scale=q_BTHC.shape[-1] ** -0.5,
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         qkv_layout="BTNH",
     )
-    return (out[0] if isinstance(out, tuple | list) else out)[0]
+    return out[0] if isinstance(out, tuple | list) else out
 
 
 def why_not(q_THC: jax.Array) -> str:

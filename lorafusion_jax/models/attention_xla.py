@@ -11,31 +11,44 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from .attention_kept import kept
+from .segments import Segments
 
 BLOCK = 64
 _MASKED = float("-inf")
+_NOBODY = np.iinfo(np.int32).max
 
 
-def xla_attention(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, ids_T: jax.Array) -> jax.Array:
-    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, float32 inside."""
-    T, H, C = q_THC.shape
+def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
+    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, float32 inside; and what backward needs."""
+    T, num_keys = k_TKC.shape[:2]
     block = min(BLOCK, -(-T // 8) * 8)
-    pad = -T % block
-    ids_T = jnp.pad(ids_T, (0, pad), constant_values=jnp.iinfo(jnp.int32).max)
-    q, k, v = (_blocks(jnp.pad(x, ((0, pad), (0, 0), (0, 0))), block, k_TKC.shape[1]) for x in (q_THC, k_TKC, v_TKC))
-    o_nKGBC = _banded(q, k[:, :, 0], v[:, :, 0], ids_T.reshape(-1, block))
-    return o_nKGBC.transpose(0, 3, 1, 2, 4).reshape(T + pad, H, C)[:T]
+    ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
+    q, k, v = (_blocks(x, block, num_keys) for x in (q_THC, k_TKC, v_TKC))
+    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB)
+    residuals = kept((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
+    return _rows(residuals[4], T), residuals
+
+
+def xla_backward(residuals, do_THC: jax.Array):
+    """Gradients of q, k and v."""
+    T, (_, num_keys, block, _) = len(do_THC), residuals[1].shape
+    dq, dk, dv = _backward(residuals, _blocks(do_THC, block, num_keys))
+    return _rows(dq, T), _rows(dk[:, :, None], T), _rows(dv[:, :, None], T)
 
 
 def _blocks(x_THC: jax.Array, block: int, num_keys: int) -> jax.Array:
     T, H, C = x_THC.shape
-    return x_THC.reshape(T // block, block, num_keys, H // num_keys, C).transpose(0, 2, 3, 1, 4)
+    x_THC = jnp.pad(x_THC, ((0, -T % block), (0, 0), (0, 0)))
+    return x_THC.reshape(-1, block, num_keys, H // num_keys, C).transpose(0, 2, 3, 1, 4)
 
 
-@jax.custom_vjp
-def _banded(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
-    return _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB)[0]
+def _rows(x_nKGBC: jax.Array, T: int) -> jax.Array:
+    n, K, G, B, C = x_nKGBC.shape
+    return x_nKGBC.transpose(0, 3, 1, 2, 4).reshape(n * B, K * G, C)[:T]
 
 
 def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
@@ -59,12 +72,7 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
     return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
 
 
-def _banded_fwd(q, k, v, ids):
-    o, lse = _forward(q, k, v, ids)
-    return o, (q, k, v, ids, o, lse)
-
-
-def _banded_bwd(residuals, do_nKGBC):
+def _backward(residuals, do_nKGBC):
     q_nKGBC, k_nKBC, v_nKBC, ids_nB, o, lse = residuals
     order, reach = _farthest_first(ids_nB)
     keys = _before(k_nKBC, v_nKBC, ids_nB)
@@ -88,10 +96,7 @@ def _banded_bwd(residuals, do_nKGBC):
     zeros = jnp.zeros((2 * n, *k_nKBC.shape[1:]), jnp.float32)
     dq, dk, dv = _visit_all(visit, reach, (jnp.zeros(q_nKGBC.shape, jnp.float32), zeros, zeros))
     dq = dq[jnp.argsort(order)]
-    return dq.astype(q_nKGBC.dtype), dk[n:].astype(k_nKBC.dtype), dv[n:].astype(v_nKBC.dtype), None
-
-
-_banded.defvjp(_banded_fwd, _banded_bwd)
+    return dq.astype(q_nKGBC.dtype), dk[n:].astype(k_nKBC.dtype), dv[n:].astype(v_nKBC.dtype)
 
 
 def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -143,6 +143,36 @@ def test_default_is_cudnn_on_hopper_and_later(monkeypatch, platform, capability,
     assert default_implementation(jnp.zeros((8, 2, C), dtype)) == chosen
 
 
+KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("attention")
+
+
+def checkpointed(policy, implementation):
+    """A product, attention and another product, as in a layer, rematerialised by `policy`."""
+
+    def loss(x, w, segments):
+        q, k, v = (x @ w).reshape(len(x), 3, 1, x.shape[1]).swapaxes(0, 1)
+        o = attention(q, k, v, segments, implementation=implementation)
+        return jnp.sum(jnp.tanh(o[:, 0] @ w) ** 2)
+
+    return jax.checkpoint(loss, policy=policy)
+
+
+def test_policy_that_keeps_attention_does_not_run_it_again():
+    rng = np.random.default_rng(2)
+    args = (
+        *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, C), (C, 3 * C))),
+        Segments.from_lengths([20, 44], 64),
+    )
+    policies = {"keep": KEEP_ATTENTION, "everything": jax.checkpoint_policies.everything_saveable, "nothing": None}
+    gradients = {
+        name: jax.jit(jax.value_and_grad(checkpointed(policy, "xla"), argnums=(0, 1)))
+        for name, policy in policies.items()
+    }
+    loops = {name: gradient.lower(*args).as_text().count("stablehlo.while") for name, gradient in gradients.items()}
+    assert loops["keep"] == loops["everything"] < loops["nothing"]
+    jax.tree.map(np.testing.assert_array_equal, gradients["keep"](*args), gradients["everything"](*args))
+
+
 @pytest.fixture
 def cudnn_without_gpu(monkeypatch):
     """Answers jax's questions about the machine as a Hopper host would, so that programs can be lowered for it."""
@@ -171,6 +201,18 @@ def test_cudnn_forward_and_backward_lower_for_cuda(cudnn_without_gpu):
         assert name in text
     assert "PADDING_CAUSAL" in text
     assert r"max_seg_per_batch\22: 8" in text or 'max_seg_per_batch": 8' in text
+
+
+def test_policy_that_keeps_attention_keeps_each_array_of_cudnn_once(cudnn_without_gpu, capsys):
+    C, segments = 64, Segments.from_lengths([20, 44], 128)
+    args = jax.ShapeDtypeStruct((128, C), jnp.bfloat16), jax.ShapeDtypeStruct((C, 3 * C), jnp.bfloat16), segments
+    loss = checkpointed(KEEP_ATTENTION, "cudnn")
+    text = jax.jit(jax.value_and_grad(loss)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__cudnn$fmhaSoftmax(") == 1
+    assert text.count("custom_call @__cudnn$fmhaSoftmaxBackward(") == 1
+    jax.ad_checkpoint.print_saved_residuals(loss, *args)
+    saved = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "'attention'" in line]
+    assert saved.count("bf16[1,128,1,64]") == 4  # q, k, v and o
 
 
 def test_private_function_still_has_the_arguments_we_pass(cudnn_without_gpu):
