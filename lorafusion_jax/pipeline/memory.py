@@ -1,0 +1,291 @@
+"""What a run holds on each device, before any device is touched: bytes per stage, by name.
+
+Everything is counted from shapes. What only a compiler or driver knows is listed in `NOT_MODELLED`.
+T packed tokens · D model width · F MLP width · H heads · C head width · V vocabulary · S stages · A adapters · R rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.objective.loss import DEFAULT_CHUNK, chunk_rows
+from lorafusion_jax.pipeline.layout import linear_shapes
+
+Keep = Literal["everything", "gemm_inputs", "nothing"]
+KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
+GIB = 2**30
+DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
+USABLE = 0.92  # of the device; the rest is for what is not modelled
+NOT_MODELLED = (
+    "copies and temporaries that the compiler adds",
+    "fragmentation of the allocator",
+    "CUDA, cuDNN and NCCL themselves (about 1 GiB)",
+    "host memory",
+)
+FLOAT32 = 4
+STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
+SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProblem:
+    """What decides how much memory a run needs.
+
+    Args:
+        model: shapes.
+        adapters: in stacking order.
+        optimizers: name of each adapter's optimizer.
+        layers: of each stage.
+        capacity_tokens: T.
+        fsdp: devices that share the frozen weights of a stage.
+        keep: what a layer's forward leaves for its backward.
+        item: bytes of a base weight and of an activation.
+        packed_bits: the kernels keep dropout's bits (the XLA ops make them again).
+        loss_chunk: as in `objective.adapter_losses`.
+    """
+
+    model: ModelConfig
+    adapters: tuple[AdapterSpec, ...]
+    optimizers: tuple[str, ...]
+    layers: tuple[range, ...]
+    capacity_tokens: int
+    fsdp: int = 1
+    keep: Keep = "gemm_inputs"
+    item: int = 2
+    packed_bits: bool = True
+    loss_chunk: int = DEFAULT_CHUNK
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one device of a stage, by what they are for."""
+
+    frozen: int
+    adapters: int
+    sums: int
+    optimizers: int
+    kept: int
+    batches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
+    """Adds up what lies on one device of each stage when it holds the most.
+
+    A stage s of 1F1B holds the kept tensors of S - s microbatches at once, weights and states all the time, and the
+    working memory of whichever of its programs needs most.
+    """
+    return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
+
+
+def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
+    """Bytes that one layer keeps for one microbatch, tensor by tensor.
+
+    `nothing` keeps the layer's input; `gemm_inputs` what no elementwise work can make again; `everything` all that a
+    derivative wants.
+    """
+    m, T, item = problem.model, problem.capacity_tokens, problem.item
+    D, F = m.hidden_size, m.intermediate_size
+    query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    nothing = {"x_in": item * T * D}
+    gemm_inputs = nothing | {
+        "q": item * T * query,  # rotated, as attention takes it
+        "k": item * T * key,
+        "v": item * T * key,
+        "attention": item * T * query,
+        "attention log-sum-exp": FLOAT32 * T * m.num_heads,
+        "x_mid": item * T * D,
+        "gate": item * T * F,
+        "up": item * T * F,
+        **{f"S of {site}": item * T * rank for site, rank in _site_ranks(problem).items() if rank},
+        **{f"dropout bits of {site}": size for site, size in _bits(problem).items()},
+    }
+    everything = gemm_inputs | {
+        "norm 1 out": item * T * D,
+        "norm 1 scale": FLOAT32 * T,
+        "norm 2 out": item * T * D,
+        "norm 2 scale": FLOAT32 * T,
+        "silu(gate) · up": item * T * F,
+    }
+    if m.qk_norm:
+        everything |= {
+            "q, k before their norms": item * T * (query + key),
+            "scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads),
+        }
+    return everything if problem.keep == "everything" else gemm_inputs if problem.keep == "gemm_inputs" else nothing
+
+
+def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
+    """Bytes that each program of a stage needs while it runs and gives back; the largest counts."""
+    m, T, item = problem.model, problem.capacity_tokens, problem.item
+    D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
+    query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    rope = 2 * FLOAT32 * T * m.head_dim
+    hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
+    made_again = sum(kept_per_layer(replace(problem, keep="everything")).values()) - sum(
+        kept_per_layer(problem).values()
+    )
+    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    attention = item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query  # cuDNN sums dq in float32
+    fresh = _lora_bytes(problem, stage)  # a microbatch's own gradients, before they are added to the sums
+    gathered = 2 * _layer_bytes(m, item) if problem.fsdp > 1 else 0  # the layer that runs and the next one
+    programs = {
+        "forward": hand_over + rope + made_again + gathered,
+        "backward": hand_over + rope + made_again + max(mlp, attention) + fresh + gathered,
+        "update": 4 * max(_own_lora_bytes(problem, stage), default=0),  # gradients, changes, new weights, new states
+    }
+    if stage == problem.num_stages - 1:
+        rows = chunk_rows(T, V, problem.loss_chunk)
+        head = item * D * V if problem.fsdp > 1 else 0
+        # Logits and slopes in float32, slopes once more in the model's dtype; rows in, normed, and their gradient.
+        programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
+    return programs
+
+
+def choose_keep(problem: MemoryProblem, device_bytes: int) -> Keep:
+    """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does."""
+    for keep in KEEPS:
+        if fits(replace(problem, keep=keep), device_bytes):
+            return keep
+    return "nothing"
+
+
+def fits(problem: MemoryProblem, device_bytes: int) -> bool:
+    """Whether every stage stays within what is usable of a device."""
+    return max(stage.total for stage in stage_memory(problem)) <= USABLE * device_bytes
+
+
+def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128) -> str:
+    """What to change so that it fits; empty if it does.
+
+    The largest capacity that fits, also when less is kept; if the weights alone are too many, the way to more devices.
+    """
+    if fits(problem, device_bytes):
+        return ""
+    said: list[str] = []
+    for keep in KEEPS[KEEPS.index(problem.keep) :]:
+        tokens = largest_capacity(replace(problem, keep=keep), device_bytes, tile_tokens=tile_tokens)
+        if tokens >= problem.capacity_tokens:
+            return " or ".join([*said, f"train.keep: {keep}"])
+        if tokens and not said:
+            said = [f"batch.capacity_tokens: {tokens}"]
+    return said[0] if said else "more mesh.stages or mesh.fsdp: the weights alone are too large"
+
+
+def largest_capacity(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128) -> int:
+    """The largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
+    low, high = 0, problem.capacity_tokens // tile_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(replace(problem, capacity_tokens=middle * tile_tokens), device_bytes):
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile_tokens
+
+
+def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
+    in_flight = problem.num_stages - stage
+    layers = len(problem.layers[stage])
+    lora = _lora_bytes(problem, stage)
+    slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
+    return StageMemory(
+        frozen=_frozen_bytes(problem, stage),
+        adapters=lora,
+        sums=lora,
+        optimizers=sum(
+            STATES[name] * own for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
+        ),
+        kept=in_flight * layers * sum(kept_per_layer(problem).values()) + slopes,
+        batches=in_flight * 8 * 4 * problem.capacity_tokens,  # eight int32 or float32 per row
+        working=max(working_memory(problem, stage).values()),
+    )
+
+
+def _is_last(problem: MemoryProblem, stage: int) -> bool:
+    return stage == problem.num_stages - 1
+
+
+def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Tables at both ends; a tied one is shared where one stage has both."""
+    m = problem.model
+    table = _share((m.vocab_size, m.hidden_size), problem.fsdp)
+    tables = int(stage == 0) + int(_is_last(problem, stage))
+    if m.tie_embeddings and problem.num_stages == 1:
+        tables = 1
+    layer = sum(_share(shape, problem.fsdp) for shape in _layer_shapes(m))
+    norm = m.hidden_size if _is_last(problem, stage) else 0
+    return problem.item * (len(problem.layers[stage]) * layer + tables * table + norm)
+
+
+def _layer_bytes(model: ModelConfig, item: int) -> int:
+    return item * sum(map(prod, _layer_shapes(model)))
+
+
+def _layer_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
+    linears = linear_shapes(model)
+    biased = [name for name in linears if _has_bias(model, name)]
+    norms = [(model.hidden_size,)] * 2 + [(model.head_dim,)] * (2 * model.qk_norm)
+    return [*linears.values(), *((linears[name][1],) for name in biased), *norms]
+
+
+def _has_bias(model: ModelConfig, name: str) -> bool:
+    if name in SITES["qkv"]:
+        return model.qkv_bias
+    return model.o_bias if name == "o_proj" else model.mlp_bias
+
+
+def _share(shape: Sequence[int], fsdp: int) -> int:
+    """Elements of a tensor on one device; matrices are split along an axis that divides."""
+    split = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
+    return prod(shape) // fsdp if split else prod(shape)
+
+
+def _lora_bytes(problem: MemoryProblem, stage: int) -> int:
+    """[A, K, R] and [A, R, N] float32 of a stage's layers, padded to the largest rank of each projection."""
+    shapes = linear_shapes(problem.model)
+    padded = sum(bank_rank(problem.adapters, name) * (k + n) for name, (k, n) in shapes.items())
+    return FLOAT32 * len(problem.layers[stage]) * len(problem.adapters) * padded
+
+
+def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
+    """The same per adapter, at its own rank and targets: what its optimizer sees."""
+    shapes = linear_shapes(problem.model)
+    return [
+        FLOAT32 * len(problem.layers[stage]) * spec.rank * sum(sum(shapes[name]) for name in spec.targets)
+        for spec in problem.adapters
+    ]
+
+
+def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
+    return {site: sum(bank_rank(problem.adapters, name) for name in names) for site, names in SITES.items()}
+
+
+def _bits(problem: MemoryProblem) -> dict[str, int]:
+    """Packed keep bits of each dropout site, in blocks of 256 columns."""
+    if not problem.packed_bits or not any(spec.dropout for spec in problem.adapters):
+        return {}
+    shapes = linear_shapes(problem.model)
+    return {
+        site: problem.capacity_tokens * -(-shapes[names[0]][0] // 256) * 32
+        for site, names in SITES.items()
+        if _site_ranks(problem)[site]
+    }

@@ -1,0 +1,202 @@
+"""The memory model: against real arrays where there are any, by hand where not, and the advice it gives."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.layout import split_layers
+from lorafusion_jax.pipeline.memory import (
+    DEVICE_BYTES,
+    GIB,
+    KEEPS,
+    MemoryProblem,
+    advice,
+    choose_keep,
+    fits,
+    kept_per_layer,
+    largest_capacity,
+    stage_memory,
+    working_memory,
+)
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=96,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    qkv_bias=True,
+    o_bias=True,
+    tie_embeddings=True,
+)
+LLAMA_8B = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
+ADAPTERS = (
+    AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1),
+    AdapterSpec(name="med", rank=2, alpha=8, targets=("q_proj", "down_proj")),
+)
+FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
+
+
+def problem(model=TINY, adapters=ADAPTERS, stages=1, tokens=64, **changes):
+    settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "keep": "gemm_inputs"} | changes
+    layers = split_layers(model.num_layers, stages)
+    return MemoryProblem(model=model, adapters=adapters, layers=layers, capacity_tokens=tokens, **settings)
+
+
+def real_sizes(item):
+    """Bytes of the frozen and of the trainable leaves of a real decoder, from shapes."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from lorafusion_jax.models import Decoder
+
+    dtype = {2: jnp.bfloat16, 4: jnp.float32}[item]
+    model = nnx.eval_shape(lambda: Decoder(TINY, ADAPTERS, dtype=dtype, rngs=nnx.Rngs(0)))
+    _, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    return [
+        sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in nnx.to_flat_state(state)) for state in (frozen, lora)
+    ]
+
+
+@pytest.mark.parametrize("item", [2, 4])
+def test_one_stage_holds_what_the_decoder_has(item):
+    frozen, lora = real_sizes(item)
+    (stage,) = stage_memory(problem(item=item))
+    assert (stage.frozen, stage.adapters, stage.sums) == (frozen, lora, lora)
+
+
+def test_optimizers_see_an_adapter_at_its_own_rank():
+    (stage,) = stage_memory(problem(optimizers=("adamw", "lion")))
+    law = 5 * 4 * 4 * sum((24 + 32, 24 + 16, 24 + 16, 32 + 24, 24 + 40, 24 + 40, 40 + 24))
+    med = 5 * 4 * 2 * ((24 + 32) + (40 + 24))
+    assert stage.optimizers == 2 * law + med
+
+
+def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
+    (one,), three = stage_memory(problem()), stage_memory(problem(stages=3))
+    table = 2 * 96 * 24
+    assert sum(stage.frozen for stage in three) == one.frozen + table
+    assert sum(stage.adapters for stage in three) == one.adapters
+
+
+def test_fsdp_divides_what_divides():
+    model = replace(LLAMA_8B, num_layers=2)
+    (whole,), (part,) = (stage_memory(problem(model, FOUR, fsdp=n)) for n in (1, 4))
+    norms = 2 * 4096 * 5
+    assert part.frozen == (whole.frozen - norms) // 4 + norms
+    assert (part.adapters, part.sums, part.optimizers) == (whole.adapters, whole.sums, whole.optimizers)
+    assert part.working > whole.working  # a layer is gathered before it runs
+
+
+def test_kept_tensors_by_hand():
+    T = 64
+    nothing = {"x_in": 2 * T * 24}
+    gemm_inputs = nothing | {
+        "q": 2 * T * 32,
+        "k": 2 * T * 16,
+        "v": 2 * T * 16,
+        "attention": 2 * T * 32,
+        "attention log-sum-exp": 4 * T * 4,
+        "x_mid": 2 * T * 24,
+        "gate": 2 * T * 40,
+        "up": 2 * T * 40,
+        "S of qkv": 2 * T * (4 + 4 + 4),
+        "S of o": 2 * T * 4,
+        "S of gate_up": 2 * T * (4 + 4),
+        "S of down": 2 * T * 4,
+        **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
+    }
+    assert kept_per_layer(problem(keep="nothing")) == nothing
+    assert kept_per_layer(problem()) == gemm_inputs
+    more = kept_per_layer(problem(keep="everything"))
+    assert {name: size for name, size in more.items() if name not in gemm_inputs} == {
+        "norm 1 out": 2 * T * 24,
+        "norm 1 scale": 4 * T,
+        "norm 2 out": 2 * T * 24,
+        "norm 2 scale": 4 * T,
+        "silu(gate) · up": 2 * T * 40,
+        "q, k before their norms": 2 * T * 48,
+        "scales of their norms": 4 * T * 6,
+    }
+
+
+def test_what_nobody_uses_is_not_kept():
+    plain = (AdapterSpec(name="law", rank=4, alpha=8, targets=("down_proj",)),)
+    names = kept_per_layer(problem(adapters=plain))
+    assert {name for name in names if name.startswith(("S of", "dropout"))} == {"S of down"}
+    assert not any(name.startswith("dropout") for name in kept_per_layer(problem(packed_bits=False)))
+
+
+def test_earlier_stages_hold_more_microbatches():
+    model = replace(TINY, num_layers=8, tie_embeddings=False)
+    stages = stage_memory(problem(model, stages=4))
+    each = 2 * sum(kept_per_layer(problem(model)).values())
+    assert [stage.kept for stage in stages[:3]] == [4 * each, 3 * each, 2 * each]
+    assert stages[3].kept == each + 2 * 64 * 24  # and the slopes of the loss
+
+
+def test_the_frozen_70b_keeps_one_gigabyte_per_layer():
+    # From the shapes: 11 T D in bfloat16, 1.14 GB at 6144 tokens, and 4 % for LoRA's S, dropout's bits, log-sums.
+    tensors = kept_per_layer(problem(LLAMA_70B, FOUR, tokens=6144))
+    plain = sum(size for name, size in tensors.items() if not name.startswith(("S of", "dropout", "attention log")))
+    assert plain == pytest.approx(1.14e9, rel=0.02)
+    assert sum(tensors.values()) / plain == pytest.approx(1.039, abs=1e-3)
+
+
+def test_70b_in_four_stages_repeats_no_product_on_h200():
+    wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    assert choose_keep(wanted, DEVICE_BYTES["h200"]) == "gemm_inputs"
+    assert choose_keep(wanted, DEVICE_BYTES["h100"]) == "nothing"
+
+
+def test_logits_are_counted_on_the_last_stage_only():
+    two = problem(LLAMA_8B, FOUR, stages=2, tokens=8192)
+    assert "loss" not in working_memory(two, 0)
+    rows = 1024  # an eighth of the microbatch
+    assert working_memory(two, 1)["loss"] == rows * 128256 * 10 + 3 * 2 * 8192 * 4096
+
+
+def test_keeping_less_never_needs_more():
+    for stages in (1, 4):
+        peaks = [
+            max(stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, stages, 8192, keep=keep)))
+            for keep in KEEPS
+        ]
+        assert peaks == sorted(peaks, reverse=True)
+
+
+def test_advice_fits_and_is_the_best_of_its_kind():
+    tight = problem(LLAMA_70B, FOUR, stages=4, tokens=8192)
+    h200 = DEVICE_BYTES["h200"]
+    assert not fits(tight, h200)
+    text = advice(tight, h200)
+    tokens = int(text.split("batch.capacity_tokens: ")[1].split()[0])
+    assert tokens == largest_capacity(tight, h200)
+    assert fits(replace(tight, capacity_tokens=tokens), h200)
+    assert not fits(replace(tight, capacity_tokens=tokens + 128), h200)
+    assert text.endswith("or train.keep: nothing")
+    assert fits(replace(tight, keep="nothing"), h200)
+    assert advice(replace(tight, capacity_tokens=tokens), h200) == ""
+
+
+def test_weights_that_fit_nowhere_want_more_devices():
+    whole = problem(LLAMA_70B, FOUR, tokens=1024)
+    assert advice(whole, 79 * GIB) == "more mesh.stages or mesh.fsdp: the weights alone are too large"
+    assert choose_keep(whole, 79 * GIB) == "nothing"
