@@ -15,6 +15,8 @@ from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 if TYPE_CHECKING:  # planning does not import jax
     from lorafusion_jax.models import ModelConfig
 
+SAMPLE_TOKENS = 1024  # of a usual fine-tuning sample; attention at that length is 4 % of an 8B layer
+
 
 class PartCosts(NamedTuple):
     """What the parts of a model cost, in one unit of the caller's choice."""
@@ -22,6 +24,22 @@ class PartCosts(NamedTuple):
     layer: float
     embed: float = 0.0
     head: float = 0.0
+
+
+def stage_layers(
+    model: ModelConfig, num_stages: int, wanted: Sequence[int] | None = None, *, capacity_tokens: int = 8192
+) -> tuple[range, ...]:
+    """Layers of each stage: the job's own numbers, or those that modelled costs give.
+
+    Raises:
+        ConfigError: `mesh.layers` or `mesh.stages`, numbers that do not fit the model.
+    """
+    if wanted is not None:
+        return check_layers(wanted, num_layers=model.num_layers, num_stages=num_stages)
+    costs = modelled_costs(model, sample_tokens=min(SAMPLE_TOKENS, capacity_tokens))
+    return split_layers(
+        model.num_layers, num_stages, layer_cost=costs.layer, embed_cost=costs.embed, head_cost=costs.head
+    )
 
 
 def split_layers(
@@ -69,7 +87,7 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
     (range(0, 3), range(3, 4))
     """
     said = f"mesh.layers: {list(layers)}"
-    even = [len(stage) for stage in split_layers(num_layers, num_stages)]
+    even = [len(stage) for stage in split_layers(num_layers, num_stages)]  # also refuses too many stages
     fix = f"mesh.layers: {even}, or leave it out"
     problems = [
         (len(layers) != num_stages, f"it names {len(layers)} stages and mesh.stages is {num_stages}."),
@@ -83,7 +101,7 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
     return _ranges(layers)
 
 
-def modelled_costs(model: ModelConfig, *, sample_tokens: float = 1024.0, loss_share: float = 1.0) -> PartCosts:
+def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, loss_share: float = 1.0) -> PartCosts:
     """Counts floating-point operations of forward + backward per token over a frozen base (no weight gradients).
 
     layer = 4 · weights of its linears + 7 · n · H · C,  head = 4 · D · V · loss_share,  embedding = 0
@@ -123,6 +141,15 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
         "up_proj": (D, F),
         "down_proj": (F, D),
     }
+
+
+def layer_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Shapes of all frozen tensors of one layer: linears, biases, norms."""
+    linears = linear_shapes(model)
+    biased = {"o_proj": model.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), model.qkv_bias)
+    biases = [(columns,) for name, (_, columns) in linears.items() if biased.get(name, model.mlp_bias)]
+    head_norms = [(model.head_dim,)] * 2 if model.qk_norm else []
+    return [*linears.values(), *biases, (model.hidden_size,), (model.hidden_size,), *head_norms]
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, resolve_targets
 from lorafusion_jax.objective.loss import DEFAULT_CHUNK, chunk_rows
-from lorafusion_jax.pipeline.layout import linear_shapes
+from lorafusion_jax.pipeline.layout import layer_shapes, linear_shapes, stage_layers
 
 Keep = Literal["everything", "gemm_inputs", "nothing"]
 KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
@@ -87,6 +88,33 @@ class StageMemory:
         return sum(getattr(self, name) for name in self.__dataclass_fields__)
 
 
+def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    """What a job needs memory for; `train.keep: auto` counts as everything (see `choose_keep`)."""
+    mesh, train = config.mesh, config.train
+    tokens = config.batch.capacity_tokens
+    return MemoryProblem(
+        model=model,
+        adapters=tuple(
+            AdapterSpec(
+                name=adapter.name,
+                rank=adapter.lora.rank,
+                alpha=adapter.lora.alpha,
+                dropout=adapter.lora.dropout,
+                targets=resolve_targets(adapter.lora.targets),
+            )
+            for adapter in config.adapters
+        ),
+        optimizers=tuple(adapter.optim.name for adapter in config.adapters),
+        layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
+        capacity_tokens=tokens,
+        fsdp=mesh.fsdp,
+        keep="everything" if train.keep == "auto" else train.keep,
+        item=4 if config.base.dtype == "float32" else 2,
+        packed_bits=train.implementation != "xla",
+        loss_chunk=train.loss_chunk,
+    )
+
+
 def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
     """Adds up what lies on one device of each stage when it holds the most.
 
@@ -138,19 +166,18 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     m, T, item = problem.model, problem.capacity_tokens, problem.item
     D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
     query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    rope = 2 * FLOAT32 * T * m.head_dim
     hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
     made_again = sum(kept_per_layer(replace(problem, keep="everything")).values()) - sum(
         kept_per_layer(problem).values()
     )
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
     attention = item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query  # cuDNN sums dq in float32
-    fresh = _lora_bytes(problem, stage)  # a microbatch's own gradients, before they are added to the sums
+    fresh = _lora_bytes(problem, stage) // len(problem.layers[stage])  # one layer's gradients, then added to the sums
     gathered = 2 * _layer_bytes(m, item) if problem.fsdp > 1 else 0  # the layer that runs and the next one
     programs = {
-        "forward": hand_over + rope + made_again + gathered,
-        "backward": hand_over + rope + made_again + max(mlp, attention) + fresh + gathered,
-        "update": 4 * max(_own_lora_bytes(problem, stage), default=0),  # gradients, changes, new weights, new states
+        "forward": hand_over + made_again + gathered,
+        "backward": hand_over + made_again + max(mlp, attention) + fresh + gathered,
+        "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
     }
     if stage == problem.num_stages - 1:
         rows = chunk_rows(T, V, problem.loss_chunk)
@@ -215,7 +242,8 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
             STATES[name] * own for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
         ),
         kept=in_flight * layers * sum(kept_per_layer(problem).values()) + slopes,
-        batches=in_flight * 8 * 4 * problem.capacity_tokens,  # eight int32 or float32 per row
+        # eight int32 or float32 a row, and rotary tables
+        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * problem.model.head_dim),
         working=max(working_memory(problem, stage).values()),
     )
 
@@ -231,26 +259,13 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     tables = int(stage == 0) + int(_is_last(problem, stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
-    layer = sum(_share(shape, problem.fsdp) for shape in _layer_shapes(m))
+    layer = sum(_share(shape, problem.fsdp) for shape in layer_shapes(m))
     norm = m.hidden_size if _is_last(problem, stage) else 0
     return problem.item * (len(problem.layers[stage]) * layer + tables * table + norm)
 
 
 def _layer_bytes(model: ModelConfig, item: int) -> int:
-    return item * sum(map(prod, _layer_shapes(model)))
-
-
-def _layer_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    linears = linear_shapes(model)
-    biased = [name for name in linears if _has_bias(model, name)]
-    norms = [(model.hidden_size,)] * 2 + [(model.head_dim,)] * (2 * model.qk_norm)
-    return [*linears.values(), *((linears[name][1],) for name in biased), *norms]
-
-
-def _has_bias(model: ModelConfig, name: str) -> bool:
-    if name in SITES["qkv"]:
-        return model.qkv_bias
-    return model.o_bias if name == "o_proj" else model.mlp_bias
+    return item * sum(map(prod, layer_shapes(model)))
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.layout import check_layers, linear_shapes, modelled_costs, split_layers
+from lorafusion_jax.pipeline.layout import check_layers, linear_shapes, modelled_costs, split_layers, stage_layers
 
 LLAMA_70B = ModelConfig(
     family="llama",
@@ -110,6 +110,13 @@ def test_more_stages_than_layers_are_refused():
 
 def test_own_numbers_are_taken():
     assert check_layers([1, 4, 3], num_layers=8, num_stages=3) == (range(0, 1), range(1, 5), range(5, 8))
+
+
+def test_stages_of_a_job_are_its_own_or_by_cost():
+    assert [len(stage) for stage in stage_layers(LLAMA_70B, 4)] == [20, 20, 21, 19]
+    assert [len(stage) for stage in stage_layers(LLAMA_70B, 4, [23, 20, 20, 17])] == [23, 20, 20, 17]
+    with pytest.raises(ConfigError, match=r"mesh\.layers.*adds up to 79"):
+        stage_layers(LLAMA_70B, 4, [19, 20, 20, 20])
 
 
 def test_every_mistake_in_own_numbers_is_told():
