@@ -18,8 +18,13 @@ from scheduling.cost_model import CostModel as CostModel
 from scheduling.cost_model import Measurement as Measurement
 from scheduling.cost_model import PassCost as PassCost
 from scheduling.cost_model import StageCost as StageCost
-from scheduling.cost_model import default_cost_model as default_cost_model
 from scheduling.cost_model import fit_cost_model as fit_cost_model
+from scheduling.cost_parts import CostParts as CostParts
+from scheduling.cost_parts import GatherCost as GatherCost
+from scheduling.cost_parts import PartMeasurement as PartMeasurement
+from scheduling.cost_parts import fit_cost_parts as fit_cost_parts
+from scheduling.cost_parts import read_cost_model as read_cost_model
+from scheduling.cost_parts import stages_from_parts as stages_from_parts
 from scheduling.errors import PlanError as PlanError
 from scheduling.pipeline import Event as Event
 from scheduling.pipeline import Program as Program
@@ -31,6 +36,8 @@ from scheduling.plots import timeline_html as timeline_html
 from scheduling.plots import timeline_svg as timeline_svg
 from scheduling.plots import timeline_text as timeline_text
 from scheduling.plots import to_perfetto as to_perfetto
+from scheduling.rates import default_cost_model as default_cost_model
+from scheduling.rates import default_cost_parts as default_cost_parts
 from scheduling.replan import replan as replan
 from scheduling.simulate import simulate as simulate
 from scheduling.statistics import AdapterStatistics as AdapterStatistics

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,17 +18,19 @@ SCHEMA = "lorafusion.cost/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """Seconds of one forward or backward pass of one stage: fixed + token · tokens + square · Σ length²."""
+    """Seconds of one forward or backward pass of one stage: fixed + token · tokens + square · Σ length², or the floor
+    (what something else needs meanwhile) if that is more."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
     square_s: float = 0.0
+    floor_s: float = 0.0
 
     def __post_init__(self):
         _check_costs(self)
 
     def seconds(self, tokens: float, squares: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.square_s * squares
+        return max(self.floor_s, self.fixed_s + self.token_s * tokens + self.square_s * squares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,12 @@ class StageCost:
 
     def __post_init__(self):
         _check_costs(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> StageCost:
+        """What `dataclasses.asdict` made; KeyError or TypeError for anything else."""
+        passes = {name: PassCost(**data[name]) for name in ("forward", "backward")}
+        return StageCost(**passes, update_s=data["update_s"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +89,7 @@ class CostModel:
             data = json.loads(text)
             if data.pop("schema") != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}")
-            stages = tuple(
-                StageCost(
-                    forward=PassCost(**stage["forward"]),
-                    backward=PassCost(**stage["backward"]),
-                    update_s=stage["update_s"],
-                )
-                for stage in data.pop("stages")
-            )
-            return CostModel(stages=stages, **data)
+            return CostModel(stages=tuple(map(StageCost.from_dict, data.pop("stages"))), **data)
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,7 +130,7 @@ def fit_cost_model(
     wanted = [(stage, kind) for stage in range(len(stages)) for kind in ("forward", "backward")]
     if not stages or any(key not in by_pass for key in wanted):
         raise PlanError("plan.cost", "measure forward and backward of every stage", where=f"stages seen: {stages}")
-    fits = {key: _fit_pass(by_pass[key]) for key in wanted}
+    fits = {key: fit_pass([(m.tokens, m.squares, m.seconds) for m in by_pass[key]]) for key in wanted}
     return CostModel(
         stages=tuple(
             StageCost(forward=fits[stage, "forward"], backward=fits[stage, "backward"], update_s=update_s)
@@ -142,10 +142,11 @@ def fit_cost_model(
     )
 
 
-def _fit_pass(measurements: list[Measurement]) -> PassCost:
-    """Non-negative least squares over three coefficients: the best of all subsets that come out non-negative."""
-    features = np.array([(1.0, m.tokens, m.squares) for m in measurements])
-    seconds = np.array([m.seconds for m in measurements])
+def fit_pass(measured: Sequence[tuple[int, int, float]]) -> PassCost:
+    """Non-negative least squares over (tokens, squares, seconds): the best subset of the three coefficients that comes
+    out non-negative."""
+    features = np.array([(1.0, tokens, squares) for tokens, squares, _ in measured])
+    seconds = np.array([second for _, _, second in measured])
     best, best_error = np.zeros(3), float(seconds @ seconds)
     for count in (1, 2, 3):
         for columns in combinations(range(3), count):
@@ -157,57 +158,6 @@ def _fit_pass(measurements: list[Measurement]) -> PassCost:
                 best, best_error = np.zeros(3), error
                 best[list(columns)] = answer / np.where(scale > 0, scale, 1)
     return PassCost(fixed_s=float(best[0]), token_s=float(best[1]), square_s=float(best[2]))
-
-
-class _Rates(NamedTuple):
-    gemm_flops: float  # sustained by large bf16 matrix products
-    attention_flops: float
-    link_bytes: float  # between stages, per second
-    fixed_tokens: float  # a pass costs as much as if it had that many more tokens
-
-
-# H200: 8192 tokens of an 8B model, frozen, in 374 ms = 700 TFLOP/s; packed attention at 600 (FLOPs counted causal);
-# device_put over NVLink 112 GB/s; a GEMM of 4096 rows takes 1/1.95 of one of 8192. H100: same chip, 5 % lower clocks
-# under load. CPU: order of magnitude of two cores in float32.
-_RATES = {
-    "h200": _Rates(700e12, 600e12, 112e9, 200),
-    "h100": _Rates(665e12, 570e12, 112e9, 200),
-    "cpu": _Rates(60e9, 20e9, 5e9, 20),
-}
-_LORA = 1.09  # one H200, whole layer: forward + backward with LoRA over frozen
-
-
-def default_cost_model(
-    device: str = "h200",
-    *,
-    num_stages: int = 1,
-    parameters: float = 8.0e9,
-    num_layers: int = 32,
-    hidden_size: int = 4096,
-) -> CostModel:
-    """Predicts from the device's rates: forward and backward take 2·P FLOPs a token each (a frozen base has no dW).
-
-    Raises:
-        PlanError: an unknown device; the message lists the known ones.
-
-    >>> round(8192 / sum(default_cost_model("h200").stages[0].forward.seconds(8192, 0) * 2 for _ in range(1)), -3)
-    20000.0
-    """
-    if device not in _RATES:
-        raise PlanError(
-            "plan.device", f"no default costs for {device!r}", fix=f"one of {', '.join(_RATES)}, or measure"
-        )
-    rates = _RATES[device]
-    token_s = _LORA * 2 * parameters / num_stages / rates.gemm_flops
-    square_s = 2 * hidden_size * num_layers / num_stages / rates.attention_flops  # Q K^T and P V, causal half
-    forward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=square_s)
-    backward = PassCost(fixed_s=rates.fixed_tokens * token_s, token_s=token_s, square_s=2.5 * square_s)
-    return CostModel(
-        stages=(StageCost(forward=forward, backward=backward, update_s=2 * rates.fixed_tokens * token_s / 10),),
-        transfer_s=2e-5,
-        transfer_token_s=2 * hidden_size / rates.link_bytes,
-        source=f"default rates of {device}, {parameters / 1e9:g}B parameters in {num_stages} stages (not measured)",
-    )
 
 
 def _check_costs(cost: PassCost | StageCost | CostModel) -> None:

@@ -1,0 +1,219 @@
+"""Costs of a model's parts, measured or modelled once, and the stages of any layout made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NamedTuple
+
+from scheduling.cost_model import SCHEMA as STAGES_SCHEMA
+from scheduling.cost_model import CostModel, PassCost, StageCost, fit_pass
+from scheduling.errors import PlanError
+
+SCHEMA = "lorafusion.cost-parts/1"
+Part = Literal["embed", "layer", "head"]
+PARTS: tuple[Part, ...] = ("embed", "layer", "head")
+NOTHING = StageCost(forward=PassCost(), backward=PassCost())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostParts:
+    """What one layer and the two ends of a model cost on one device.
+
+    Args:
+        layer: one of all the equal layers; its update is its share of one adapter's optimizer step.
+        embed, head: of the first and of the last stage; the head with final norm and loss.
+        call_s: a stage's pass costs that much more, whatever it holds.
+        update_s: the same of an optimizer step.
+        transfer_s, transfer_token_s: as in `CostModel`.
+        source: where the figures come from.
+    """
+
+    layer: StageCost
+    embed: StageCost = NOTHING
+    head: StageCost = NOTHING
+    call_s: float = 0.0
+    update_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_token_s: float = 0.0
+    source: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> CostParts:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: `plan.cost-format`, not costs of parts of this version.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("schema") != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}")
+            parts = {part: StageCost.from_dict(data.pop(part)) for part in PARTS}
+            return CostParts(**parts, **data)
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError("plan.cost-format", "these are not costs of a model's parts", why=repr(error)) from None
+
+
+def stages_from_parts(parts: CostParts, layers: Sequence[int], *, gather: GatherCost | None = None) -> CostModel:
+    """Adds parts up to stages.
+
+    pass(s) = call + layers(s) · layer + embed on the first + head on the last
+
+    Args:
+        layers: of each stage.
+        gather: frozen weights are split over devices (FSDP) and collected before use.
+
+    >>> one = StageCost(forward=PassCost(fixed_s=1), backward=PassCost(fixed_s=2))
+    >>> [stage.forward.fixed_s for stage in stages_from_parts(CostParts(layer=one, head=one), [3, 2]).stages]
+    [3.0, 3.0]
+    """
+    if not layers or min(layers) < 1:
+        raise PlanError("plan.cost", f"every stage needs a layer, not {list(layers)}")
+    last = len(layers) - 1
+    stages = []
+    for stage, count in enumerate(layers):
+        shares = [(count, parts.layer)] + [(1, parts.embed)] * (stage == 0) + [(1, parts.head)] * (stage == last)
+        forward = _sum([(n, cost.forward) for n, cost in shares], parts.call_s)
+        backward = _sum([(n, cost.backward) for n, cost in shares], parts.call_s)
+        if gather is not None:
+            forward, backward = (gather.added_to(cost, count, stage in (0, last)) for cost in (forward, backward))
+        update_s = parts.update_s + sum(n * cost.update_s for n, cost in shares)
+        stages.append(StageCost(forward=forward, backward=backward, update_s=update_s))
+    return CostModel(
+        stages=tuple(stages),
+        transfer_s=parts.transfer_s,
+        transfer_token_s=parts.transfer_token_s,
+        source=parts.source,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherCost:
+    """Collecting weights that are split over the devices of a stage: once in every pass.
+
+    Args:
+        layer_bytes: of one layer's frozen weights.
+        table_bytes: of the embedding or of the head.
+        devices: that share them.
+        link_bytes: per second that one device receives (one copy of 4.3 GB: 369 GB/s over NVLink of an H200 host).
+        overlapped: while the layer before computes; a pass then takes the longer of both.
+    """
+
+    layer_bytes: float
+    table_bytes: float
+    devices: int
+    link_bytes: float = 369e9
+    overlapped: bool = True
+
+    def added_to(self, cost: PassCost, layers: int, with_table: bool) -> PassCost:
+        received = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
+        seconds = received / self.link_bytes
+        if self.overlapped:
+            return replace(cost, floor_s=max(cost.floor_s, seconds))
+        return replace(cost, fixed_s=cost.fixed_s + seconds)
+
+
+def read_cost_model(text: str, layers: Sequence[int]) -> CostModel:
+    """Reads a file of stages or of parts; parts are added up to these layers per stage.
+
+    Raises:
+        PlanError: `plan.cost-format`, or costs of another number of stages.
+    """
+    try:
+        schema = json.loads(text).get("schema")
+    except (ValueError, AttributeError):
+        schema = None
+    if schema == SCHEMA:
+        return stages_from_parts(CostParts.from_json(text), layers)
+    if schema != STAGES_SCHEMA:
+        raise PlanError(
+            "plan.cost-format",
+            f"this is no cost model, but {schema!r}",
+            why=f"expected {STAGES_SCHEMA} or {SCHEMA}",
+            fix="write one with lorafusion profile",
+        )
+    model = CostModel.from_json(text)
+    if len(model.stages) not in (1, len(layers)):
+        raise PlanError(
+            "plan.cost",
+            f"costs of {len(model.stages)} stages for a plan of {len(layers)} stages",
+            fix="measure again with this mesh.stages, or give costs of parts, which serve any mesh",
+        )
+    return model
+
+
+class PartMeasurement(NamedTuple):
+    """One timed pass of one part."""
+
+    part: Part
+    kind: Literal["forward", "backward"]
+    tokens: int
+    squares: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """Figures beside the passes, as in `CostParts`."""
+
+    layer_update_s: float = 0.0
+    call_s: float = 0.0
+    update_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_token_s: float = 0.0
+
+
+def fit_cost_parts(
+    measurements: Iterable[PartMeasurement], *, extras: Extras | None = None, source: str = "measured"
+) -> CostParts:
+    """Fits each part's passes by least squares with coefficients that cannot be negative; ends may be left out.
+
+    >>> times = [PartMeasurement("layer", kind, n, n, 2e-6 * n) for n in (64, 128) for kind in ("forward", "backward")]
+    >>> round(fit_cost_parts(times).layer.forward.seconds(1000, 0), 6)
+    0.002
+    """
+    by_pass: dict[tuple[str, str], list[PartMeasurement]] = {}
+    for one in measurements:
+        if not math.isfinite(one.seconds) or one.seconds < 0:
+            raise PlanError("plan.cost", f"a {one.kind} pass of {one.part} took {one.seconds!r} s")
+        by_pass.setdefault((one.part, one.kind), []).append(one)
+    if not {("layer", "forward"), ("layer", "backward")} <= by_pass.keys():
+        raise PlanError("plan.cost", "measure forward and backward of a layer", where=f"seen: {sorted(by_pass)}")
+    extras = Extras() if extras is None else extras
+
+    def cost(part: Part, update_s: float = 0.0) -> StageCost:
+        passes = [
+            fit_pass([(m.tokens, m.squares, m.seconds) for m in by_pass[part, kind]])
+            if (part, kind) in by_pass
+            else PassCost()
+            for kind in ("forward", "backward")
+        ]
+        return StageCost(forward=passes[0], backward=passes[1], update_s=update_s)
+
+    return CostParts(
+        layer=cost("layer", extras.layer_update_s),
+        embed=cost("embed"),
+        head=cost("head"),
+        call_s=extras.call_s,
+        update_s=extras.update_s,
+        transfer_s=extras.transfer_s,
+        transfer_token_s=extras.transfer_token_s,
+        source=source,
+    )
+
+
+def _sum(shares: Sequence[tuple[int, PassCost]], call_s: float) -> PassCost:
+    return PassCost(
+        fixed_s=call_s + sum(n * cost.fixed_s for n, cost in shares),
+        token_s=float(sum(n * cost.token_s for n, cost in shares)),
+        square_s=float(sum(n * cost.square_s for n, cost in shares)),
+        floor_s=float(sum(n * cost.floor_s for n, cost in shares)),
+    )

@@ -1,0 +1,137 @@
+"""Stages made of measured parts, split weights, files of both kinds."""
+
+import json
+
+import pytest
+
+from scheduling import (
+    AdapterJob,
+    CostModel,
+    CostParts,
+    GatherCost,
+    PartMeasurement,
+    PassCost,
+    PlanError,
+    StageCost,
+    default_cost_model,
+    default_cost_parts,
+    fit_cost_parts,
+    make_plan,
+    read_cost_model,
+    simulate,
+    stages_from_parts,
+)
+
+LAYER = StageCost(
+    forward=PassCost(fixed_s=1e-4, token_s=1e-6, square_s=1e-11),
+    backward=PassCost(fixed_s=2e-4, token_s=2e-6, square_s=3e-11),
+    update_s=1e-5,
+)
+HEAD = StageCost(forward=PassCost(token_s=5e-6), backward=PassCost(), update_s=1e-6)
+EMBED = StageCost(forward=PassCost(fixed_s=3e-4), backward=PassCost(fixed_s=1e-6))
+PARTS = CostParts(layer=LAYER, head=HEAD, embed=EMBED, call_s=1e-3, update_s=2e-4, transfer_s=2e-5, source="by hand")
+
+
+def test_stages_are_sums_of_their_parts():
+    costs = stages_from_parts(PARTS, [3, 2, 1])
+    tokens, squares = 4096, 10**6
+    layer = [getattr(LAYER, kind).seconds(tokens, squares) for kind in ("forward", "backward")]
+    first, middle, last = costs.stages
+    assert middle.forward.seconds(tokens, squares) == pytest.approx(1e-3 + 2 * layer[0])
+    assert first.forward.seconds(tokens, squares) == pytest.approx(1e-3 + 3 * layer[0] + 3e-4)
+    assert first.backward.seconds(tokens, squares) == pytest.approx(1e-3 + 3 * layer[1] + 1e-6)
+    assert last.forward.seconds(tokens, squares) == pytest.approx(1e-3 + layer[0] + 5e-6 * tokens)
+    assert [stage.update_s for stage in costs.stages] == pytest.approx([2.3e-4, 2.2e-4, 2.11e-4])
+    assert (costs.transfer_s, costs.source) == (2e-5, "by hand")
+
+
+def test_one_stage_has_both_ends():
+    (stage,) = stages_from_parts(PARTS, [4]).stages
+    assert stage.forward.fixed_s == pytest.approx(1e-3 + 4e-4 + 3e-4)
+    assert stage.forward.token_s == pytest.approx(4e-6 + 5e-6)
+
+
+@pytest.mark.parametrize("layers", [[], [2, 0]])
+def test_every_stage_needs_a_layer(layers):
+    with pytest.raises(PlanError, match="every stage needs a layer"):
+        stages_from_parts(PARTS, layers)
+
+
+def test_fit_finds_the_parts_again():
+    measured = [
+        PartMeasurement(part, kind, n, q, getattr(cost, kind).seconds(n, q))
+        for part, cost in (("layer", LAYER), ("head", HEAD), ("embed", EMBED))
+        for kind in ("forward", "backward")
+        for n, q in ((1024, 200_000), (1024, 1_000_000), (4096, 3_000_000), (8192, 9_000_000))
+    ]
+    fitted = fit_cost_parts(measured)
+    for part, cost in (("layer", LAYER), ("head", HEAD), ("embed", EMBED)):
+        for kind in ("forward", "backward"):
+            again, truth = getattr(getattr(fitted, part), kind), getattr(cost, kind)
+            assert again.seconds(6000, 5e6) == pytest.approx(truth.seconds(6000, 5e6), rel=1e-6, abs=1e-12)
+
+
+def test_a_layer_must_be_measured_both_ways():
+    with pytest.raises(PlanError, match="measure forward and backward of a layer"):
+        fit_cost_parts([PartMeasurement("layer", "forward", 1, 1, 1.0), PartMeasurement("head", "backward", 1, 1, 1.0)])
+    with pytest.raises(PlanError, match="a forward pass of layer took nan s"):
+        fit_cost_parts([PartMeasurement("layer", "forward", 1, 1, float("nan"))])
+
+
+def test_gathered_weights_cost_their_bytes():
+    gather = GatherCost(layer_bytes=4e8, table_bytes=1e9, devices=4, link_bytes=1e11, overlapped=False)
+    plain, split = stages_from_parts(PARTS, [3, 2, 1]).stages, stages_from_parts(PARTS, [3, 2, 1], gather=gather).stages
+    added = [b.forward.fixed_s - a.forward.fixed_s for a, b in zip(plain, split, strict=True)]
+    assert added == pytest.approx([0.75 * (3 * 4e8 + 1e9) / 1e11, 0.75 * 2 * 4e8 / 1e11, 0.75 * 1.4e9 / 1e11])
+
+
+def test_overlapped_gathering_is_free_until_it_is_the_longer():
+    gather = GatherCost(layer_bytes=4e8, table_bytes=0, devices=2, link_bytes=1e11)
+    plain = stages_from_parts(PARTS, [2]).stages[0].forward
+    split = stages_from_parts(PARTS, [2], gather=gather).stages[0].forward
+    assert split.seconds(8192, 0) == plain.seconds(8192, 0) > 4e-3
+    assert split.seconds(1, 0) == pytest.approx(4e-3)
+    assert plain.seconds(1, 0) < 4e-3
+
+
+def test_files_of_parts_and_of_stages_are_read(tmp_path):
+    assert CostParts.from_json(PARTS.to_json()) == PARTS
+    assert read_cost_model(PARTS.to_json(), [3, 2]) == stages_from_parts(PARTS, [3, 2])
+    stages = default_cost_model(num_stages=2)
+    assert read_cost_model(stages.to_json(), [1, 1, 1]) == stages  # one entry serves any number of stages
+    two = CostModel(stages=(LAYER, HEAD))
+    assert read_cost_model(two.to_json(), [5, 5]) == two
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "plan.cost-format"),
+        ("[]", "plan.cost-format"),
+        (json.dumps({"schema": "other"}), "plan.cost-format"),
+        (json.dumps({"schema": "lorafusion.cost-parts/1", "layer": {}}), "plan.cost-format"),
+        (CostModel(stages=(LAYER, HEAD)).to_json(), "plan.cost"),
+    ],
+)
+def test_what_is_no_cost_model_is_refused(text, code):
+    with pytest.raises(PlanError) as caught:
+        read_cost_model(text, [1, 1, 1])
+    assert caught.value.code == code
+
+
+def test_default_parts_agree_with_the_default_model():
+    # 70B: 80 layers of 855.6 M in linears, a head of 1.05 G; the whole model's average spreads the head over stages.
+    parts = default_cost_parts("h100", layer_parameters=855.6e6, table_parameters=1.05e9, hidden_size=8192)
+    whole = default_cost_model("h100", parameters=69.5e9, num_layers=80, hidden_size=8192).stages[0]
+    (stage,) = stages_from_parts(parts, [80]).stages
+    tokens, squares = 6144, 6144 * 700
+    mine = stage.forward.seconds(tokens, squares) + stage.backward.seconds(tokens, squares)
+    theirs = whole.forward.seconds(tokens, squares) + whole.backward.seconds(tokens, squares)
+    assert mine == pytest.approx(theirs, rel=0.01)
+
+
+def test_uneven_layers_level_the_stages_in_the_simulator():
+    parts = default_cost_parts("h200", layer_parameters=218e6, table_parameters=525e6, hidden_size=4096)
+    plan = make_plan([AdapterJob("a", [1024] * 400, 400)], capacity_tokens=8192, num_stages=4)
+    even, level = (simulate(plan, stages_from_parts(parts, n)).duration_s for n in ([8, 8, 8, 8], [8, 9, 9, 6]))
+    assert level < even
