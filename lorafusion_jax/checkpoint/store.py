@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from lorafusion_jax.errors import CheckpointError, RunError
@@ -48,7 +49,7 @@ class StateStore:
         """
         if self._manager.latest_step() == slot:
             return
-        self.check_space(arrays)
+        self.check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
         try:
             self._manager.save(
                 slot,
@@ -65,24 +66,32 @@ class StateStore:
                 fix=self._kept(),
             ) from problem
 
-    def restore(self, arrays_like: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the newest checkpoint in the shape, dtype and sharding of `arrays_like`.
+    def position(self) -> dict[str, Any]:
+        """Reads the small JSON of the newest checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = read_position(self._directory)
+        if found is None:
+            raise self._no_state()
+        return found
+
+    def restore(self, arrays_like: Any) -> Any:
+        """Reads the arrays of the newest checkpoint to the host.
+
+        Args:
+            arrays_like: their shapes and dtypes.
 
         Raises:
             CheckpointError: there is none, or it does not fit.
         """
         slot = self.latest()
         if slot is None:
-            raise CheckpointError(
-                "run.no-state", f"there is no checkpoint in {self._directory}.", fix="start again with lorafusion train"
-            )
-        like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays_like
-        )
+            raise self._no_state()
+        like = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), arrays_like)
         try:
-            found: Any = self._manager.restore(
-                slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like), position=ocp.args.JsonRestore())
-            )
+            found: Any = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like)))
         except Exception as problem:
             raise CheckpointError(
                 "run.bad-state",
@@ -91,22 +100,27 @@ class StateStore:
                 why=str(problem).splitlines()[0][:300],
                 fix=f"remove {self._directory / str(slot)} to go on from the checkpoint before",
             ) from None
-        return found.arrays, found.position
+        return found.arrays
 
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
 
-    def check_space(self, arrays: Any) -> None:
-        """Makes sure that one checkpoint of `arrays` fits on the disk; asked before a run starts, too.
+    def check_space(self, size: int) -> None:
+        """Makes sure that a checkpoint of `size` bytes fits on the disk; asked before a run starts, too.
 
         Raises:
             RunError: `save.no-space`.
         """
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) * HEADROOM
+        needed = size * HEADROOM
         free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
         if free < needed:
             raise self._no_space(f"{needed / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
+
+    def _no_state(self) -> CheckpointError:
+        return CheckpointError(
+            "run.no-state", f"there is no checkpoint in {self._directory}.", fix="start again with lorafusion train"
+        )
 
     def _no_space(self, why: str) -> RunError:
         return RunError(

@@ -28,7 +28,8 @@ batch:
   capacity_tokens: 8192      # tokens of one microbatch; memory depends on it, results do not
   tile_tokens: 128
 save:    {every_minutes: 15, keep: 3}
-train:   {remat: none, layers: auto}   # remat full: much less memory, about a third more time; layers unroll: long runs
+mesh:    {stages: 1, data: 1, fsdp: 1}   # devices: pipeline stages × replicas (fsdp: replicas that share the base)
+train:   {keep: auto}        # for the backward pass: everything, gemm_inputs, nothing (a third slower); auto: what fits
 
 adapters:
   - name: law

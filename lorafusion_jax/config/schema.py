@@ -75,8 +75,18 @@ class BatchSettings(Section):
 
 
 class MeshSettings(Section):
-    stages: Count = 1
-    data: Count = 1
+    """Devices of a run: stages · data · fsdp."""
+
+    stages: Count = Field(default=1, description="pipeline stages: the layers are cut into so many parts")
+    data: Count = Field(default=1, description="replicas, each with its own microbatches")
+    fsdp: Count = Field(default=1, description="replicas that also share one copy of the frozen base between them")
+    layers: tuple[Count, ...] | None = Field(
+        default=None, description="layers of each stage, e.g. [20, 20, 20, 20]; default by cost"
+    )
+
+    @property
+    def replicas(self) -> int:
+        return self.data * self.fsdp
 
 
 class SaveSettings(Section):
@@ -87,11 +97,14 @@ class SaveSettings(Section):
 
 class TrainSettings(Section):
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
-    layers: Literal["auto", "unroll", "scan"] = Field(
+    keep: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
-        description="auto scans models of more than 8 layers; unroll runs faster and compiles minutes longer",
+        description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or its "
+        "input only (about a third more time); auto = the first that fits into the device's memory",
     )
-    remat: Literal["none", "full"] = "none"
+    block_layers: Count | None = Field(
+        default=None, description="layers compiled into one program; default all of a stage up to 8, else 1"
+    )
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
     attention: Literal["xla", "cudnn"] | None = None
     loss_chunk: Annotated[int, Field(ge=128)] = Field(

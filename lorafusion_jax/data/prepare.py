@@ -150,7 +150,7 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         train_jobs(config, prepared),
         capacity_tokens=config.batch.capacity_tokens,
         num_stages=config.mesh.stages,
-        data_parallel=config.mesh.data,
+        data_parallel=config.mesh.replicas,
         tile_tokens=config.batch.tile_tokens,
         time_limit_s=CLOCK_SLACK * config.train.plan_seconds,
         search_evaluations=round(EVALUATIONS_PER_S * config.train.plan_seconds),

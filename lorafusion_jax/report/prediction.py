@@ -1,15 +1,18 @@
-"""What a plan will take: the simulator on default rates of a device and the size of the base model."""
+"""What a plan will take: the simulator on measured or default costs, and memory per stage. Starts no backend."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import struct
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.format import count
-from scheduling import CostModel, default_cost_model
+from scheduling import CostModel, GatherCost, default_cost_parts, read_cost_model, stages_from_parts
+
+if TYPE_CHECKING:  # imports jax, which is needed only once a model is looked at
+    from lorafusion_jax.models import ModelConfig
 
 DEVICES = ("h200", "h100", "cpu")
 
@@ -19,29 +22,72 @@ def this_device() -> str:
     return "h200" if Path("/dev/nvidia0").exists() else "cpu"
 
 
-def predicted_costs(base: Path, device: str, num_stages: int) -> CostModel | None:
-    """Default costs of a base model on a device; None if its folder does not tell its size."""
+def model_shape(base: Path) -> ModelConfig | None:
+    """The shape of a base model; None if its folder does not tell, or holds a model that cannot be run."""
+    from lorafusion_jax.models import ModelConfig
+
     try:
-        config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        parameters = sum(_parameters(file) for file in base.glob("*.safetensors"))
-        layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return ModelConfig.from_hf(base)
+    except CheckpointError:
         return None
-    if not parameters:
-        return None
-    costs = default_cost_model(
-        device, num_stages=num_stages, parameters=parameters, num_layers=layers, hidden_size=width
+
+
+def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
+    """Default costs of a job's stages on a device."""
+    from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers
+
+    mesh = config.mesh
+    layer = sum(rows * columns for rows, columns in linear_shapes(model).values())
+    table = model.vocab_size * model.hidden_size
+    parts = default_cost_parts(
+        device,
+        layer_parameters=layer,
+        table_parameters=table,
+        hidden_size=model.hidden_size,
+        attention_width=model.num_heads * model.head_dim,
     )
+    item = 4 if config.base.dtype == "float32" else 2
+    gather = (
+        GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp) if mesh.fsdp > 1 else None
+    )
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    costs = stages_from_parts(parts, [len(stage) for stage in layers], gather=gather)
     return dataclasses.replace(
-        costs, source=f"default rates of one {device} per stage, {count(parameters)} parameters, nothing measured"
+        costs,
+        source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
 
 
-def _parameters(file: Path) -> int:
-    """Sums the sizes in a safetensors header; the weights are not read."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > file.stat().st_size:
-            raise ValueError("no safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> CostModel:
+    """Costs from a file that `lorafusion profile` wrote.
+
+    Raises:
+        PlanError: no cost model, or one for another number of stages.
+    """
+    if model is None:
+        return read_cost_model(file.read_text(encoding="utf-8"), [1] * config.mesh.stages)
+    from lorafusion_jax.pipeline.layout import stage_layers
+
+    layers = stage_layers(model, config.mesh.stages, config.mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    return read_cost_model(file.read_text(encoding="utf-8"), [len(stage) for stage in layers])
+
+
+def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
+    """Memory per stage as plain numbers; `fits` and `advice` are None where the device's memory is not known."""
+    from lorafusion_jax.pipeline import memory
+
+    problem = memory.memory_problem(config, model)
+    if config.train.keep == "auto" and device_bytes is not None:
+        problem = dataclasses.replace(problem, keep=memory.choose_keep(problem, device_bytes))
+    stages = memory.stage_memory(problem)
+    return {
+        "layers": [len(stage) for stage in problem.layers],
+        "keep": problem.keep,
+        "stages": [{"total": stage.total} | dataclasses.asdict(stage) for stage in stages],
+        "device_bytes": device_bytes,
+        "fits": None if device_bytes is None else memory.fits(problem, device_bytes),
+        "advice": None
+        if device_bytes is None
+        else memory.advice(problem, device_bytes, tile_tokens=config.batch.tile_tokens),
+        "not_modelled": list(memory.NOT_MODELLED),
+    }

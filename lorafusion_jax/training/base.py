@@ -1,46 +1,78 @@
-"""The base model of a job, loaded the way the job asks for."""
+"""The base model of a job, loaded onto the stages of its mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
-from lorafusion_jax.models import Decoder, ModelConfig, load_decoder
+from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.keep import Keep
+from lorafusion_jax.pipeline.layout import stage_layers
+from lorafusion_jax.pipeline.memory import choose_keep, memory_problem
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.stage import Stage
 
-# Unrolled layers run faster (no copy of each layer's weights before its products), but compiling grows with them: the
-# 32 layers of an 8B model compile in 16 s scanned and 4 to 6 minutes unrolled (H200 host, benchmarks/LOG.md).
-MOST_UNROLLED = 8
+# Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
+# large ones by compiling: 32 layers of an 8B model compile for 4 to 6 minutes as one program (benchmarks/LOG.md).
+MOST_TOGETHER = 8
 
 
-def load_base(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> Decoder:
-    """Loads the base model with fresh LoRA weights of all adapters.
+def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
+    """Loads the base model, each stage's layers straight onto its devices; adapters are not started yet.
 
     Raises:
         CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
+        ConfigError: the mesh does not fit the machine or the model.
     """
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
     model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
-    return load_decoder(
-        directory,
-        specs,
-        dtype=jnp.dtype(config.base.dtype),
-        layers=layer_mode(train.layers, model.num_layers),
-        remat=train.remat,
-    )
+    mesh = config.mesh
+    meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    dtype = jnp.dtype(config.base.dtype)
+
+    def place(name: str, shape: tuple[int, ...]):
+        return meshes[_stage_of(name, layers)].weight(shape)
+
+    decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
+    weights = cut(decoder, layers)
+    if mesh.stages > 1 and model.tie_embeddings:
+        weights[-1].head = jax.device_put(weights[-1].head, meshes[-1].weight(weights[-1].head.shape))
+    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
+    keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
+    return [
+        Stage(parts, own, here, config.adapters, keep=keep, block=block_layers(train.block_layers, len(own.layers)))
+        for own, here in zip(weights, meshes, strict=True)
+    ]
 
 
-def layer_mode(wanted: Literal["auto", "unroll", "scan"], num_layers: int) -> Literal["unroll", "scan"]:
-    """Chooses how layers run where the job leaves it open.
+def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
+    """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
+    size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return "everything" if size is None else choose_keep(memory_problem(config, model), size)
 
-    >>> layer_mode("auto", 4), layer_mode("auto", 32), layer_mode("unroll", 32)
-    ('unroll', 'scan', 'unroll')
+
+def block_layers(wanted: int | None, num_layers: int) -> int:
+    """Layers per program.
+
+    >>> block_layers(None, 4), block_layers(None, 32), block_layers(2, 32)
+    (4, 1, 2)
     """
-    if wanted == "auto":
-        return "unroll" if num_layers <= MOST_UNROLLED else "scan"
-    return wanted
+    if wanted is None:
+        return num_layers if num_layers <= MOST_TOGETHER else 1
+    return min(wanted, num_layers)
+
+
+def _stage_of(name: str, layers: Sequence[range]) -> int:
+    head, _, rest = name.partition(".")
+    if head == "layers":
+        number = int(rest.partition(".")[0])
+        return next(stage for stage, own in enumerate(layers) if number in own)
+    return 0 if head == "embed_tokens" else len(layers) - 1

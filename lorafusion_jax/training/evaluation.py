@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.assemble import assemble, num_segments, pieces_of_evaluation
+from lorafusion_jax.data.assemble import Microbatch, assemble, num_segments, pieces_of_evaluation
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.training.leaves import Leaves
-from lorafusion_jax.training.programs import Programs
-from scheduling import AdapterJob, Plan, make_plan
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.move import local
+from scheduling import AdapterJob, Plan, Slot, make_plan
 
 
 class Evaluator:
-    """Evaluates adapters with the run's own packed forward program.
+    """Evaluates adapters as they are now on the run's own stages."""
 
-    Args:
-        frozen: frozen leaves of the model.
-    """
-
-    def __init__(self, config: JobConfig, prepared: Prepared, programs: Programs, frozen: Any):
-        self._config, self._programs, self._frozen = config, programs, frozen
+    def __init__(self, config: JobConfig, prepared: Prepared, executor: Executor):
+        self._config, self._executor = config, executor
         self._sets = {name: data.eval for name, data in prepared.adapters.items() if data.eval is not None}
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._plans = {name: self._plan(name) for name in self._sets}
-        most = max((len(slot.samples) for plan in self._plans.values() for slot in plan.slots), default=1)
+        most = max(
+            (len(part) for plan in self._plans.values() for slot in plan.slots for part in slot.replicas), default=1
+        )
         self._segments = num_segments(most)  # one shape, so one compilation, for all adapters
 
-    def __call__(self, name: str, lora: Leaves) -> tuple[float, int]:
+    def __call__(self, name: str) -> tuple[float, int]:
         """Returns mean token loss in nats and the number of loss tokens."""
         plan, index = self._plans[name], self._index[name]
-        total, tokens = 0.0, 0
-        for slot in plan.slots:
-            pieces = pieces_of_evaluation(slot.samples, self._sets, self._index)
-            batch = assemble(
-                pieces, capacity_tokens=plan.capacity_tokens, tile_tokens=plan.tile_tokens, max_segments=self._segments
-            )
-            total += float(self._programs.evaluate(lora, self._frozen, batch)[index])
-            tokens += int(np.count_nonzero(batch.weights))
+        sums = [self._executor.evaluate(self._rows(plan, slot)) for slot in plan.slots]  # all issued before one is read
+        tokens = int(self._sets[name].loss_mask.sum())
+        total = sum(float(local(each)[index]) for each in sums)
         return total / max(tokens, 1), tokens
+
+    def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
+        rows = [
+            assemble(
+                pieces_of_evaluation(slot.replicas[replica], self._sets, self._index),
+                capacity_tokens=plan.capacity_tokens,
+                tile_tokens=plan.tile_tokens,
+                max_segments=self._segments,
+            )
+            for replica in self._executor.local_replicas
+        ]
+        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
 
     def _plan(self, name: str) -> Plan:
         lengths = self._sets[name].lengths.tolist()
@@ -49,7 +52,7 @@ class Evaluator:
             [job],
             capacity_tokens=self._config.batch.capacity_tokens,
             num_stages=1,
-            data_parallel=1,
+            data_parallel=self._config.mesh.replicas,
             tile_tokens=self._config.batch.tile_tokens,
             time_limit_s=0.1,
             seed=0,

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -18,8 +17,7 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.training import leaves as lv
-from lorafusion_jax.training.leaves import Leaves, Parts
+from lorafusion_jax.training.leaves import Leaves
 from scheduling import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -33,15 +31,18 @@ class AdapterExporter:
     ):
         self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
 
-    def __call__(self, name: str, step: int, lora: Leaves) -> Path:
-        """Writes one adapter as it is now, unless its folder is there already; returns the folder."""
+    def __call__(self, name: str, step: int, own: Mapping[str, np.ndarray]) -> Path:
+        """Writes one adapter, unless its folder is there already; returns the folder.
+
+        Args:
+            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r].
+        """
         target = self._folder.adapter_step(name, step)
         if target.exists():
             return target
-        index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
-        own = {leaf: np.asarray(array)[..., None, :, :] for leaf, array in lv.take(lora, spec, index).items()}
+        spec = next(spec for spec in self._specs if spec.name == name)
         export_adapter(
-            own,
+            {leaf: array[..., None, :, :] for leaf, array in own.items()},
             spec,
             0,
             self._config.base.model,
@@ -87,16 +88,15 @@ def read_starts(config: JobConfig, specs: Sequence[AdapterSpec]) -> dict[int, Ar
     return starts
 
 
-def start_from(parts: Parts, starts: Mapping[int, Arrays]) -> Parts:
+def start_from(lora: Leaves, starts: Mapping[int, Arrays]) -> Leaves:
     """Replaces the initial weights of the adapters in `starts`.
 
     Raises:
         CheckpointError: `peft.other-base`, shapes of another model.
     """
-    lora = parts.lora
     for index, arrays in starts.items():
-        lora = {name: jnp.asarray(leaf) for name, leaf in put_adapter(lora, index, arrays).items()}
-    return dataclasses.replace(parts, lora=lora)
+        lora = put_adapter(lora, index, arrays)
+    return lora
 
 
 def _read_start(config: JobConfig, init_from: str, spec: AdapterSpec) -> Arrays:

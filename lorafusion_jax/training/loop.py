@@ -1,7 +1,7 @@
-"""Executes a plan slot by slot: sum gradients, step the adapters whose global batch is complete, look one slot back.
+"""Executes a plan: issues its events, steps the adapters whose global batch is complete, looks at results later.
 
-The device always has the next microbatch queued: results of a slot are read only after the following one has been
-dispatched. An adapter whose gradient is not finite keeps its last good weights and stops; nobody else notices.
+The devices always have the next microbatch queued. An adapter whose gradient is not finite keeps its last good weights
+and stops; nobody else notices. To save, no further slot is let in until those in the pipeline are through.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from jax import process_count
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import (
@@ -26,15 +26,18 @@ from lorafusion_jax.data.assemble import (
     pieces_of_slot,
 )
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline.executor import Executor, StepResult
+from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.optim import hyper, learning_rates
 from lorafusion_jax.training.prefetch import prefetch
-from lorafusion_jax.training.programs import Programs, StepReport
-from lorafusion_jax.training.state import RunState
-from scheduling import Plan
+from lorafusion_jax.training.state import Progress
+from scheduling import Plan, issue_order
+from scheduling import pipeline as schedule
 
 LOG_EVERY_S = 2.0
+ASK_EVERY = 8  # slots between two questions among processes whether to pause
 
 
 class Interrupted(Exception):
@@ -47,57 +50,63 @@ class Hooks:
 
     Attributes:
         save: writes a checkpoint of the state.
-        evaluate: (adapter, step) → held-out loss is measured and reported.
-        finish: an adapter took its last step.
+        evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
+        finish: (adapter, slots done); an adapter took its last step.
     """
 
     save: Callable[[], None]
-    evaluate: Callable[[str, int], None]
-    finish: Callable[[str], None]
+    evaluate: Callable[[str, int, int], None]
+    finish: Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """An optimizer step that was dispatched and not looked at yet."""
+    """An optimizer step that was issued and not looked at yet."""
 
     adapter: str
     step: int
     lr: float
     loss_tokens: int
-    report: StepReport
+    slots_done: int
+    result: StepResult
 
 
 class Loop:
-    """One run over a plan, from `state.slot` to the end; changes `state` in place."""
+    """One run over a plan, from `progress.slot` to the end; changes `progress` in place.
+
+    Args:
+        program: events per stage; None: 1F1B.
+    """
 
     def __init__(
         self,
         config: JobConfig,
         prepared: Prepared,
         plan: Plan,
-        programs: Programs,
-        frozen: Any,
-        state: RunState,
+        executor: Executor,
+        progress: Progress,
         emit: Listener,
         hooks: Hooks,
+        program: schedule.Program | None = None,
     ):
-        self._config, self._plan, self._programs, self._frozen = config, plan, programs, frozen
-        self._prepared, self._state, self._emit, self._hooks = prepared, state, emit, hooks
+        self._config, self._plan, self._executor = config, plan, executor
+        self._prepared, self._progress, self._emit, self._hooks = prepared, progress, emit, hooks
+        self._program = program
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
             for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
         }
-        self._rates = {a.name: learning_rates(a.optim, state.adapters[a.name].num_steps) for a in config.adapters}
-        self._completes = batches_completed(plan)
-        self._segments = num_segments(max(len(slot.samples) for slot in plan.slots))
-        last = {
-            name: max(slot for slot, names in enumerate(self._completes) for n, _ in names if n == name)
-            for name in self._index
-        }
-        self._meter = Meter(slot_tokens(plan, prepared), plan.capacity_tokens, last, state.slot)
+        self._rates = {a.name: learning_rates(a.optim, progress.adapters[a.name].num_steps) for a in config.adapters}
+        self._segments = num_segments(max(len(part) for slot in plan.slots for part in slot.replicas))
+        self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
+        self._slot_tokens = slot_tokens(plan, prepared)
+        last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
+        self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
+        self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
+        self._compiling = True
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -105,139 +114,164 @@ class Loop:
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the state is saved.
+            RunError: a device failed; the last checkpoint stands.
         """
-        taken: list[Taken] = []
-        losses = None
+        program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
+        order = issue_order(program, self._plan.num_stages)
+        todo = [event for event in order if event.slot >= self._progress.slot]
+        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
         self._meter.pause()
         with self._interruptible():
-            for batch in prefetch(self._batch, range(self._state.slot, len(self._plan.slots))):
-                slot, called = self._state.slot, time.perf_counter()
-                if losses is None:
-                    self._emit(Event(kind="phase", slot=slot, values={"text": "compiling the training step"}))
-                self._state.sums, running = self._programs.accumulate(
-                    self._state.lora, self._state.sums, self._frozen, batch
-                )
-                if losses is not None:
-                    np.asarray(losses)  # waits for the slot before, while this one computes
-                    self._meter.slot_done(slot - 1)
-                else:  # the first call compiles before it returns
-                    self._emit(
-                        Event(
-                            kind="compiled",
-                            slot=slot,
-                            values={"program": "training step", "seconds": round(time.perf_counter() - called, 3)},
-                        )
-                    )
-                    self._meter.pause()
-                self._look_at(taken)
-                taken = [
-                    self._step(name, number)
-                    for name, number in self._completes[slot]
-                    if self._state.adapters[name].status == "running"
-                ]
-                losses = running
-                self._state.slot = slot + 1
-                self._log(slot)
-                taken = self._save_if_due(taken)
-                if self._stop.is_set():
-                    break
-            if losses is not None:
-                np.asarray(losses)
-                self._meter.slot_done(self._state.slot - 1)
-            self._look_at(taken)
-        self._state.seconds += self._meter.seconds
-        self._emit(Event(kind="slot", slot=self._state.slot, values=self._meter.snapshot(self._state.slot)))
+            while True:
+                todo = self._issue(todo)
+                self._drain()
+                self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
+                stopped = agreed(self._stop.is_set())
+                if todo and not stopped:
+                    self._save()
+                    continue
+                break
+        self._progress.seconds += self._meter.seconds
+        done = self._progress.slot
+        self._emit(Event(kind="slot", slot=done, values=self._meter.snapshot(done)))
         self._hooks.save()
-        if self._stop.is_set() and self._state.slot < len(self._plan.slots):
+        if todo:
             raise Interrupted
 
+    def _issue(self, todo: list[schedule.Event]) -> list[schedule.Event]:
+        """Issues events in order until a pause is due; returns those of slots that were not let in."""
+        slots = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
+        batches = prefetch(self._batch, slots)
+        later: list[schedule.Event] = []
+        try:
+            for event in todo:
+                if (later and event.slot >= later[0].slot) or (
+                    event.kind == "forward" and event.stage == 0 and self._pause_due(event.slot)
+                ):
+                    later.append(event)
+                else:
+                    self._run_event(event, batches)
+        finally:
+            batches.close()
+        return later
+
+    def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
+        if event.kind == "update":
+            for name in event.adapters:
+                if self._executor.finish(event, name):
+                    self._step(name, event.slot)
+            return
+        if event.kind == "forward" and event.stage == 0:
+            self._executor.admit(event.slot, next(batches))
+            self._notice(self._executor.finished_slots())
+        self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
+        if self._compiling and event.kind == "backward" and event.stage == 0:
+            self._compiling = False
+            seconds = round(time.perf_counter() - self._meter.paused_at, 3)
+            self._emit(Event(kind="compiled", slot=event.slot, values={"program": "training step", "seconds": seconds}))
+            self._meter.pause()
+
+    def _notice(self, slots: list[int]) -> None:
+        """Counts slots that are through and reads the results of steps that came with them."""
+        for slot in slots:
+            self._meter.slot_done(slot)
+            while self._taken and self._taken[0].slots_done <= slot + 1:
+                self._look()
+            self._log(slot + 1)
+
+    def _drain(self) -> None:
+        self._executor.wait_all()
+        self._notice(self._executor.finished_slots())
+        while self._taken:
+            self._look()
+
     def _batch(self, slot: int) -> Microbatch:
-        pieces = pieces_of_slot(self._plan.slots[slot].samples, self._prepared.adapters, self._index, self._loss_tokens)
-        return assemble(
-            pieces,
-            capacity_tokens=self._plan.capacity_tokens,
-            tile_tokens=self._plan.tile_tokens,
-            max_segments=self._segments,
-        )
-
-    def _step(self, name: str, number: int) -> Taken:
-        adapter, state = self._state.adapters[name], self._state
-        assert number == adapter.step, f"{name}: the plan completes batch {number} after {adapter.step} steps"
-        lr = float(self._rates[name][number])
-        numbers = hyper(self._config.adapters[self._index[name]].optim, lr)
-        state.lora, state.sums, state.optimizers[name], report = self._programs.update(
-            self._index[name], state.lora, state.sums, state.optimizers[name], numbers
-        )
-        adapter.step += 1
-        self._steps_since_save += 1
-        return Taken(adapter=name, step=adapter.step, lr=lr, loss_tokens=self._loss_tokens[name, number], report=report)
-
-    def _look_at(self, taken: list[Taken]) -> None:
-        for step in taken:
-            adapter = self._state.adapters[step.adapter]
-            loss, norm, finite = float(step.report.loss), float(step.report.grad_norm), np.asarray(step.report.finite)
-            if not (finite.all() and np.isfinite(loss)):
-                adapter.step, adapter.status = step.step - 1, "failed"
-                adapter.reason = f"{self._culprit(step.adapter, finite)} at step {step.step}"
-                self._emit(
-                    Event(
-                        kind="adapter-failed",
-                        slot=self._state.slot,
-                        adapter=step.adapter,
-                        step=step.step,
-                        values={"reason": adapter.reason, "kept_step": adapter.step},
-                    )
-                )
-                self._hooks.finish(step.adapter)
-                continue
-            self._emit(
-                Event(
-                    kind="step",
-                    slot=self._state.slot,
-                    adapter=step.adapter,
-                    step=step.step,
-                    values={"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens},
-                )
+        """Assembles the microbatches of this process's replicas, [replicas here, ...]."""
+        rows = [
+            assemble(
+                pieces_of_slot(
+                    self._plan.slots[slot].replicas[replica], self._prepared.adapters, self._index, self._loss_tokens
+                ),
+                capacity_tokens=self._plan.capacity_tokens,
+                tile_tokens=self._plan.tile_tokens,
+                max_segments=self._segments,
             )
-            self._after(adapter, step.step)
+            for replica in self._executor.local_replicas
+        ]
+        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
 
-    def _after(self, adapter, step: int) -> None:
+    def _step(self, name: str, slot: int) -> None:
+        number = self._batch_of[slot, name]
+        lr = float(self._rates[name][number])
+        settings = self._config.adapters[self._index[name]].optim
+        result = self._executor.step(name, hyper(settings, lr))
+        self._steps_since_save += 1
+        self._taken.append(
+            Taken(
+                adapter=name, step=number + 1, lr=lr, loss_tokens=self._loss_tokens[name, number], slots_done=slot + 1,
+                result=result,
+            )
+        )  # fmt: skip
         every = self._config.train.eval_every_steps
-        last = step == adapter.num_steps
-        if last or (every and step % every == 0):
-            self._hooks.evaluate(adapter.name, step)
+        last = number + 1 == self._progress.adapters[name].num_steps
+        if last or (every and (number + 1) % every == 0):  # what follows needs the weights of exactly this step
+            while self._taken:
+                self._look()
+            self._meter.pause()
+
+    def _look(self) -> None:
+        """Reads the result of the oldest step that nobody has looked at; waits for it."""
+        step = self._taken.popleft()
+        adapter = self._progress.adapters[step.adapter]
+        if adapter.status == "failed":  # the devices had dropped it already
+            return
+        loss, norm = step.result.loss, step.result.grad_norm
+        if not step.result.healthy:
+            adapter.status = "failed"
+            adapter.reason = f"{self._culprit(step)} at step {step.step}"
+            self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
+            self._hooks.finish(step.adapter, step.slots_done)
+            return
+        adapter.step = step.step
+        self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
+        every = self._config.train.eval_every_steps
+        last = step.step == adapter.num_steps
+        if last or (every and step.step % every == 0):
+            self._hooks.evaluate(adapter.name, step.step, step.slots_done)
         if last:
             adapter.status = "done"
-            self._hooks.finish(adapter.name)
-            self._emit(Event(kind="adapter-done", slot=self._state.slot, adapter=adapter.name, step=step))
-        self._meter.pause()
+            self._hooks.finish(adapter.name, step.slots_done)
+            self._tell("adapter-done", step, {})
 
-    def _culprit(self, name: str, finite: np.ndarray) -> str:
-        own = self._programs.leaf_names(self._index[name], self._state.lora)
-        bad = [leaf for leaf, good in zip(own, finite, strict=True) if not good]
-        return f"gradient not finite ({bad[0]})" if bad else "loss not finite"
+    def _tell(self, kind: str, step: Taken, values: dict) -> None:
+        self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
 
-    def _save_if_due(self, taken: list[Taken]) -> list[Taken]:
+    def _culprit(self, step: Taken) -> str:
+        bad = self._executor.not_finite(step.adapter, step.result)
+        return f"gradient not finite ({bad})" if bad else "loss not finite"
+
+    def _pause_due(self, slot: int) -> bool:
         save = self._config.save
-        due = save.every_steps is not None and self._steps_since_save >= save.every_steps
-        due |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
-        if not due:
-            return taken
-        self._look_at(taken)
+        if save.every_steps is not None and self._steps_since_save >= save.every_steps:
+            return True
+        wanted = self._stop.is_set()
+        wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
+        return agreed(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
+
+    def _save(self) -> None:
         self._hooks.save()
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._meter.pause()
-        return []
 
-    def _log(self, slot: int) -> None:
+    def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(Event(kind="slot", slot=slot, values=self._meter.snapshot(slot)))
+            self._emit(Event(kind="slot", slot=slots_done, values=self._meter.snapshot(slots_done)))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """First signal: finish the microbatch, save, stop. Second: the usual KeyboardInterrupt."""
+        """First signal: finish the microbatches under way, save, stop. Second: the usual KeyboardInterrupt."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -253,17 +287,6 @@ class Loop:
         finally:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
-
-
-def batches_completed(plan: Plan) -> list[list[tuple[str, int]]]:
-    """Lists, per slot, the (adapter, batch) pairs whose last sample is in that slot."""
-    left = Counter((ref.adapter, ref.batch) for slot in plan.slots for ref in slot.samples)
-    result = []
-    for slot in plan.slots:
-        left.subtract((ref.adapter, ref.batch) for ref in slot.samples)
-        here = dict.fromkeys((ref.adapter, ref.batch) for ref in slot.samples)
-        result.append([pair for pair in here if left[pair] == 0])
-    return result
 
 
 def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:

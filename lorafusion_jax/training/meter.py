@@ -46,6 +46,11 @@ class Meter:
         """Leaves out time that belongs to no slot: evaluation, saving."""
         self._at = time.perf_counter()
 
+    @property
+    def paused_at(self) -> float:
+        """When the slot under way began."""
+        return self._at
+
     def snapshot(self, slots_done: int) -> dict:
         """Rates and times left; None while there is nothing to measure yet."""
         if not self._recent:

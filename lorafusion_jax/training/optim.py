@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -36,14 +37,30 @@ def hyper(settings: OptimSettings, lr: float) -> Hyper:
 
 
 def transformation(settings: OptimSettings, numbers: Hyper) -> optax.GradientTransformation:
-    """Builds the optax chain: clip by the adapter's global norm, then its optimizer.
+    """Builds one adapter's optimizer; clipping comes before it, see `clipped`.
 
     Args:
-        settings: decides the kind of optimizer and whether anything is clipped.
+        settings: decides the kind of optimizer.
         numbers: may be traced.
     """
-    clip = [optax.clip_by_global_norm(numbers.clip)] if settings.clip > 0 else []
-    return optax.chain(*clip, _optimizer(settings.name, numbers))
+    optimizer = _optimizer(settings.name, numbers)
+    return _per_layer(optimizer) if settings.name == "adafactor" else optimizer
+
+
+def clipped(gradient: Any, norm: Any, largest: Any) -> Any:
+    """Scales a gradient down to a global norm of `largest`, as optax.clip_by_global_norm does.
+
+    The norm is given, because it spans pipeline stages.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradient)
+
+
+def _per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Treats each layer of a stacked leaf as a parameter of its own: adafactor factors and clips whole parameters, and
+    the stack of a stage is no parameter of anybody's model."""
+    return optax.GradientTransformation(
+        jax.vmap(optimizer.init), lambda updates, state, params=None: jax.vmap(optimizer.update)(updates, state, params)
+    )
 
 
 def _optimizer(name: str, numbers: Hyper) -> optax.GradientTransformation:

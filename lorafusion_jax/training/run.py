@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,18 +15,20 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
-from lorafusion_jax.errors import CheckpointError, ConfigError, LoraFusionError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.processes import is_first, meet
+from lorafusion_jax.pipeline.spans import Spans
+from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder
-from lorafusion_jax.training.base import load_base
+from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
-from lorafusion_jax.training.leaves import Parts, take_apart
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.programs import Programs
-from lorafusion_jax.training.state import AdapterProgress, RunState
+from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
 
@@ -63,7 +66,6 @@ def train(
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
         Interrupted: stopped by a signal; the state is saved.
     """
-    _one_device(config)
     folder = RunFolder(Path(out))
     tell = _fan_out(listeners)
     prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
@@ -84,7 +86,6 @@ def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunResult:
     """
     folder = RunFolder(Path(out))
     config, plan, record = folder.read_config(), folder.read_plan(), folder.read_record()
-    _one_device(config)
     prepared = prepare(config)
     check_record(record, prepared, plan)
     store = StateStore(folder.state)
@@ -110,16 +111,6 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
     ]
 
 
-def _one_device(config: JobConfig) -> None:
-    if config.mesh.stages * config.mesh.data > 1:
-        raise ConfigError(
-            "mesh.one-device",
-            f"the job asks for {config.mesh.stages} stages and {config.mesh.data} replicas.",
-            why="training runs on one device in this version; lorafusion plan works for any mesh",
-            fix="mesh.stages=1 mesh.data=1",
-        )
-
-
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
     try:
         verify_plan(plan, train_jobs(config, prepared))
@@ -131,7 +122,7 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             fix="lorafusion plan jobs.yaml -o plan.json",
         ) from None
     of_plan = (plan.capacity_tokens, plan.tile_tokens, plan.num_stages, plan.data_parallel)
-    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, config.mesh.stages, config.mesh.data)
+    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, config.mesh.stages, config.mesh.replicas)
     if of_plan != of_job:
         raise CheckpointError(
             "plan.mismatch",
@@ -162,52 +153,55 @@ class _Run:
 
     def go(self, *, resume: bool) -> RunResult:
         starts = read_starts(self._config, self._specs)
-        parts = start_from(self._load(), starts)
-        programs = Programs(parts, self._config.adapters, self._specs, self._config.train)
-        self._state = self._initial(parts, programs)
+        self._phase(f"loading {Path(self._config.base.model).name}")
+        self._stages = load_stages(self._config, self._prepared, self._specs)
+        self._start(starts)
         if resume:
-            self._state = self._state.restored(*self._store.restore(self._state.arrays()))
-        elif (
-            not self._folder.plan_file.exists()
-        ):  # not before the model has loaded: a failed start leaves nothing behind
+            self._restore()
+        elif not self._folder.plan_file.exists() and is_first():
+            # not before the model has loaded: a failed start leaves nothing behind
             self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
-        self._store.check_space(self._state.arrays())
-        self._evaluator = Evaluator(self._config, self._prepared, programs, parts.frozen)
+        self._store.check_space(
+            sum(size.nbytes for size in jax.tree.leaves([stage.changing() for stage in self._stages]))
+        )
+        spans = Spans(len(self._stages))
+        executor = Executor(self._stages, [spec.name for spec in self._specs], spans)
+        self._evaluator = Evaluator(self._config, self._prepared, executor)
         self._exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs)
-        self._announce(parts)
+        self._announce()
         if not resume:
             for adapter in self._config.adapters:
-                self._evaluate(adapter.name, 0)
+                self._evaluate(adapter.name, 0, self._progress.slot)
         loop = Loop(
             self._config,
             self._prepared,
             self._plan,
-            programs,
-            parts.frozen,
-            self._state,
+            executor,
+            self._progress,
             self._tell,
             Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish),
         )
         try:
             loop.run()
         except Interrupted:
-            self._tell(Event(kind="interrupted", slot=self._state.slot))
+            self._tell(Event(kind="interrupted", slot=self._progress.slot))
             raise
         except LoraFusionError as problem:
             with suppress(OSError):  # a full disk cannot take the note either
                 self._tell(
-                    Event(kind="stopped", slot=self._state.slot, values={"code": problem.code, "what": problem.what})
+                    Event(kind="stopped", slot=self._progress.slot, values={"code": problem.code, "what": problem.what})
                 )
             raise
         finally:
             self._store.close()
+            spans.close()
         result = RunResult(
-            folder=self._folder.path, adapters=self._state.adapters, seconds=self._state.seconds, plan=self._plan
+            folder=self._folder.path, adapters=self._progress.adapters, seconds=self._progress.seconds, plan=self._plan
         )
         self._tell(
             Event(
                 kind="finished",
-                slot=self._state.slot,
+                slot=self._progress.slot,
                 values={
                     "exit_code": result.exit_code,
                     "seconds": round(result.seconds, 3),
@@ -217,58 +211,62 @@ class _Run:
         )
         return result
 
-    def _load(self) -> Parts:
-        self._phase(f"loading {Path(self._config.base.model).name}")
-        return take_apart(load_base(self._config, self._prepared, self._specs))
-
-    def _initial(self, parts: Parts, programs: Programs) -> RunState:
+    def _start(self, starts: dict) -> None:
+        lora = start_from(self._stages[0].first_lora(), starts)
+        for stage in self._stages:
+            stage.start(lora)
         steps = {
             adapter.name: -(-len(self._prepared.adapters[adapter.name].order) // adapter.global_samples)
             for adapter in self._config.adapters
         }
-        optimizers = {spec.name: programs.init_optimizer(index, parts.lora) for index, spec in enumerate(self._specs)}
-        # Committed to the device like every result: an uncommitted first argument would compile each program twice
-        # (3m49 each at 8B, unrolled, on an H200).
-        arrays = jax.device_put(
-            {"lora": parts.lora, "sums": programs.start(parts.lora), "optimizers": optimizers}, jax.local_devices()[0]
-        )
-        return RunState(
-            **arrays, adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()}
+        self._progress = Progress(
+            adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()},
+            replicas=self._config.mesh.replicas,
         )
 
-    def _announce(self, parts: Parts) -> None:
+    def _restore(self) -> None:
+        position = self._store.position()
+        scatter(self._stages, self._store.restore(like(self._stages, position["replicas"])))
+        self._progress = dataclasses.replace(Progress.of(position), replicas=self._config.mesh.replicas)
+
+    def _announce(self) -> None:
         device = jax.devices()[0]
-        record = self._folder.read_record() | {"device": device.device_kind, "platform": device.platform}
-        self._folder.write_record(record)
-        trainable = sum(leaf.size for leaf in parts.lora.values())
+        if is_first():
+            record = self._folder.read_record() | {"device": device.device_kind, "platform": device.platform}
+            self._folder.write_record(record)
+        trainable = sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
+        frozen = sum(leaf.size for stage in self._stages for leaf in jax.tree.leaves(stage.weights.arrays()))
         self._tell(
             Event(
                 kind="started",
-                slot=self._state.slot,
+                slot=self._progress.slot,
                 values={
                     "device": device.device_kind,
+                    "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
+                    "layers": [len(stage.layers) for stage in self._stages],
+                    "keep": self._stages[0].keep,
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
-                    "adapters": {name: adapter.num_steps for name, adapter in self._state.adapters.items()},
+                    "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
                     "capacity_tokens": self._plan.capacity_tokens,
                     "trainable": trainable,
                     "plan": self._plan.digest,
-                    "frozen": sum(leaf.size for leaf in jax.tree.leaves(parts.frozen)),
+                    "frozen": frozen,
                 },
             )
         )
 
-    def _evaluate(self, name: str, step: int) -> None:
+    def _evaluate(self, name: str, step: int, slots_done: int) -> None:
         if self._prepared.adapters[name].eval is None:
             return
         self._phase(f"evaluating {name}")
-        loss, tokens = self._evaluator(name, self._state.lora)
+        loss, tokens = self._evaluator(name)
         if step == 0:
-            self._state.first_losses[name] = loss
+            self._progress.first_losses[name] = loss
         self._tell(
             Event(
                 kind="eval",
-                slot=self._state.slot,
+                slot=slots_done,
                 adapter=name,
                 step=step,
                 values={"eval_loss": loss, "eval_tokens": tokens},
@@ -278,28 +276,40 @@ class _Run:
     def _save(self) -> None:
         self._phase("saving")
         started = time.perf_counter()
-        self._store.save(self._state.slot, self._state.arrays(), self._state.position())
-        for name, adapter in self._state.adapters.items():
+        arrays = gather(self._stages)
+        if is_first():
+            self._store.save(self._progress.slot, arrays, self._progress.position())
+        for name, adapter in self._progress.adapters.items():
             if adapter.status == "running" and adapter.step:
-                self._exporter(name, adapter.step, self._state.lora)
+                self._export(name, adapter.step)
+        meet("saved")
         self._tell(
             Event(
                 kind="saved",
-                slot=self._state.slot,
+                slot=self._progress.slot,
                 values={
-                    "path": str(self._folder.state / str(self._state.slot)),
+                    "path": str(self._folder.state / str(self._progress.slot)),
                     "seconds": round(time.perf_counter() - started, 3),
                 },
             )
         )
 
-    def _finish(self, name: str) -> None:
-        adapter = self._state.adapters[name]
+    def _export(self, name: str, step: int) -> Path | None:
+        index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
+        own = adapter_arrays(self._stages, spec, index)
+        return self._exporter(name, step, own) if is_first() else None
+
+    def _finish(self, name: str, slots_done: int) -> None:
+        adapter = self._progress.adapters[name]
         if adapter.step:
-            path = self._exporter(name, adapter.step, self._state.lora)
+            path = self._export(name, adapter.step)
             self._tell(
                 Event(
-                    kind="exported", slot=self._state.slot, adapter=name, step=adapter.step, values={"path": str(path)}
+                    kind="exported",
+                    slot=slots_done,
+                    adapter=name,
+                    step=adapter.step,
+                    values={"path": str(path)},
                 )
             )
 

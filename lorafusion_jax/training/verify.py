@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.report.summary import final_rows
-from lorafusion_jax.training.base import load_base
+from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
-from lorafusion_jax.training.leaves import take_apart
-from lorafusion_jax.training.programs import Programs
 from lorafusion_jax.training.run import adapter_specs
 
 
@@ -43,15 +40,14 @@ def verify_exports(run: Path) -> dict[str, Check]:
     folder = RunFolder(run)
     config = folder.read_config()
     prepared, specs = prepare(config), adapter_specs(config)
-    parts = take_apart(load_base(config, prepared, specs))
-    lora = parts.lora
+    stages = load_stages(config, prepared, specs)
+    lora = stages[0].first_lora()
     for index, spec in enumerate(specs):
         if (exported := folder.latest(spec.name)) is not None:
             _, arrays = read_adapter(exported)
             lora = put_adapter(lora, index, arrays)
-    evaluate = Evaluator(config, prepared, Programs(parts, config.adapters, specs, config.train), parts.frozen)
+    for stage in stages:
+        stage.start(lora)
+    evaluate = Evaluator(config, prepared, Executor(stages, [spec.name for spec in specs]))
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
-    return {
-        name: Check(trained=loss, exported=evaluate(name, {key: jnp.asarray(leaf) for key, leaf in lora.items()})[0])
-        for name, loss in losses.items()
-    }
+    return {name: Check(trained=loss, exported=evaluate(name)[0]) for name, loss in losses.items()}

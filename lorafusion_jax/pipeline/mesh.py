@@ -1,0 +1,103 @@
+"""Which devices run which stage and which replica.
+
+One mesh with the axes (stage, data, fsdp). A stage is a row of it, a mesh of its own with the axes (data, fsdp): every
+device of that row is a replica with its own microbatch; along `fsdp` the frozen base is split as well.
+R replicas = data · fsdp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.errors import ConfigError
+
+REPLICAS = ("data", "fsdp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMesh:
+    """The devices of one stage.
+
+    Attributes:
+        mesh: axes (data, fsdp).
+    """
+
+    mesh: Mesh
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.size
+
+    @property
+    def fsdp(self) -> int:
+        return self.mesh.shape["fsdp"]
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The same on every device."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def by_replica(self) -> NamedSharding:
+        """Leading axis over replicas."""
+        return NamedSharding(self.mesh, P(REPLICAS))
+
+    @property
+    def local_replicas(self) -> list[int]:
+        """Replicas whose microbatch this process provides."""
+        mine = jax.process_index()
+        return [number for number, device in enumerate(self.mesh.devices.flat) if device.process_index == mine]
+
+    def weight(self, shape: Sequence[int]) -> NamedSharding:
+        """Where a frozen tensor lies: split over fsdp along its first axis that divides, else whole."""
+        return NamedSharding(self.mesh, P(*self.split(shape)))
+
+    def split(self, shape: Sequence[int]) -> tuple[str | None, ...]:
+        if self.fsdp == 1 or len(shape) < 2:
+            return ()
+        axis = next((number for number, size in enumerate(shape) if size % self.fsdp == 0), None)
+        return () if axis is None else (None,) * axis + ("fsdp",)
+
+
+def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMesh]:
+    """Takes the first stages · data · fsdp devices; with several processes, each keeps all stages of its replicas.
+
+    Raises:
+        ConfigError: `mesh.devices`, fewer devices; `mesh.processes`, replicas cannot be shared out evenly.
+    """
+    processes, needed = jax.process_count(), stages * data * fsdp
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if needed > len(devices):
+        raise ConfigError(
+            "mesh.devices",
+            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp) and there are "
+            f"{len(devices)}.",
+            why=f"{devices[0].device_kind}, {processes} process(es)",
+            fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes",
+        )
+    if data % processes:
+        raise ConfigError(
+            "mesh.processes",
+            f"mesh.data is {data} and there are {processes} processes.",
+            why="a stage hands its activations on inside a process; replicas are what processes share",
+            fix=f"mesh.data={processes} or a multiple of it",
+        )
+    each = needed // processes
+    chosen: list = []
+    for process in range(processes):
+        own = [device for device in devices if device.process_index == process]
+        if len(own) < each:
+            raise ConfigError(
+                "mesh.processes",
+                f"process {process} has {len(own)} devices and needs {each}.",
+                fix="start every process with the same number of devices",
+            )
+        chosen += own[:each]
+    grid = np.array(chosen, dtype=object).reshape(data, stages, fsdp).swapaxes(0, 1)
+    return [StageMesh(mesh=Mesh(grid[stage], REPLICAS)) for stage in range(stages)]

@@ -1,0 +1,77 @@
+"""Arrays onto a stage and from one stage to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lorafusion_jax.pipeline.mesh import StageMesh
+
+
+def to_stage(rows: Any, stage: StageMesh) -> Any:
+    """Puts host arrays [replicas of this process, ...] on the stage's devices, one row each."""
+    if jax.process_count() == 1:
+        return jax.device_put(rows, stage.by_replica)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_process_local_data(
+            stage.by_replica, leaf, (stage.replicas, *np.shape(leaf)[1:])
+        ),
+        rows,
+    )
+
+
+def everywhere(host: Any, stage: StageMesh) -> Any:
+    """Puts equal host arrays on every device of the stage."""
+    if jax.process_count() == 1:
+        return jax.device_put(host, stage.everywhere)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            np.shape(leaf), stage.everywhere, lambda index: np.asarray(leaf)[index]
+        ),
+        host,
+    )
+
+
+def across(arrays: Any, stage: StageMesh) -> Any:
+    """Moves arrays to another stage, each replica's part to the same replica; returns at once.
+
+    Parts stay inside their process, so no process has to meet another one here.
+    """
+    if jax.process_count() == 1:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, _like(leaf, stage)), arrays)
+    return jax.tree.map(lambda leaf: _by_parts(leaf, _like(leaf, stage)), arrays)
+
+
+def _like(array: jax.Array, stage: StageMesh) -> NamedSharding:
+    spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else stage.everywhere.spec
+    return NamedSharding(stage.mesh, spec)
+
+
+def _by_parts(array: jax.Array, target: NamedSharding) -> jax.Array:
+    places = target.addressable_devices_indices_map(array.shape)
+    held = {_key(shard.index): shard.data for shard in array.addressable_shards}
+    parts = [jax.device_put(held[_key(index)], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
+
+
+def _key(index: Any) -> tuple:
+    return tuple((part.start, part.stop) for part in index)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole array on the host, also if other processes hold parts of it (then all of them must call this)."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_shards[0].data)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def local(array: jax.Array) -> np.ndarray:
+    """A replicated array's value, read from this process's own copy."""
+    return np.asarray(array.addressable_shards[0].data)

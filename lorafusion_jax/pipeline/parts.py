@@ -1,0 +1,152 @@
+"""The decoder in the pieces that a pipeline runs: embedding, layers one by one, final norm and head.
+
+Pure functions over plain dictionaries of arrays; a piece is whatever module `models` has for it.
+T packed tokens · D model width · V vocabulary · A adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.models import Decoder, ModelConfig, Segments
+from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
+from lorafusion_jax.models.norm import rms_norm
+from lorafusion_jax.models.rope import rope_tables
+from lorafusion_jax.modules import LoRAContext
+from lorafusion_jax.modules.init import init_leaves
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective import adapter_losses
+
+Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
+
+
+@dataclass(slots=True, kw_only=True)
+class StageWeights:
+    """Frozen arrays of one stage.
+
+    Attributes:
+        first: number of its first layer in the model.
+        layers: by name, for each of its layers.
+        embed: [V, D], on the first stage.
+        norm, head: final norm [D] and [V, D] table, on the last stage.
+    """
+
+    first: int
+    layers: list[Weights]
+    embed: Array | None = None
+    norm: Array | None = None
+    head: Array | None = None
+
+    def arrays(self) -> list[Any]:
+        return [self.layers, self.embed, self.norm, self.head]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the pieces of one model compute.
+
+    Args:
+        model: shapes and arithmetic.
+        specs: the adapters, in stacking order.
+        settings: implementations and loss chunk.
+    """
+
+    model: ModelConfig
+    specs: tuple[AdapterSpec, ...]
+    settings: TrainSettings
+    dtype: Any = jnp.bfloat16
+    _layer: tuple = field(init=False, repr=False)
+
+    def __post_init__(self):
+        layer = nnx.eval_shape(lambda: DecoderLayer(self.model, self.specs, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        object.__setattr__(self, "_layer", nnx.split(layer, nnx.LoRAParam, ...))
+
+    def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the trainable leaves of that many layers: "layers.self_attn.q_proj.lora_a" → (L, A, K, R)."""
+        _, lora, _ = self._layer
+        return {f"layers.{_name(path)}": (num_layers, *leaf.shape) for path, leaf in nnx.to_flat_state(lora)}
+
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's frozen tensors."""
+        _, _, frozen = self._layer
+        return {_name(path): leaf.shape for path, leaf in nnx.to_flat_state(frozen)}
+
+    def first_lora(self) -> dict[str, Any]:
+        """Initial weights of all adapters and layers, numpy float32 [L, A, K, R]."""
+        return init_leaves(self.specs, self.lora_shapes(self.model.num_layers))
+
+    def inputs(self, batch: Microbatch, *, dropout: bool) -> LayerInputs:
+        """What all layers share of a microbatch: rotary tables, segments, adapter of each tile, dropout keys."""
+        row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
+        return LayerInputs(
+            rope=rope_tables(self.model, jnp.asarray(batch.positions)),
+            segments=Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths),
+            lora=LoRAContext.of(
+                self.specs, batch.tile_adapter, row_key=row_key, implementation=self.settings.implementation
+            ),
+        )
+
+    def embed(self, table: Array, tokens: Array) -> Array:
+        return table[tokens]
+
+    def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: LayerInputs, number: Array) -> Array:
+        """Runs one layer.
+
+        Args:
+            frozen: its tensors by name.
+            lora: its trainable leaves by name, [A, K, R] and [A, R, N].
+            number: of the layer in the model; dropout depends on it.
+        """
+        graph, lora_state, frozen_state = self._layer
+        module = nnx.merge(graph, _filled(lora_state, lora), _filled(frozen_state, frozen))
+        if inputs.lora is not None:
+            inputs = replace(inputs, lora=inputs.lora.at_layer(number))
+        return module(x_TD, inputs, self.settings.attention)
+
+    def losses(self, norm: Array, head: Array, x_TD: Array, batch: Microbatch) -> Array:
+        """Σ weight · token loss of each adapter, float32 [A]."""
+        return adapter_losses(
+            rms_norm(self.model.norm_eps, x_TD, norm),
+            head.T,
+            batch.targets,
+            batch.weights,
+            batch.row_adapter,
+            len(self.specs),
+            chunk=self.settings.loss_chunk,
+        )
+
+
+def cut(model: Decoder, stages: Sequence[range]) -> list[StageWeights]:
+    """Takes a loaded decoder of unrolled layers apart; tied embeddings serve both ends."""
+    last = len(stages) - 1
+    tied = model.lm_head is None
+    return [
+        StageWeights(
+            first=own.start,
+            layers=[_weights(model.layers[number]) for number in own],
+            embed=model.embed_tokens.weight[...] if stage == 0 else None,
+            norm=model.norm.weight[...] if stage == last else None,
+            head=(model.embed_tokens if tied else model.lm_head).weight[...] if stage == last else None,
+        )
+        for stage, own in enumerate(stages)
+    ]
+
+
+def _weights(layer: DecoderLayer) -> Weights:
+    return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
+
+
+def _filled(state: Any, arrays: Weights) -> Any:
+    return nnx.from_flat_state([(path, leaf.replace(arrays[_name(path)])) for path, leaf in nnx.to_flat_state(state)])
+
+
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))

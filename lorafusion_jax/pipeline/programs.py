@@ -1,0 +1,229 @@
+"""The compiled programs of one stage. Shapes are the same in every slot, so each program compiles once.
+
+A program runs one block: one or a few layers. Compiling one layer and calling it 32 times costs as much host time as
+the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every layer's weights.
+Every array of a microbatch has a leading axis of replicas; inside a program each device sees its own row.
+A adapters · L layers of the stage · R replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.config.schema import OptimSettings
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.keep import Keep, Split
+from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
+from lorafusion_jax.pipeline.parts import Parts, Weights
+from lorafusion_jax.training import leaves as lv
+from lorafusion_jax.training.leaves import Leaves
+from lorafusion_jax.training.optim import Hyper, clipped, transformation
+
+ROWS, WHOLE = P(REPLICAS), P()
+
+
+class Verdict(NamedTuple):
+    """What a stage knows of an adapter's finished global batch; float32 scalars."""
+
+    squares: Array  # Σ gradient² over the stage
+    finite: Array  # 1 where every gradient is
+    loss: Array  # on the last stage; 0 elsewhere
+
+
+class StagePrograms:
+    """Jitted functions of one stage.
+
+    Args:
+        parts: what the model computes.
+        stage: where.
+        keep: what forward leaves for backward.
+    """
+
+    def __init__(self, parts: Parts, stage: StageMesh, keep: Keep):
+        self._parts, self._stage = parts, stage
+        self._keep: Keep = keep
+        self._splits: list[Split] = []
+        self._steps: dict[tuple, Any] = {}
+        weights = {name: P(*stage.split(shape)) for name, shape in parts.frozen_shapes().items()}
+        self._frozen_axes = {name: _axis(spec) for name, spec in weights.items()}
+        table = (parts.model.vocab_size, parts.model.hidden_size)
+        self._table_axis = _axis(P(*stage.split(table)))
+        table_spec = P(*stage.split(table))
+        block = ([weights], WHOLE, WHOLE, WHOLE, ROWS, ROWS)  # a list: the same for each layer of the block
+        self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
+        self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
+        self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
+        self.forward = self._jit(self._forward, block, (ROWS, ROWS))
+        self.backward = self._jit(self._backward, (*block, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(7, 8))
+        self.evaluate = self._jit(self._evaluate, block, ROWS)
+        self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
+        self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
+
+    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
+        """Takes an adapter's gradient out of the sums, added up over replicas.
+
+        Returns:
+            (gradient, Verdict, finite per leaf in order of names, sums and loss with the adapter's part cleared)
+        """
+        kind = ("finish", spec.rank, spec.targets)
+        if kind not in self._steps:
+            whole, rows = self._stage.everywhere, self._stage.by_replica
+            self._steps[kind] = jax.jit(
+                partial(_finish, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
+            )
+        return self._steps[kind](index, sums, loss)
+
+    def step(
+        self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
+        alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
+    ):  # fmt: skip
+        """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now and
+        later: the adapter is not alive any more.
+
+        Returns:
+            (lora, optimizer, alive)
+        """
+        kind = ("step", spec.rank, spec.targets, optim.name, optim.clip > 0)
+        if kind not in self._steps:
+            self._steps[kind] = jax.jit(
+                partial(_step, spec, optim), donate_argnums=(1, 3, 4), out_shardings=self._stage.everywhere
+            )
+        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
+
+    def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
+        """State of one adapter's optimizer at its first step."""
+        return transformation(optim, Hyper(*[0.0] * 7)).init(lv.take(lora, spec, 0))
+
+    def _jit(self, function: Callable, in_specs: tuple, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
+        if self._stage.replicas == 1:
+            return jax.jit(function, donate_argnums=donate)
+
+        def mapped(*operands: Any) -> Any:
+            specs = tuple(
+                tuple(spec) * len(operand) if isinstance(spec, list) else spec
+                for spec, operand in zip(in_specs, operands, strict=True)
+            )
+            # Checks of varying axes off: sums and losses differ by replica, and that is how they are declared.
+            local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+            return local(*operands)
+
+        return jax.jit(mapped, donate_argnums=donate)
+
+    def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
+        return _row(self._parts.inputs(_own(batch), dropout=dropout))
+
+    def _embed(self, table: Array, batch: Microbatch) -> Array:
+        return self._parts.embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+
+    def _forward(self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any):
+        x, inputs = x[0], _own(inputs)
+        while len(self._splits) < len(frozen):
+            self._splits.append(Split(self._layer, self._keep))
+        kept = []
+        for place, weights in enumerate(frozen):
+            before = x
+            given = (self._whole(weights), inputs, number + place)
+            x, rest = self._splits[place].forward(given, _at(lora, first + place), x)
+            kept.append(((before,) if place else (), rest))
+        return x[None], _row(kept)
+
+    def _backward(
+        self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any, kept: Any,
+        dy: Array, sums: Leaves,
+    ):  # fmt: skip
+        x, inputs, kept, dy = x[0], _own(inputs), _own(kept), dy[0]
+        for place in reversed(range(len(frozen))):
+            before, rest = kept[place]
+            given = (self._whole(frozen[place]), inputs, number + place)
+            gradient, dy = self._splits[place].backward(
+                given, _at(lora, first + place), before[0] if place else x, rest, dy
+            )
+            sums = {name: leaf.at[0, first + place].add(gradient[_in_layer(name)]) for name, leaf in sums.items()}
+        return dy[None], sums
+
+    def _evaluate(self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any):
+        x, inputs = x[0], _own(inputs)
+        for place, weights in enumerate(frozen):
+            x = self._layer((self._whole(weights), inputs, number + place), _at(lora, first + place), x)
+        return x[None]
+
+    def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
+        frozen, inputs, number = given
+        return self._parts.layer(frozen, lora, x, inputs, number)
+
+    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, loss: Array):
+        table, batch = _gathered(table, self._table_axis), _own(batch)
+
+        def total(x: Array):
+            losses = self._parts.losses(norm, table, x, batch)
+            return jnp.sum(losses), losses
+
+        dx, losses = jax.grad(total, has_aux=True)(x[0])
+        return dx[None], losses[None], loss + losses
+
+    def _losses(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
+        losses = self._parts.losses(norm, _gathered(table, self._table_axis), x[0], _own(batch))
+        return losses if self._stage.replicas == 1 else lax.psum(losses, REPLICAS)
+
+    def _whole(self, weights: Weights) -> Weights:
+        return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
+
+
+def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
+    own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index).items()}
+    finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
+    squares = sum(jnp.sum(jnp.square(leaf)) for leaf in own.values())
+    total = jnp.zeros(()) if loss is None else loss[:, index].sum()
+    verdict = Verdict(squares, jnp.all(finite).astype(jnp.float32), total)
+    return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
+
+
+def _step(
+    spec: AdapterSpec, optim: OptimSettings, index: Array, lora: Leaves, gradient: Leaves, optimizer: Any,
+    alive: Array, verdicts: tuple[Verdict, ...], numbers: Hyper,
+):  # fmt: skip
+    healthy = alive[index]
+    for verdict in verdicts:
+        healthy &= (verdict.finite == 1) & jnp.isfinite(verdict.loss)
+    if optim.clip > 0:  # by the norm over all stages
+        norm = jnp.sqrt(sum(verdict.squares for verdict in verdicts))
+        gradient = clipped(gradient, norm, numbers.clip)
+    own = lv.take(lora, spec, index)
+    changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
+    moved = optax.apply_updates(own, changes)
+    moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
+    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy)
+
+
+def _own(rows: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], rows)
+
+
+def _row(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
+
+
+def _at(lora: Leaves, place: Array) -> Weights:
+    """One layer's trainable leaves under the layer's own names."""
+    return {_in_layer(name): lax.dynamic_index_in_dim(leaf, place, 0, keepdims=False) for name, leaf in lora.items()}
+
+
+def _in_layer(name: str) -> str:
+    return name.removeprefix("layers.")
+
+
+def _axis(spec: P) -> int | None:
+    return next((number for number, name in enumerate(spec) if name == "fsdp"), None)
+
+
+def _gathered(leaf: Array, axis: int | None) -> Array:
+    return leaf if axis is None else lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

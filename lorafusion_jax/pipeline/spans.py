@@ -1,0 +1,89 @@
+"""When each event ran on its stage, measured without slowing it: a thread per stage waits for results in order.
+
+Wall-clock seconds since the first event. A stage works on one event at a time, so an event starts when it was issued,
+when its input was there or when the event before it ended, whichever came last.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import NamedTuple
+
+from jax import Array
+
+from scheduling.pipeline import Event
+from scheduling.timeline import Span
+
+MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
+
+
+class Issued(NamedTuple):
+    event: Event
+    at: float
+
+
+class Spans:
+    """Recorder of one sitting; close it to end its threads.
+
+    Attributes:
+        host: (start, end) of the host's own work on each event.
+    """
+
+    def __init__(self, num_stages: int):
+        self._began = time.perf_counter()
+        self._ends: dict[tuple[str, int, int], float] = {}
+        self._spans: list[Span] = []
+        self.host: list[tuple[Event, float, float]] = []
+        self._lock = threading.Lock()
+        self._num_stages = num_stages
+        self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
+        self._threads = [
+            threading.Thread(target=self._watch, args=(stage,), name=f"spans-{stage}", daemon=True)
+            for stage in range(num_stages)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def issued(self, event: Event) -> Issued:
+        """Notes that the host begins to dispatch an event."""
+        return Issued(event, self._now())
+
+    def follow(self, issued: Issued, result: Array) -> None:
+        """Watches for the end of an event; `result` must not be donated to anybody."""
+        if len(self.host) >= MOST:
+            return
+        self.host.append((issued.event, issued.at, self._now()))
+        self._queues[issued.event.stage].put((issued, result))
+
+    def close(self) -> tuple[Span, ...]:
+        """Ends the threads; returns what was measured, in order of ends."""
+        for each in self._queues:
+            each.put(None)
+        for thread in self._threads:
+            thread.join()
+        return tuple(sorted(self._spans, key=lambda span: span.end_s))
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _watch(self, stage: int) -> None:
+        free = 0.0
+        while (item := self._queues[stage].get()) is not None:
+            (event, at), result = item
+            try:
+                result.block_until_ready()
+            except Exception:  # the thread that issues events meets the same error and reports it
+                continue
+            del result, item
+            end = self._now()
+            with self._lock:
+                start = min(max(free, at, self._input_ready(event)), end)
+                self._ends[event.kind, stage, event.slot] = end
+                self._spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
+            free = end
+
+    def _input_ready(self, event: Event) -> float:
+        before = event.stage - 1 if event.kind == "forward" else event.stage + 1
+        return self._ends.pop((event.kind, before, event.slot), 0.0)

@@ -1,0 +1,185 @@
+"""One stage at work: its arrays, and what an event of the plan does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.keep import Keep
+from lorafusion_jax.pipeline.mesh import StageMesh
+from lorafusion_jax.pipeline.move import everywhere
+from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
+from lorafusion_jax.training import leaves as lv
+from lorafusion_jax.training.leaves import Leaves
+from lorafusion_jax.training.optim import Hyper
+
+
+class _Live(NamedTuple):
+    """What a stage holds of a microbatch between its forward and its backward pass."""
+
+    inputs: Any
+    xs: list[Array]  # input of each block
+    kept: list[Any]
+    dy: Array | None  # on the last stage, made by the head
+
+
+class Stage:
+    """One stage of the pipeline; every method dispatches and returns at once.
+
+    Args:
+        parts: what the model computes.
+        weights: frozen arrays, on this stage's devices.
+        mesh: those devices.
+        adapters: their settings, in stacking order.
+        keep: what forward leaves for backward.
+        block: layers per program.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        weights: StageWeights,
+        mesh: StageMesh,
+        adapters: Sequence[AdapterConfig],
+        *,
+        keep: Keep,
+        block: int,
+    ):
+        self.mesh, self.weights, self.keep = mesh, weights, keep
+        self.programs = StagePrograms(parts, mesh, keep)
+        self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
+        count = len(weights.layers)
+        starts = range(0, count, block)
+        self._blocks = [tuple(weights.layers[start : start + block]) for start in starts]
+        self._places = [everywhere((np.int32(start), np.int32(weights.first + start)), mesh) for start in starts]
+        self._index = [everywhere(np.int32(number), mesh) for number in range(len(adapters))]
+        self._live: dict[int, _Live] = {}
+        self._gradients: dict[int, Leaves] = {}
+        self.lora: Leaves = {}
+        self.sums: Leaves = {}
+        self.optimizers: dict[str, Any] = {}
+        self.loss: Array | None = None
+        self.alive: Array = everywhere(np.ones(len(adapters), bool), mesh)
+
+    @property
+    def layers(self) -> range:
+        return range(self.weights.first, self.weights.first + len(self.weights.layers))
+
+    @property
+    def live_slots(self) -> int:
+        return len(self._live)
+
+    def first_lora(self) -> dict[str, np.ndarray]:
+        """Initial weights of all adapters in all layers of the model."""
+        return self._parts.first_lora()
+
+    def spec(self, index: int) -> AdapterSpec:
+        return self._specs[index]
+
+    def start(self, lora: dict[str, np.ndarray]) -> None:
+        """Takes initial weights of all layers of the model, [L, A, K, R], and starts with empty sums and new optimizers."""
+        own = {name: leaf[self.layers.start : self.layers.stop] for name, leaf in lora.items()}
+        self.lora = everywhere(own, self.mesh)
+        rows = self.mesh.by_replica
+        shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
+        self.sums = jax.jit(
+            lambda: {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}, out_shardings=rows
+        )()
+        if self.weights.head is not None:
+            self.loss = jax.jit(
+                lambda: jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32), out_shardings=rows
+            )()
+        self.optimizers = {
+            spec.name: jax.jit(
+                lambda lora, spec=spec, settings=settings: self.programs.init_optimizer(spec, settings.optim, lora),
+                out_shardings=self.mesh.everywhere,
+            )(self.lora)
+            for spec, settings in zip(self._specs, self._adapters, strict=True)
+        }
+
+    def changing(self) -> list[Any]:
+        """All arrays that training changes."""
+        return [self.lora, self.sums, self.optimizers]
+
+    def forward(self, slot: int, batch: Microbatch, x: Array | None) -> Array:
+        """Runs a microbatch through this stage.
+
+        Returns:
+            Activations for the next stage; on the last stage the loss sums [R, A] of the microbatch.
+        """
+        programs, weights = self.programs, self.weights
+        inputs = programs.inputs(batch)
+        if weights.embed is not None:
+            x = programs.embed(weights.embed, batch)
+        assert x is not None, "only the first stage begins with tokens"
+        xs, kept = [], []
+        for block, (first, number) in zip(self._blocks, self._places, strict=True):
+            xs.append(x)
+            x, rest = programs.forward(block, self.lora, first, number, x, inputs)
+            kept.append(rest)
+        if weights.head is None:
+            self._live[slot] = _Live(inputs, xs, kept, None)
+            return x
+        dy, losses, self.loss = programs.head(weights.norm, weights.head, x, batch, self.loss)
+        self._live[slot] = _Live(inputs, xs, kept, dy)
+        return losses
+
+    def backward(self, slot: int, dy: Array | None) -> Array:
+        """Adds a microbatch's gradients to the sums; returns the gradient of its input."""
+        inputs, xs, kept, own = self._live.pop(slot)
+        dy = own if dy is None else dy
+        del own
+        for block, (first, number) in zip(reversed(self._blocks), reversed(self._places), strict=True):
+            dy, self.sums = self.programs.backward(
+                block, self.lora, first, number, xs.pop(), inputs, kept.pop(), dy, self.sums
+            )
+        return dy
+
+    def finish(self, index: int) -> tuple[Verdict, Array]:
+        """Closes an adapter's global batch: its gradient leaves the sums and waits for `step`.
+
+        Returns:
+            (Verdict, finite per leaf in order of `leaf_names`)
+        """
+        self._gradients[index], verdict, finite, self.sums, self.loss = self.programs.finish(
+            self._specs[index], self._index[index], self.sums, self.loss
+        )
+        return verdict, finite
+
+    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> None:
+        """Steps an adapter whose global batch is finished on every stage."""
+        spec, optim = self._specs[index], self._adapters[index].optim
+        self.lora, self.optimizers[spec.name], self.alive = self.programs.step(
+            spec,
+            optim,
+            self._index[index],
+            self.lora,
+            self._gradients.pop(index),
+            self.optimizers[spec.name],
+            self.alive,
+            verdicts,
+            numbers,
+        )
+
+    def evaluate(self, batch: Microbatch, x: Array | None) -> Array:
+        """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""
+        programs, weights = self.programs, self.weights
+        inputs = programs.inputs_without_dropout(batch)
+        if weights.embed is not None:
+            x = programs.embed(weights.embed, batch)
+        for block, (first, number) in zip(self._blocks, self._places, strict=True):
+            x = programs.evaluate(block, self.lora, first, number, x, inputs)
+        return x if weights.head is None else programs.losses(weights.norm, weights.head, x, batch)
+
+    def leaf_names(self, spec: AdapterSpec) -> list[str]:
+        """Leaves of one adapter in the order in which `finish` reports them."""
+        return sorted(name for name in self.lora if lv.projection(name) in spec.targets)

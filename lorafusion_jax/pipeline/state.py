@@ -1,0 +1,104 @@
+"""The changing arrays of a pipeline as host arrays of the whole model: what a checkpoint holds, whatever the layout.
+
+L layers · A adapters · R replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.training import leaves as lv
+
+
+def gather(stages: Sequence[Stage]) -> dict[str, Any]:
+    """Collects weights, sums and optimizers of all stages; every process must call it.
+
+    Returns:
+        lora [L, A, K, R'] and sums [R, L, A, K, R'] by leaf, loss [R, A], alive [A], optimizers by adapter.
+    """
+    last = stages[-1]
+    assert last.loss is not None
+    return {
+        "lora": _joined([stage.lora for stage in stages], axis=0),
+        "sums": _joined([stage.sums for stage in stages], axis=1),
+        "loss": to_host(last.loss),
+        "alive": to_host(stages[0].alive),
+        "optimizers": _joined([stage.optimizers for stage in stages], axis=0),
+    }
+
+
+def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
+    """Gives the stages what `gather` collected, on this or another layout.
+
+    With another number of replicas, sums that are under way start on the first of them.
+    """
+    replicas = stages[0].mesh.replicas
+    sums = {name: _for_replicas(leaf, replicas) for name, leaf in arrays["sums"].items()}
+    loss = _for_replicas(arrays["loss"], replicas)
+    for stage in stages:
+        here, mesh = slice(stage.layers.start, stage.layers.stop), stage.mesh
+        mine = np.asarray(mesh.local_replicas)
+        stage.lora = everywhere({name: np.asarray(leaf)[here] for name, leaf in arrays["lora"].items()}, mesh)
+        stage.sums = to_stage({name: leaf[mine][:, here] for name, leaf in sums.items()}, mesh)
+        stage.optimizers = everywhere(
+            jax.tree.map(
+                lambda leaf: np.asarray(leaf)[here] if np.ndim(leaf) else np.asarray(leaf), arrays["optimizers"]
+            ),  # noqa: B023
+            mesh,
+        )
+        stage.alive = everywhere(np.asarray(arrays["alive"]), mesh)
+        if stage.loss is not None:
+            stage.loss = to_stage(loss[mine], mesh)
+
+
+def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
+    """Shapes and dtypes of what `gather` returns, for a checkpoint written with that many replicas."""
+
+    def joined(trees: list[Any], axis: int, lead: tuple[int, ...] = ()) -> Any:
+        def join(*leaves: Any) -> Any:
+            shape = list(leaves[0].shape)
+            if shape:
+                shape[axis] = sum(leaf.shape[axis] for leaf in leaves)
+            return jax.ShapeDtypeStruct((*lead, *shape[len(lead) :]), leaves[0].dtype)
+
+        return jax.tree.map(join, *trees)
+
+    last = stages[-1]
+    assert last.loss is not None
+    return {
+        "lora": joined([stage.lora for stage in stages], 0),
+        "sums": joined([stage.sums for stage in stages], 1, (replicas,)),
+        "loss": jax.ShapeDtypeStruct((replicas, last.loss.shape[1]), jnp.float32),
+        "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
+        "optimizers": joined([stage.optimizers for stage in stages], 0),
+    }
+
+
+def adapter_arrays(stages: Sequence[Stage], spec: AdapterSpec, index: int) -> dict[str, np.ndarray]:
+    """One adapter's weights of all layers at its own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _joined([lv.take(stage.lora, spec, index) for stage in stages], axis=0)
+
+
+def _joined(trees: list[Any], axis: int) -> Any:
+    def join(*leaves: jax.Array) -> np.ndarray:
+        held = [to_host(leaf) for leaf in leaves]
+        return np.concatenate(held, axis=axis) if held[0].ndim and len(held) > 1 else held[0]
+
+    return jax.tree.map(join, *trees)
+
+
+def _for_replicas(rows: Any, replicas: int) -> np.ndarray:
+    rows = np.asarray(rows)
+    if rows.shape[0] == replicas:
+        return rows
+    spread = np.zeros((replicas, *rows.shape[1:]), rows.dtype)
+    spread[0] = rows.sum(0)
+    return spread
