@@ -99,8 +99,8 @@ class TrainSettings(Section):
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
     keep: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
-        description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or its "
-        "input only (about a third more time); auto = the first that fits into the device's memory",
+        description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or "
+        "its input only (about a third more time); auto = the first that fits into the device's memory",
     )
     block_layers: Count | None = Field(
         default=None, description="layers compiled into one program; default all of a stage up to 8, else 1"

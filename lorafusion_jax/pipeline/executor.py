@@ -13,10 +13,10 @@ from jax import Array
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.move import across, local, to_stage
+from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.programs import Verdict
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.training.optim import Hyper
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: the device never waits for the host, memory stays bounded

@@ -28,8 +28,8 @@ class Split:
         keep: "everything" a derivative wants; "gemm_inputs": the named tensors, elementwise work is repeated;
             "nothing": forward runs again.
 
-    `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside traced
-    functions, forward before backward.
+    `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside
+    traced functions, forward before backward.
     """
 
     def __init__(self, function: Callable[[Any, Any, Array], Array], keep: Keep):

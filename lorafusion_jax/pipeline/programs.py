@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.keep import Keep, Split
+from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
+from lorafusion_jax.pipeline.optim import Hyper, clipped, transformation
 from lorafusion_jax.pipeline.parts import Parts, Weights
-from lorafusion_jax.training import leaves as lv
-from lorafusion_jax.training.leaves import Leaves
-from lorafusion_jax.training.optim import Hyper, clipped, transformation
 
 ROWS, WHOLE = P(REPLICAS), P()
 
@@ -86,8 +86,8 @@ class StagePrograms:
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
     ):  # fmt: skip
-        """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now and
-        later: the adapter is not alive any more.
+        """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now
+        and later: the adapter is not alive any more.
 
         Returns:
             (lora, optimizer, alive)

@@ -13,14 +13,14 @@ from jax import Array
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.keep import Keep
+from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import everywhere
+from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
-from lorafusion_jax.training import leaves as lv
-from lorafusion_jax.training.leaves import Leaves
-from lorafusion_jax.training.optim import Hyper
 
 
 class _Live(NamedTuple):
@@ -86,7 +86,7 @@ class Stage:
         return self._specs[index]
 
     def start(self, lora: dict[str, np.ndarray]) -> None:
-        """Takes initial weights of all layers of the model, [L, A, K, R], and starts with empty sums and new optimizers."""
+        """Takes initial weights of all layers of the model, [L, A, K, R]; sums are empty, optimizers new."""
         own = {name: leaf[self.layers.start : self.layers.stop] for name, leaf in lora.items()}
         self.lora = everywhere(own, self.mesh)
         rows = self.mesh.by_replica

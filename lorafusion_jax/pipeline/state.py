@@ -6,6 +6,7 @@ L layers · A adapters · R replicas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.training import leaves as lv
 
 
 def gather(stages: Sequence[Stage]) -> dict[str, Any]:
@@ -48,12 +49,7 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
         mine = np.asarray(mesh.local_replicas)
         stage.lora = everywhere({name: np.asarray(leaf)[here] for name, leaf in arrays["lora"].items()}, mesh)
         stage.sums = to_stage({name: leaf[mine][:, here] for name, leaf in sums.items()}, mesh)
-        stage.optimizers = everywhere(
-            jax.tree.map(
-                lambda leaf: np.asarray(leaf)[here] if np.ndim(leaf) else np.asarray(leaf), arrays["optimizers"]
-            ),  # noqa: B023
-            mesh,
-        )
+        stage.optimizers = everywhere(jax.tree.map(partial(_rows, here), arrays["optimizers"]), mesh)
         stage.alive = everywhere(np.asarray(arrays["alive"]), mesh)
         if stage.loss is not None:
             stage.loss = to_stage(loss[mine], mesh)
@@ -85,6 +81,10 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 def adapter_arrays(stages: Sequence[Stage], spec: AdapterSpec, index: int) -> dict[str, np.ndarray]:
     """One adapter's weights of all layers at its own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
     return _joined([lv.take(stage.lora, spec, index) for stage in stages], axis=0)
+
+
+def _rows(here: slice, leaf: Any) -> np.ndarray:
+    return np.asarray(leaf)[here] if np.ndim(leaf) else np.asarray(leaf)  # scalars count steps
 
 
 def _joined(trees: list[Any], axis: int) -> Any:

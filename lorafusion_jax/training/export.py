@@ -17,7 +17,7 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.training.leaves import Leaves
+from lorafusion_jax.pipeline.leaves import Leaves
 from scheduling import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -27,10 +27,10 @@ from lorafusion_jax.data.assemble import (
 )
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.executor import Executor, StepResult
+from lorafusion_jax.pipeline.optim import hyper, learning_rates
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.training.meter import Meter
-from lorafusion_jax.training.optim import hyper, learning_rates
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, issue_order

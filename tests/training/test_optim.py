@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.training.optim import hyper, learning_rates, transformation
+from lorafusion_jax.pipeline.optim import hyper, learning_rates, transformation
 
 BY_HAND = {
     "adamw": optax.adamw(3e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1),
