@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,13 +13,18 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare
+from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.comparison import plans_one_after_another
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, duration, percent, whole
-from lorafusion_jax.report.prediction import predicted_costs, this_device
+from lorafusion_jax.report.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
+if TYPE_CHECKING:  # imports jax
+    from lorafusion_jax.models import ModelConfig
+
 NAME = "plan"
+GIB = 2**30
 
 
 def command(
@@ -30,26 +35,37 @@ def command(
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline, an .html page")] = None,
     device: Annotated[
         Literal["h200", "h100", "cpu"] | None,
-        typer.Option(help="whose rates predict times; what this machine has when absent"),
+        typer.Option(help="whose rates and memory count; what this machine has when absent"),
+    ] = None,
+    device_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each device, if not the usual")] = None,
+    cost_model: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="measured costs, from lorafusion profile")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plans a run: rows, tokens, steps, microbatches, predicted times.
+    """Plans a run: rows, tokens, steps, microbatches, predicted times, memory per stage.
 
     Example: lorafusion plan jobs.yaml -o plan.json
     """
     config = load_config(jobs, overrides or ())
     prepared = prepare(config)
     plan = plan_training(config, prepared)
-    costs = predicted_costs(base_directory(config), device or this_device(), plan.num_stages)
+    kind = device or this_device()
+    model, notes = _model(config)
+    costs = None if model is None else predicted_costs(config, model, kind)
+    if cost_model:
+        costs = measured_costs(config, model, cost_model)
+    memory = None
+    if model is not None:
+        memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
     if output:
         _write(output, plan.to_json())
     if timeline and costs:
         _write(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
-    numbers = plan_numbers(config, prepared, plan, costs)
+    numbers = plan_numbers(config, prepared, plan, costs) | {"memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
-    notes = ineffective(config) + data_notes(config, prepared)
+    notes += ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(json.dumps(numbers | {"warnings": notes}))
         return
@@ -59,6 +75,16 @@ def command(
         say(console, f"timeline {timeline}")
     warn(console, notes)
     next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}" + (f" --plan {output}" if output else ""))
+
+
+def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
+    """The base model's shape, or why there are no predictions: planning works without."""
+    from lorafusion_jax.models import ModelConfig
+
+    try:
+        return ModelConfig.from_hf(base_directory(config)), []
+    except CheckpointError as problem:
+        return None, [f"no times and no memory are predicted: {problem.what}"]
 
 
 def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostModel | None) -> dict:
@@ -161,6 +187,20 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
     if predicted:
         say(console, f"  times and bubbles are predictions: {predicted['costs']}")
+    if numbers["memory"]:
+        _show_memory(console, numbers["memory"])
+
+
+def _show_memory(console, memory: dict[str, Any]) -> None:
+    each = "  ".join(f"s{stage} {row['total'] / GIB:.1f}" for stage, row in enumerate(memory["stages"]))
+    of = "" if memory["device_bytes"] is None else f" of {memory['device_bytes'] / GIB:.0f}"
+    verdict = {None: "", True: "   fits", False: "   does not fit"}[memory["fits"]]
+    console.print(f"memory/stage  {each} GiB{of}{verdict}", highlight=False, markup=False)
+    if memory["advice"]:
+        say(console, f"  to make it fit: {memory['advice']}", "bold red")
+    layers = " + ".join(map(str, memory["layers"]))
+    say(console, f"  layers {layers}, kept for backward: {memory['keep']}")
+    say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
 
 
 def _compared(numbers: dict) -> str:

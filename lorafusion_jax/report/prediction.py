@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, default_cost_parts, read_cost_model, stages_from_parts
 
@@ -22,14 +21,11 @@ def this_device() -> str:
     return "h200" if Path("/dev/nvidia0").exists() else "cpu"
 
 
-def model_shape(base: Path) -> ModelConfig | None:
-    """The shape of a base model; None if its folder does not tell, or holds a model that cannot be run."""
-    from lorafusion_jax.models import ModelConfig
+def memory_of(device: str) -> int | None:
+    """Bytes of a known device; None for a CPU, whose memory is not what limits."""
+    from lorafusion_jax.pipeline.memory import DEVICE_BYTES
 
-    try:
-        return ModelConfig.from_hf(base)
-    except CheckpointError:
-        return None
+    return DEVICE_BYTES.get(device)
 
 
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:

@@ -108,10 +108,10 @@ def test_plan_shows_writes_and_compares(lorafusion, job):
 
 
 def test_plan_predicts_bubbles_of_a_pipeline(lorafusion, job):
-    one, four = (json.loads(lorafusion("plan", job.path, f"mesh.stages={stages}", "--json").out) for stages in (1, 4))
+    one, two = (json.loads(lorafusion("plan", job.path, f"mesh.stages={stages}", "--json").out) for stages in (1, 2))
     assert one["predicted"]["bubble_share"] == 0
-    assert four["predicted"]["bubble_share"] > 0
-    assert "4 stages" in lorafusion("plan", job.path, "mesh.stages=4").out
+    assert two["predicted"]["bubble_share"] > 0
+    assert "2 stages" in lorafusion("plan", job.path, "mesh.stages=2").out
 
 
 def test_screens_fit_into_80_columns(lorafusion, job, finished, monkeypatch):

@@ -1,0 +1,140 @@
+"""What plan says about memory and time: per stage, whether it fits, what to change, and from whose figures."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
+from scheduling import CostParts, PassCost, StageCost
+
+
+@pytest.fixture
+def job(job):
+    job.values["train"].pop("layers", None)
+    job.write()
+    return job
+
+
+@pytest.fixture
+def large(job, tmp_path):
+    """The job over a base of Llama-3.1-8B's shape: no weights are read when planning."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    base = tmp_path / "large"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config.to_hf()))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).write_bytes((job.folder / job.values["base"]["model"] / name).read_bytes())
+    job.values.update({"base": {"model": str(base)}, "batch": {"capacity_tokens": 8192}})
+    job.write()
+    return job
+
+
+def plan(lorafusion, job, *arguments):
+    outcome = lorafusion("plan", job.path, *arguments, "--json")
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_memory_is_that_of_the_model_in_whole_and_in_parts(lorafusion, large):
+    from lorafusion_jax.config import load_config
+
+    memory = plan(lorafusion, large, "mesh.stages=4", "--device", "h200")["memory"]
+    problem = memory_problem(
+        load_config(large.path, ["mesh.stages=4"]), ModelConfig.from_hf(large.values["base"]["model"])
+    )
+    assert [row["total"] for row in memory["stages"]] == [stage.total for stage in stage_memory(problem)]
+    for row in memory["stages"]:
+        assert row["total"] == sum(size for name, size in row.items() if name != "total")
+    assert memory["layers"] == [8, 9, 9, 6]
+    assert (memory["keep"], memory["fits"], memory["advice"]) == ("everything", True, "")
+
+
+def test_screen_shows_memory_and_fit(lorafusion, large):
+    text = lorafusion("plan", large.path, "mesh.stages=2", "--device", "h100").out
+    assert re.search(r"^memory/stage  s0 \d+\.\d  s1 \d+\.\d GiB of 79   fits$", text, re.MULTILINE)
+    assert "layers 17 + 15, kept for backward: everything" in text
+    assert "not modelled: copies and temporaries that the compiler adds" in text
+
+
+def test_auto_keeps_less_before_it_gives_up(lorafusion, large):
+    keeps = [
+        plan(lorafusion, large, "--device", "h100", "--device-memory", str(size))["memory"]["keep"]
+        for size in (79, 50, 30)
+    ]
+    assert keeps == ["everything", "gemm_inputs", "nothing"]
+
+
+def test_what_does_not_fit_comes_with_a_capacity_that_does(lorafusion, large):
+    small = ("--device", "h100", "--device-memory", "30")
+    text = lorafusion("plan", large.path, "train.keep=gemm_inputs", *small).out
+    assert "does not fit" in text
+    capacity = re.search(r"to make it fit: batch.capacity_tokens: (\d+) or train.keep: nothing", text)[1]
+    fitting = plan(lorafusion, large, "train.keep=gemm_inputs", f"batch.capacity_tokens={capacity}", *small)
+    assert fitting["memory"]["fits"]
+    assert fitting["memory"]["advice"] == ""
+
+
+def test_fsdp_shares_the_weights_and_predicts_gathering(lorafusion, large):
+    whole, split = (
+        plan(lorafusion, large, *mesh, "--device", "h200")
+        for mesh in (("mesh.data=4",), ("mesh.data=1", "mesh.fsdp=4"))
+    )
+    assert whole["memory"]["stages"][0]["frozen"] > 3.9 * split["memory"]["stages"][0]["frozen"]
+    assert split["predicted"]["seconds"] >= whole["predicted"]["seconds"]
+
+
+def test_a_cpu_shows_memory_without_a_verdict(lorafusion, job):
+    memory = plan(lorafusion, job, "--device", "cpu")["memory"]
+    assert (memory["fits"], memory["advice"], memory["device_bytes"]) == (None, None, None)
+    assert "GiB\n" in lorafusion("plan", job.path, "--device", "cpu").out
+
+
+def test_measured_costs_replace_default_ones(lorafusion, job):
+    layer = StageCost(forward=PassCost(fixed_s=1.0), backward=PassCost(fixed_s=2.0))
+    file = job.folder / "cost.json"
+    file.write_text(CostParts(layer=layer, source="this very machine").to_json())
+    numbers = plan(lorafusion, job, "--cost-model", file)
+    assert numbers["predicted"]["costs"] == "this very machine"
+    assert numbers["predicted"]["seconds"] == pytest.approx(2 * 3.0 * (numbers["slots"] - numbers["noops"]))
+    assert "predictions: this very machine" in lorafusion("plan", job.path, "--cost-model", file).out
+
+
+def test_a_file_that_is_no_cost_model_is_refused(lorafusion, job):
+    file = job.folder / "cost.json"
+    file.write_text("{}")
+    outcome = lorafusion("plan", job.path, "--cost-model", file)
+    assert (outcome.code, outcome.errors) == (2, ["plan.cost-format"])
+    assert lorafusion("plan", job.path, "--cost-model", job.folder / "none.json").code == 2
+
+
+def test_more_stages_than_layers_are_refused(lorafusion, job):
+    outcome = lorafusion("plan", job.path, "mesh.stages=3")
+    assert (outcome.code, outcome.errors) == (2, ["mesh.stages"])
+
+
+def test_own_layers_are_checked_and_used(lorafusion, large):
+    outcome = lorafusion("plan", large.path, "mesh.stages=2", "mesh.layers=[20, 20]")
+    assert (outcome.code, outcome.errors) == (2, ["mesh.layers"])
+    memory = plan(lorafusion, large, "mesh.stages=2", "mesh.layers=[20, 12]", "--device", "h200")["memory"]
+    assert memory["layers"] == [20, 12]
+
+
+def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, large):
+    config = json.loads((large.folder / "large" / "config.json").read_text())
+    (large.folder / "large" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    numbers = plan(lorafusion, large)
+    assert (numbers["memory"], numbers["predicted"]) == (None, None)
+    assert "no times and no memory are predicted: this model cannot be run: hidden_act 'gelu'" in numbers["warnings"][0]
