@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ..modules import LoRAContext, LoRALinear, lora_siblings
@@ -98,11 +99,16 @@ class MLP(nnx.Module):
 
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
         gate_TF, up_TF = lora_siblings(x_TD, (self.gate_proj, self.up_proj), lora, site=MLP_INPUT)
+        gate_TF, up_TF = checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up")
         return self.down_proj(silu_gate(gate_TF, up_TF), lora, site=DOWN_INPUT)
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Tensors from which backward can make everything else without repeating a product carry names for rematerialisation
+    policies: "attention", "x_mid", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
+    """
 
     def __init__(self, config: ModelConfig, adapters: Sequence[AdapterSpec], *, dtype: Any, rngs: nnx.Rngs):
         linear = _Linears(adapters=adapters, dtype=dtype, rngs=rngs)
@@ -114,5 +120,5 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), inputs, implementation)
+        x_TD = checkpoint_name(x_TD + self.self_attn(self.input_layernorm(x_TD), inputs, implementation), "x_mid")
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD), inputs.lora)
