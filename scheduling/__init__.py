@@ -14,6 +14,8 @@ from scheduling.baselines import batch_by_batch as batch_by_batch
 from scheduling.baselines import one_after_another as one_after_another
 from scheduling.bounds import formula_bound as formula_bound
 from scheduling.bounds import lower_bound as lower_bound
+from scheduling.comparison import TimelineComparison as TimelineComparison
+from scheduling.comparison import compare_timelines as compare_timelines
 from scheduling.cost_model import CostModel as CostModel
 from scheduling.cost_model import Measurement as Measurement
 from scheduling.cost_model import PassCost as PassCost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Timeline:
         title: shown above drawings.
         slot_adapters: adapters in each slot, for colours and labels.
         tokens: real tokens of the run.
+        host: when the host was busy handing an event to its stage; measured runs have it.
     """
 
     spans: tuple[Span, ...]
@@ -38,9 +39,11 @@ class Timeline:
     title: str = ""
     slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     tokens: int = 0
+    host: tuple[Span, ...] = ()
 
     @cached_property
     def start_s(self) -> float:
+        """The first forward; drawings start here, so that timelines of one plan lie under each other."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
@@ -98,6 +101,34 @@ class Timeline:
         """Idle time of a stage before its first backward and after its last forward, mean over stages."""
         idle = self.num_stages * self.duration_s - sum(self.busy_s) - sum(self.bubble_s)
         return idle / self.num_stages
+
+    def of_slots(self, slots: range) -> Timeline:
+        """The part that belongs to some slots, for example those after a warm-up; tokens in proportion to slots.
+
+        A stage works in order, so nothing of other slots lies between its first backward and its last forward: bubbles
+        of the part are right.
+        """
+        spans, host = (tuple(one for one in of if one.slot in slots) for of in (self.spans, self.host))
+        whole, part = (len({span.slot for span in of}) for of in (self.spans, spans))
+        tokens = self.tokens * part // max(whole, 1)
+        return replace(self, spans=spans, host=host, tokens=tokens)
+
+    def to_json(self) -> str:
+        """Writes the timeline as JSON, a line per span; `from_json` reads it back exactly."""
+        from scheduling.timeline_json import timeline_to_json
+
+        return timeline_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PlanError: `plan.timeline-format`, no timeline of this version.
+        """
+        from scheduling.timeline_json import timeline_from_json
+
+        return timeline_from_json(text)
 
     @cached_property
     def finish_s(self) -> dict[str, float]:

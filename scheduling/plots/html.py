@@ -6,7 +6,7 @@ import json
 from html import escape
 
 from scheduling.plots.colors import adapter_colors, adapter_names
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 
@@ -28,7 +28,7 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
     page = {
         "@TITLE@": escape(timeline.title or "timeline") if compare is None else "Two timelines",
         "@NOTE@": escape(note),
-        "@TABLES@": "\n".join(map(_table, shown)),
+        "@TABLES@": "\n".join(_table(one, None if one is timeline else timeline) for one in shown),
         "@DATA@": data,
     }
     for name, text in page.items():
@@ -39,35 +39,43 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
 def _data(timeline: Timeline, colors: dict[str, str]) -> dict:
     names = adapter_names(timeline)
     index_of = {name: index for index, name in enumerate(names)}
-    spans, cut = timeline.spans, 0
-    if len(spans) > MOST_SPANS:
-        ordered = sorted(spans, key=lambda span: span.start_s)
-        cut = len(spans) - MOST_SPANS
-        spans = (*ordered[: MOST_SPANS // 2], *ordered[-MOST_SPANS // 2 :])
+    spans = _ends(timeline.spans, MOST_SPANS)
     return {
         "title": timeline.title,
         "stages": timeline.num_stages,
         "duration": timeline.duration_s,
-        "cut": cut,
+        "cut": len(timeline.spans) - len(spans),
         "names": names,
         "colors": [colors[name] for name in names],
         "spans": [
             [
-                ("forward", "backward", "update").index(span.kind),
-                span.stage,
-                span.slot,
-                round(span.start_s - timeline.start_s, 7),
-                round(span.end_s - timeline.start_s, 7),
+                *_place(timeline, span),
                 [index_of[name] for name in span.adapters or timeline.slot_adapters.get(span.slot, ())],
             ]
             for span in spans
         ],
+        "host": [_place(timeline, span) for span in _ends(timeline.host, MOST_SPANS)],
     }
 
 
-def _table(timeline: Timeline) -> str:
+def _place(timeline: Timeline, span: Span) -> list[float]:
+    kind = ("forward", "backward", "update").index(span.kind)
+    times = [round(at - timeline.start_s, 7) for at in (span.start_s, span.end_s)]
+    return [kind, span.stage, span.slot, *times]
+
+
+def _ends(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
+    """The first and the last of too many spans."""
+    if len(spans) <= most:
+        return spans
+    ordered = sorted(spans, key=lambda span: span.start_s)
+    return (*ordered[: most // 2], *ordered[-most // 2 :])
+
+
+def _table(timeline: Timeline, reference: Timeline | None) -> str:
     figures = [
         ("duration", f"{timeline.duration_s:.4g} s"),
+        *([("of the first's duration", _ratio(timeline, reference))] if reference else []),
         ("tokens", f"{timeline.tokens_per_s:,.0f} / s"),
         ("bubbles", f"{timeline.bubble_share:.1%}"),
         ("fill and drain", f"{timeline.fill_drain_s:.3g} s"),
@@ -84,3 +92,7 @@ def _table(timeline: Timeline) -> str:
         f"<table><tr><th>adapter<th>finishes at{rows}</table>"
         f"<table><tr><th>stage<th>bubbles<th>idle in all{stages}</table></div></details></section>"
     )
+
+
+def _ratio(timeline: Timeline, reference: Timeline) -> str:
+    return f"{timeline.duration_s / reference.duration_s:.3f}" if reference.duration_s else "–"

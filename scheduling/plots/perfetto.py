@@ -1,32 +1,52 @@
-"""A timeline for ui.perfetto.dev or chrome://tracing."""
+"""Timelines for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from scheduling.timeline import Timeline
+from scheduling.timeline import Span, Timeline
 
 
-def to_perfetto(timeline: Timeline) -> dict[str, Any]:
-    """Converts to the trace event format: one track per stage, times in microseconds from the start of the run."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": timeline.title or "pipeline"}}
-    ]
-    for stage in range(timeline.num_stages):
-        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": stage, "args": {"name": f"stage {stage}"}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": stage, "args": {"sort_index": stage}})
-    for span in timeline.spans:
-        adapters = span.adapters or timeline.slot_adapters.get(span.slot, ())
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{span.kind} {span.slot}",
-                "cat": span.kind,
-                "pid": 1,
-                "tid": span.stage,
-                "ts": (span.start_s - timeline.start_s) * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"slot": span.slot, "adapters": ", ".join(adapters)},
-            }
-        )
+def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[str, Any]:
+    """Converts to the trace event format: a process per timeline, a track per stage and one for the host.
+
+    Times are microseconds from the first forward of each timeline, so predicted and measured lie on one scale.
+    """
+    shown = [timeline] if compare is None else [timeline, compare]
+    events = [event for pid, one in enumerate(shown, start=1) for event in _process(one, pid)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _process(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
+    events = [_name("process", timeline.title or "pipeline", pid, 0), _sort("process", pid, 0, pid)]
+    tracks = [f"stage {stage}" for stage in range(timeline.num_stages)] + ["host"] * bool(timeline.host)
+    for tid, name in enumerate(tracks):
+        events += [_name("thread", name, pid, tid), _sort("thread", pid, tid, tid)]
+    events += [_span(timeline, span, pid, span.stage, f"{span.kind} {span.slot}", span.kind) for span in timeline.spans]
+    events += [
+        _span(timeline, span, pid, timeline.num_stages, f"{span.kind} {span.slot} to stage {span.stage}", "host")
+        for span in timeline.host
+    ]
+    return events
+
+
+def _span(timeline: Timeline, span: Span, pid: int, tid: int, name: str, category: str) -> dict[str, Any]:
+    adapters = span.adapters or timeline.slot_adapters.get(span.slot, ())
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": (span.start_s - timeline.start_s) * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": {"slot": span.slot, "adapters": ", ".join(adapters)},
+    }
+
+
+def _name(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _sort(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}

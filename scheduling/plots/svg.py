@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 from html import escape
+from typing import NamedTuple
 
 from scheduling.plots.colors import adapter_colors
 from scheduling.timeline import Span, Timeline
 
-ROW, GAP, LEFT, TOP = 34, 8, 64, 30
+ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
 
 
 def timeline_svg(
-    timeline: Timeline, *, width: int = 1100, start_s: float | None = None, end_s: float | None = None
+    timeline: Timeline,
+    *,
+    width: int = 1100,
+    start_s: float | None = None,
+    end_s: float | None = None,
+    compare: Timeline | None = None,
 ) -> str:
-    """Draws stages as rows and time from left to right; forward pale, backward full, update dark.
+    """Draws stages as rows and time from left to right; forward pale, backward full, update dark, the host in grey.
 
     Args:
-        start_s: left edge, from the start of the run (None: the start). With `end_s`, a part of a long run.
+        start_s: left edge, from the first forward (None: there). With `end_s`, a part of a long run.
+        compare: a second timeline, under the first and on the same scale of time.
     """
+    shown = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
-    end = timeline.duration_s if end_s is None else end_s
-    scale = (width - LEFT - 10) / max(end - start, 1e-12)
-    colors = adapter_colors(timeline)
-    height = TOP + timeline.num_stages * (ROW + GAP) + 24 + 20 * (1 + len(colors) // 6)
+    end = max(one.duration_s for one in shown) if end_s is None else end_s
+    window = _Window(start, end, (width - LEFT - 10) / max(end - start, 1e-12))
+    colors = adapter_colors(*shown)
+    bottom = sum(map(_height, shown))
+    height = bottom + 24 + 20 * (1 + len(colors) // 6)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         ' font-family="system-ui, sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="18" fill="#222">{escape(timeline.title)} · bubbles {timeline.bubble_share:.1%}</text>',
     ]
-    for stage in range(timeline.num_stages):
-        y = TOP + stage * (ROW + GAP)
-        parts.append(f'<text x="8" y="{y + ROW / 2 + 4}" fill="#222">stage {stage}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 10}" height="{ROW}" fill="#eeeeee"/>')
-    for span in timeline.spans:
-        left, right = span.start_s - timeline.start_s - start, span.end_s - timeline.start_s - start
-        if right > 0 and left < end - start:
-            parts += _bars(
-                timeline, span, LEFT + max(0, left) * scale, (min(right, end - start) - max(0, left)) * scale, colors
-            )
-    parts += _axis(start, end, width, TOP + timeline.num_stages * (ROW + GAP) + 6)
-    parts += _legend(colors, TOP + timeline.num_stages * (ROW + GAP) + 34)
+    top = 0
+    for one in shown:
+        parts += _drawing(one, window, colors, top, width)
+        top += _height(one)
+    parts += _axis(start, end, width, bottom + 6)
+    parts += _legend(colors, bottom + 34)
     return "\n".join([*parts, "</svg>"])
 
 
-def _bars(timeline: Timeline, span: Span, x: float, wide: float, colors: dict[str, str]) -> list[str]:
+class _Window(NamedTuple):
+    """What of the run is shown."""
+
+    start: float
+    end: float
+    scale: float
+
+    def place(self, timeline: Timeline, span: Span) -> tuple[float, float] | None:
+        """Left edge and width of a bar; None if it is outside."""
+        left, right = (at - timeline.start_s - self.start for at in (span.start_s, span.end_s))
+        whole = self.end - self.start
+        if right <= 0 or left >= whole:
+            return None
+        left, right = max(0.0, left), min(right, whole)
+        return LEFT + left * self.scale, (right - left) * self.scale
+
+
+def _height(timeline: Timeline) -> int:
+    return TOP + timeline.num_stages * (ROW + GAP) + (HOST + GAP) * bool(timeline.host)
+
+
+def _drawing(timeline: Timeline, window: _Window, colors: dict[str, str], top: int, width: int) -> list[str]:
+    title = f"{timeline.title} · bubbles {timeline.bubble_share:.1%}"
+    parts = [f'<text x="{LEFT}" y="{top + 18}" fill="#222">{escape(title)}</text>']
+    rows = [(f"stage {stage}", ROW) for stage in range(timeline.num_stages)] + [("host", HOST)] * bool(timeline.host)
+    y = top + TOP
+    for name, tall in rows:
+        parts.append(f'<text x="8" y="{y + tall / 2 + 4}" fill="#222">{name}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 10}" height="{tall}" fill="#eeeeee"/>')
+        y += tall + GAP
+    for span in timeline.spans:
+        if place := window.place(timeline, span):
+            parts += _bars(timeline, span, *place, top + TOP + span.stage * (ROW + GAP), colors)
+    y = top + TOP + timeline.num_stages * (ROW + GAP)
+    for span in timeline.host:
+        if place := window.place(timeline, span):
+            label = f"host: {span.kind} of slot {span.slot} to stage {span.stage}"
+            bar = f'<rect x="{place[0]:.2f}" y="{y}" width="{max(place[1], 0.3):.2f}" height="{HOST}" fill="#777777"/>'
+            parts += [f"<g><title>{label}</title>", bar, "</g>"]
+    return parts
+
+
+def _bars(timeline: Timeline, span: Span, x: float, wide: float, y: float, colors: dict[str, str]) -> list[str]:
     """One band per adapter in the microbatch."""
-    y = TOP + span.stage * (ROW + GAP)
     if span.kind == "update":
         return [f'<rect x="{x:.2f}" y="{y}" width="{max(wide, 1):.2f}" height="{ROW}" fill="#111111"/>']
     adapters = timeline.slot_adapters.get(span.slot, ()) or ("",)
