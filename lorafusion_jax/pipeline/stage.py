@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from lorafusion_jax.pipeline.move import everywhere
 from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
+
+ALONE = -1  # the slot of a pass that belongs to no plan
 
 
 class _Live(NamedTuple):
@@ -169,6 +172,25 @@ class Stage:
             verdicts,
             numbers,
         )
+
+    def run_alone(self, batch: Microbatch) -> tuple[float, float]:
+        """Runs forward and backward without the other stages, on zeros where they would send something.
+
+        Returns:
+            Seconds of either, waited for.
+        """
+        began = time.perf_counter()
+        sent = None if self.weights.embed is not None else self.zeros(batch)
+        out = jax.block_until_ready(self.forward(ALONE, batch, sent))
+        between = time.perf_counter()
+        received = None if self.weights.head is not None else jnp.zeros_like(out)
+        jax.block_until_ready(self.backward(ALONE, received))
+        return between - began, time.perf_counter() - between
+
+    def zeros(self, batch: Microbatch) -> Array:
+        """Activations of a microbatch, all zero."""
+        shape = (*batch.tokens.shape, self._parts.model.hidden_size)
+        return jax.jit(lambda: jnp.zeros(shape, self._parts.dtype), out_shardings=self.mesh.by_replica)()
 
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array:
         """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
-from scheduling import Plan, issue_order
+from scheduling import Plan, SampleRef, issue_order
 from scheduling import pipeline as schedule
 
 LOG_EVERY_S = 2.0
@@ -106,7 +106,6 @@ class Loop:
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
-        self._compiling = True
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -119,8 +118,7 @@ class Loop:
         program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
         order = issue_order(program, self._plan.num_stages)
         todo = [event for event in order if event.slot >= self._progress.slot]
-        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
-        self._meter.pause()
+        self._compile()
         with self._interruptible():
             while True:
                 todo = self._issue(todo)
@@ -165,16 +163,11 @@ class Loop:
             self._executor.admit(event.slot, next(batches))
             self._notice(self._executor.finished_slots())
         self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
-        if self._compiling and event.kind == "backward" and event.stage == 0:
-            self._compiling = False
-            seconds = round(time.perf_counter() - self._meter.paused_at, 3)
-            self._emit(Event(kind="compiled", slot=event.slot, values={"program": "training step", "seconds": seconds}))
-            self._meter.pause()
 
     def _notice(self, slots: list[int]) -> None:
         """Counts slots that are through and reads the results of steps that came with them."""
+        self._meter.slots_done(slots)
         for slot in slots:
-            self._meter.slot_done(slot)
             while self._taken and self._taken[0].slots_done <= slot + 1:
                 self._look()
             self._log(slot + 1)
@@ -185,13 +178,22 @@ class Loop:
         while self._taken:
             self._look()
 
+    def _compile(self) -> None:
+        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
+        began = time.perf_counter()
+        self._executor.warm_up(self._assembled([()] * self._plan.data_parallel))
+        values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
+        self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
+        self._meter.pause()
+
     def _batch(self, slot: int) -> Microbatch:
+        return self._assembled(self._plan.slots[slot].replicas)
+
+    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
         """Assembles the microbatches of this process's replicas, [replicas here, ...]."""
         rows = [
             assemble(
-                pieces_of_slot(
-                    self._plan.slots[slot].replicas[replica], self._prepared.adapters, self._index, self._loss_tokens
-                ),
+                pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self._loss_tokens),
                 capacity_tokens=self._plan.capacity_tokens,
                 tile_tokens=self._plan.tile_tokens,
                 max_segments=self._segments,

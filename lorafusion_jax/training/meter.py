@@ -32,24 +32,23 @@ class Meter:
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._first, self._seen, self._at = done, 0, time.perf_counter()
         self.seconds = 0.0
+        self._paused = False
 
-    def slot_done(self, slot: int) -> None:
-        """Notes that slot number `slot` (from 0) has just finished."""
+    def slots_done(self, slots: Sequence[int]) -> None:
+        """Notes that these slots (from 0) have been found finished, the last of them just now."""
+        if not slots:
+            return
         now = time.perf_counter()
+        each = (now - self._at) / len(slots)
         self.seconds += now - self._at
-        self._seen += 1
-        if self._seen > WARM_UP or slot + 1 == len(self._tokens):
-            self._recent.append((now - self._at, slot))
-        self._at = now
+        self._seen += len(slots)
+        if not self._paused and (self._seen > WARM_UP or slots[-1] + 1 == len(self._tokens)):
+            self._recent.extend((each, slot) for slot in slots)
+        self._at, self._paused = now, False
 
     def pause(self) -> None:
-        """Leaves out time that belongs to no slot: evaluation, saving."""
-        self._at = time.perf_counter()
-
-    @property
-    def paused_at(self) -> float:
-        """When the slot under way began."""
-        return self._at
+        """Leaves out time that belongs to no slot: evaluation, saving. Slots that ran meanwhile are not counted."""
+        self._at, self._paused = time.perf_counter(), True
 
     def snapshot(self, slots_done: int) -> dict:
         """Rates and times left; None while there is nothing to measure yet."""

@@ -1,0 +1,75 @@
+"""Measures what the passes of each stage take on this machine: the cost model that `plan` and `simulate` use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.pipeline.move import across, to_stage
+from lorafusion_jax.pipeline.optim import Hyper
+from lorafusion_jax.pipeline.stage import Stage
+from scheduling import CostModel
+from scheduling.cost_model import Measurement, fit_cost_model
+
+
+class Load(NamedTuple):
+    """A microbatch to time, and what its cost depends on."""
+
+    rows: Microbatch
+    tokens: int
+    squares: int  # Σ length² over its segments, padding included
+
+
+def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: int = 3, source: str = "") -> CostModel:
+    """Times forward and backward of every stage, an optimizer step and a transfer.
+
+    Each stage runs alone, so that nobody waits for anybody. Sums and weights of the adapters are spoilt afterwards:
+    call `Stage.start` before training.
+
+    Args:
+        loads: microbatches of different Σ length²; more of them make a better fit.
+        repeats: measurements of each, after one that is not counted.
+    """
+    times = []
+    for number, stage in enumerate(stages):
+        for rows, tokens, squares in loads:
+            batch = to_stage(rows, stage.mesh)
+            for turn in range(repeats + 1):
+                forward, backward = stage.run_alone(batch)
+                if turn:
+                    times.append(Measurement(number, "forward", tokens, squares, forward))
+                    times.append(Measurement(number, "backward", tokens, squares, backward))
+    return fit_cost_model(
+        times,
+        update_s=max(_update_seconds(stage, repeats) for stage in stages),
+        transfer_token_s=_transfer_seconds(stages, loads[0], repeats) / loads[0].tokens,
+        source=source or f"measured on {len(stages)} × {jax.devices()[0].device_kind}",
+    )
+
+
+def _update_seconds(stage: Stage, repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        verdict, _ = stage.finish(0)
+        stage.step(0, [verdict], Hyper(*[0.0] * 7))
+        jax.block_until_ready(stage.lora)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _transfer_seconds(stages: Sequence[Stage], load: Load, repeats: int) -> float:
+    if len(stages) == 1:
+        return 0.0
+    x = stages[0].zeros(to_stage(load.rows, stages[0].mesh))
+    best = float("inf")
+    for _ in range(repeats + 1):
+        jax.block_until_ready(x)
+        began = time.perf_counter()
+        jax.block_until_ready(across(x, stages[1].mesh))
+        best = min(best, time.perf_counter() - began)
+    return best
