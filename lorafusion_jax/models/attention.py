@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 
 from .attention_cudnn import cudnn_backward, cudnn_forward, on_hopper_or_later, why_not
 from .attention_kept import kept
+from .attention_pallas import pallas_backward, pallas_forward
 from .attention_xla import xla_backward, xla_forward
 from .segments import Segments
 
-AttentionImplementation = Literal["xla", "cudnn"]
+AttentionImplementation = Literal["xla", "cudnn", "pallas_mosaic_gpu"]
 
 
 def attention(
@@ -63,6 +64,7 @@ def default_implementation(q: jax.Array) -> AttentionImplementation:
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "xla": (xla_forward, xla_backward),
     "cudnn": (cudnn_forward, cudnn_backward),
+    "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
 }
 
 

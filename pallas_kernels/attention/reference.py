@@ -1,0 +1,22 @@
+"""Packed causal attention by definition, float32 and a square of the rows: what the kernels are tested against.
+
+T packed rows · H query heads · K key heads · C head width
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def attention_reference(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array) -> jax.Array:
+    """o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, in float32."""
+    T, H, C = q_THC.shape
+    group = H // k_TKC.shape[1]
+    q, k, v = (x.astype(jnp.float32) for x in (q_THC, k_TKC, v_TKC))
+    k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
+    row = jnp.arange(T)
+    seen = (row <= row[:, None]) & (row >= first_T[:, None])
+    s = jnp.einsum("thc,shc->hts", q, k, precision="highest") * C**-0.5
+    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
+    return jnp.einsum("hts,shc->thc", p, v, precision="highest")
