@@ -11,7 +11,9 @@ Knows only lengths; standard library and numpy (scipy inside one file). Five lin
 """
 
 from scheduling.baselines import batch_by_batch as batch_by_batch
+from scheduling.baselines import fully_sharded as fully_sharded
 from scheduling.baselines import one_after_another as one_after_another
+from scheduling.baselines import tuned as tuned
 from scheduling.bounds import formula_bound as formula_bound
 from scheduling.bounds import lower_bound as lower_bound
 from scheduling.comparison import TimelineComparison as TimelineComparison
