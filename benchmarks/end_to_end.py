@@ -1,0 +1,465 @@
+"""Whole training runs at real size on random weights: ours beside every baseline, in one program and one run.
+
+    python benchmarks/end_to_end.py --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
+    python benchmarks/end_to_end.py --model 32b --stages 2 --out results                         # two
+    python benchmarks/end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16 --out results
+    python benchmarks/end_to_end.py --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
+
+Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
+real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
+end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each.
+
+Variants (all rows are reported, also those that win):
+    ours            all adapters together, bin packed, our kernels, 1F1B without flush
+    ours_xla        the same with the XLA form of LoRA
+    single_xla      one adapter after another, XLA LoRA, capacity chosen for it by the simulator
+    single          the same with our kernels
+    fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
+    flush           one adapter after another through the pipeline, flushed at every step
+    mlora           all adapters, one batch of each in turn, each packed alone, our kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.config.schema import (
+    AdapterConfig,
+    BaseSettings,
+    BatchSettings,
+    DataSettings,
+    JobConfig,
+    LoraSettings,
+    MeshSettings,
+    OptimSettings,
+    SaveSettings,
+    TrainSettings,
+)
+from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.layout import stage_layers
+from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
+from lorafusion_jax.pipeline.move import to_stage
+from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.profile import Load, profile_stages
+from lorafusion_jax.pipeline.spans import Spans
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.training.base import block_layers, fitting_keep
+from lorafusion_jax.training.loop import Hooks, Loop
+from lorafusion_jax.training.run import adapter_specs
+from lorafusion_jax.training.state import AdapterProgress, Progress
+from scheduling import AdapterJob, Plan, Timeline, default_cost_model, make_plan, simulate
+from scheduling.baselines import batch_by_batch, one_after_another
+from scheduling.pipeline import one_forward_one_backward
+
+LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread in tokens, log-normal
+WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
+LONGEST = 4096
+CAPACITIES = (2048, 3072, 4096, 6144, 8192)
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": dict(
+        family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+        num_kv_heads=8, head_dim=128, rope_theta=500000.0,
+    ),
+    "32b": dict(
+        family="qwen2", vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40,
+        num_kv_heads=8, head_dim=128, rope_theta=1e6, qkv_bias=True,
+    ),
+    "70b": dict(
+        family="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
+        num_kv_heads=8, head_dim=128, rope_theta=500000.0,
+    ),
+    "tiny": dict(
+        family="llama", vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4,
+        num_kv_heads=2, head_dim=16,
+    ),
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """One way to run the jobs."""
+
+    together: bool
+    implementation: str | None
+    plan: str  # ours, single, mlora
+    flush: bool = False
+    fsdp: bool = False
+
+
+VARIANTS = {
+    "ours": Variant(True, None, "ours"),
+    "ours_xla": Variant(True, "xla", "ours"),
+    "single_xla": Variant(False, "xla", "single"),
+    "single": Variant(False, None, "single"),
+    "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
+    "flush": Variant(False, "xla", "single", flush=True),
+    "mlora": Variant(True, None, "mlora"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--data", type=int, default=1)
+    parser.add_argument("--capacity", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=8, help="samples of an adapter's global batch")
+    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=100, help="after the warm-up, of variants that train together")
+    parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
+    parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
+    parser.add_argument("--until", type=float, help="seconds after which no further run starts")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    for name in options.variants:  # weights are made once per layout, programs compile once per variant
+        for workload in options.workloads:
+            if options.until and time.perf_counter() - bench.began > options.until:
+                print(f"no time left for {name} {workload}", flush=True)
+                continue
+            try:
+                bench.run(name, workload)
+            except Exception as problem:  # one variant that fails must not lose the others
+                bench.write(
+                    {"variant": name, "workload": workload, "error": f"{type(problem).__name__}: {problem}"[:2000]}
+                )
+
+
+class Bench:
+    """Keeps weights and compiled stages between runs."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.began = options, time.perf_counter()
+        shape = SHAPES[options.model]
+        self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
+        self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
+        self.tile = 16 if options.model == "tiny" else 128
+        self._layout: tuple | None = None
+        self._weights: list[tuple[StageWeights, StageMesh]] = []
+        self._stages: tuple[Any, list[Stage]] | None = None
+
+    def run(self, name: str, workload: str) -> None:
+        options, variant = self.options, VARIANTS[name]
+        devices = options.stages * options.data
+        mesh = (
+            MeshSettings(stages=1, fsdp=devices)
+            if variant.fsdp
+            else MeshSettings(stages=options.stages, data=options.data)
+        )
+        wanted = options.slots if variant.together else options.baseline_slots or options.slots
+        jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
+        config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
+        stages = self.stages(name, config)
+        results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
+        seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
+        row = {
+            "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
+            "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}), "layers_per_stage": [len(s.layers) for s in stages],
+            "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
+            "keep": stages[0].keep, "settings": options.set, "useful_tokens_per_s": round(tokens / seconds, 1),
+            "slots": sum(r["slots"] for r in results), "density": round(sum(p.density * p.num_slots for p in plans) / sum(p.num_slots for p in plans), 4),
+            "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
+            "compile_s": round(sum(r["compile_s"] for r in results), 1),
+            "peak_gb": [round(s.get("peak_bytes_in_use", 0) / 1e9, 2) for s in (d.memory_stats() or {} for d in jax.local_devices()[:devices])],
+            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        }  # fmt: skip
+        row |= {
+            key: results[0][key]
+            for key in ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
+            if key in results[0]
+        }
+        self.write(row)
+        if variant.together:
+            (options.out / f"timeline_{options.model}_{name}_{workload}.json").write_text(
+                json.dumps(results[0]["spans"])
+            )
+
+    def write(self, row: dict) -> None:
+        with (self.options.out / "end_to_end.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
+        """Jobs of each run in turn, the capacity, and their plans."""
+        options, longest = self.options, LONGEST if self.options.model != "tiny" else 96
+        scale = 1 if options.model != "tiny" else 0.05
+        tokens = (slots + 4 * mesh.stages) * options.capacity * mesh.replicas
+        mean = {"mix": 1130, "het": 1130}.get(workload) or LENGTHS[workload][0]
+        batches = max(2, round(tokens / (mean * scale * options.batch * options.adapters)))
+        draw = np.random.default_rng(WORKLOADS.index(workload))
+        jobs = [
+            AdapterJob(
+                f"a{i}", sample_lengths(draw, workload, i, batches * options.batch, scale, longest), options.batch
+            )
+            for i in range(options.adapters)
+        ]
+        if variant.plan == "single":
+            capacity = self.best_capacity(jobs[0], mesh) if options.model != "tiny" else options.capacity
+            return [[job] for job in jobs], capacity, [self.plan(variant, [job], capacity, mesh) for job in jobs]
+        return [jobs], options.capacity, [self.plan(variant, jobs, options.capacity, mesh)]
+
+    def plan(self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int, mesh: MeshSettings) -> Plan:
+        limits = dict(
+            capacity_tokens=capacity, num_stages=mesh.stages, data_parallel=mesh.replicas, tile_tokens=self.tile
+        )
+        if variant.plan == "ours":
+            return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
+        return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
+
+    def best_capacity(self, job: AdapterJob, mesh: MeshSettings) -> int:
+        """What a user would tune: the capacity with the most tokens/s by the default cost model."""
+        size = sum(
+            np.prod(shape)
+            for shape in Parts(model=self.model, specs=(), settings=TrainSettings()).frozen_shapes().values()
+        )
+        costs = default_cost_model(
+            "h200", num_stages=mesh.stages, parameters=float(size * self.model.num_layers),
+            num_layers=self.model.num_layers, hidden_size=self.model.hidden_size,
+        )  # fmt: skip
+        fitting = [c for c in CAPACITIES if c >= max(job.sample_tokens) and c <= self.options.capacity]
+        return max(fitting, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s)
+
+    def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
+        settings = dict(pair.split("=") for pair in self.options.set)
+        return JobConfig(
+            base=BaseSettings(model="random", dtype="float32" if self.dtype == jnp.float32 else "bfloat16"),
+            adapters=tuple(
+                AdapterConfig(
+                    name=f"a{i}", data=DataSettings(train="random"), global_samples=self.options.batch,
+                    lora=LoraSettings(rank=16, alpha=32, dropout=0.1), optim=OptimSettings(lr=1e-4), seed=i,
+                )
+                for i in range(adapters)
+            ),
+            batch=BatchSettings(capacity_tokens=capacity, tile_tokens=self.tile, global_samples=self.options.batch),
+            mesh=mesh,
+            save=SaveSettings(every_minutes=None),
+            train=TrainSettings(**({"implementation": variant.implementation} | settings)),
+        )  # fmt: skip
+
+    def stages(self, name: str, config: JobConfig) -> list[Stage]:
+        """Compiled stages of a variant; weights stay while the layout does."""
+        key = (name, config.model_dump_json())
+        if self._stages is not None and self._stages[0] == key:
+            return self._stages[1]
+        self._stages = None
+        mesh = config.mesh
+        layout = (mesh.stages, mesh.data, mesh.fsdp)
+        if self._layout != layout:
+            self._weights = []
+            self._weights, self._layout = self.weights(config), layout
+        keep = fitting_keep(config, self.model) if config.train.keep == "auto" else config.train.keep
+        parts = Parts(model=self.model, specs=tuple(adapter_specs(config)), settings=config.train, dtype=self.dtype)
+        stages = [
+            Stage(
+                parts, own, here, config.adapters, keep=keep,
+                block=block_layers(config.train.block_layers, len(own.layers)),
+            )
+            for own, here in self._weights
+        ]  # fmt: skip
+        self._stages = (key, stages)
+        return stages
+
+    def weights(self, config: JobConfig) -> list[tuple[StageWeights, StageMesh]]:
+        """Random weights of the real shapes, drawn on the devices that hold them."""
+        mesh = config.mesh
+        meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
+        parts = Parts(model=self.model, specs=(), settings=config.train, dtype=self.dtype)
+        layers = stage_layers(self.model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+        table = (self.model.vocab_size, self.model.hidden_size)
+        result = []
+        for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):
+            draw = Draw(here, self.dtype)
+            result.append(
+                (
+                    StageWeights(
+                        first=own.start,
+                        layers=[{n: draw(n, s) for n, s in parts.frozen_shapes().items()} for _ in own],
+                        embed=draw("embed.kernel", table) if stage == 0 else None,
+                        norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
+                        head=draw("head.kernel", table) if stage == len(layers) - 1 else None,
+                    ),
+                    here,
+                )
+            )
+        return result
+
+    def once(
+        self, variant: Variant, config: JobConfig, stages: list[Stage], jobs: Sequence[AdapterJob], plan: Plan
+    ) -> dict:
+        """One timed run of the product's loop over a plan."""
+        names = [adapter.name for adapter in config.adapters]
+        if not variant.together:  # whichever adapter it is, the programs know it as the first
+            jobs = [dataclasses.replace(jobs[0], name=names[0])]
+            plan = self.plan(variant, jobs, plan.capacity_tokens, config.mesh)
+        data = {job.name: random_data(job, self.model.vocab_size, seed) for seed, job in enumerate(jobs)}
+        prepared = Prepared(tokenizer=None, adapters=data)  # type: ignore[arg-type]
+        lora = stages[0].first_lora()
+        for stage in stages:
+            stage.start(lora)
+        result: dict[str, Any] = {}
+        compiled: list[float] = []
+        costs = None
+        if variant.together and not self.options.no_profile:
+            executor = Executor(stages, names)
+            executor.warm_up(self.load(plan, prepared, config, None).rows)
+            costs = profile_stages(
+                stages, [self.load(plan, prepared, config, slot) for slot in (None, 0, plan.num_slots // 2)], repeats=2
+            )
+            for stage in stages:
+                stage.start(lora)
+        spans = Spans(len(stages))
+        executor = Executor(stages, names, spans)
+        progress = Progress(
+            adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in jobs}
+        )
+        program = one_forward_one_backward(plan, flush=True) if variant.flush else None
+
+        def listen(event: Any) -> None:
+            if event.kind == "compiled":
+                compiled.append(event.values["seconds"])
+
+        if variant.together and self.options.trace:
+            self.trace(config, prepared, plan, stages)
+            for stage in stages:
+                stage.start(lora)
+        nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
+        Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
+        measured = spans.close()
+        tokens = (
+            [sum(jobs_of[ref.adapter][ref.sample] for ref in slot.samples) for slot in plan.slots]
+            if (jobs_of := {job.name: job.sample_tokens for job in jobs})
+            else []
+        )
+        ends = {span.slot: span.end_s for span in measured if span.kind == "backward" and span.stage == 0}
+        order = sorted(ends)
+        warm = min(max(2 * len(stages), 5), len(order) // 2)
+        first, last = order[warm - 1], order[-1]
+        seconds = ends[last] - ends[first]
+        timeline = Timeline(spans=measured, num_stages=len(stages), tokens=plan.tokens)
+        steady = [ends[b] - ends[a] for a, b in zip(order[warm:-1], order[warm + 1 :], strict=True)]
+        result |= {
+            "seconds": seconds,
+            "tokens": sum(tokens[slot] for slot in order if slot > first),
+            "slots": len(order) - warm,
+            "compile_s": sum(compiled),
+            "slot_s": round(statistics.median(steady), 5) if steady else None,
+            "bubbles": [round(share, 4) for share in timeline.bubble_shares],
+            "host_s_per_slot": round(sum(end - start for _, start, end in spans.host) / max(len(order), 1), 5),
+            "spans": [list(span[:5]) for span in measured if span.slot < 60],
+        }
+        if costs is not None:
+            predicted = simulate(plan, costs, program=program)
+            result["simulated_over_measured"] = round(predicted.duration_s / timeline.duration_s, 4)
+        return result
+
+    def trace(self, config: JobConfig, prepared: Prepared, plan: Plan, stages: list[Stage]) -> None:
+        """Adds up device time by kernel over a few slots on every stage alone."""
+        loads = [self.load(plan, prepared, config, slot) for slot in range(self.options.trace)]
+        with tempfile.TemporaryDirectory() as folder:
+            for stage in stages:
+                stage.run_alone(to_stage(loads[0].rows, stage.mesh))
+            with jax.profiler.trace(folder):
+                for load in loads:
+                    for stage in stages:
+                        stage.run_alone(to_stage(load.rows, stage.mesh))
+            rows = kernel_times(Path(folder))
+        self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
+
+    def load(self, plan: Plan, prepared: Prepared, config: JobConfig, slot: int | None) -> Load:
+        """The microbatch of a slot (None: an empty one) with what its cost depends on."""
+        progress = Progress(adapters={a.name: AdapterProgress(name=a.name, num_steps=1) for a in config.adapters})
+        executor = Executor(self._stages[1], [a.name for a in config.adapters])  # type: ignore[index]
+        loop = Loop(config, prepared, plan, executor, progress, lambda event: None, None)  # type: ignore[arg-type]
+        replicas = [()] * plan.data_parallel if slot is None else plan.slots[slot].replicas
+        lengths = [prepared.adapters[ref.adapter].train.lengths[ref.sample] for ref in replicas[0]]
+        rest = plan.capacity_tokens - sum(lengths)
+        return Load(loop._assembled(replicas), plan.capacity_tokens, int(sum(n * n for n in lengths) + rest * rest))
+
+
+def kernel_times(folder: Path) -> list[tuple[str, int, float]]:
+    """(kernel, calls, milliseconds) of all device streams, most expensive first."""
+    (file,) = folder.rglob("*.trace.json.gz")
+    events = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if "pid" in e]
+    lanes = {
+        (e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") in ("process_name", "thread_name")
+    }
+    total: dict[str, list[float]] = {}
+    for event in events:
+        process, thread = lanes.get((event["pid"], None), ""), lanes.get((event["pid"], event.get("tid")), "")
+        if event.get("ph") == "X" and "Stream" in thread and "gpu" in (process or "gpu").lower():
+            entry = total.setdefault(event["name"][:90], [0, 0.0])
+            entry[0] += 1
+            entry[1] += event["dur"] / 1e3
+    ranked = sorted(total.items(), key=lambda item: -item[1][1])
+    return [(name, int(calls), round(ms, 3)) for name, (calls, ms) in ranked[:70]]
+
+
+class Draw:
+    """Random tensors on a stage: norms 1, biases 0, products scaled by their input."""
+
+    def __init__(self, stage: StageMesh, dtype: Any):
+        self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        self._key += 1
+        kind = (name.rsplit(".", 1)[-1] if len(shape) < 2 else "kernel", shape)
+        if kind not in self._made:
+            target = self._stage.weight(shape)
+
+            def make(seed: jax.Array) -> jax.Array:
+                if kind[0] != "kernel":
+                    return jnp.full(shape, 0.0 if kind[0] == "bias" else 1.0, self._dtype)
+                key = jax.random.wrap_key_data(jnp.full(4, seed, jnp.uint32), impl="unsafe_rbg")
+                return jax.random.normal(key, shape, self._dtype) * jnp.asarray(shape[0] ** -0.5, self._dtype)
+
+            self._made[kind] = jax.jit(make, out_shardings=target)
+        return self._made[kind](self._key)
+
+
+def sample_lengths(
+    draw: np.random.Generator, workload: str, adapter: int, count: int, scale: float, longest: int
+) -> list[int]:
+    """Lengths of one adapter's samples: all of one kind, of all kinds mixed, or of a kind of its own."""
+    kinds = {"mix": list(LENGTHS), "het": [[*LENGTHS, "mix"][adapter % 4]]}.get(workload, [workload])
+    kinds = list(LENGTHS) if kinds == ["mix"] else kinds
+    columns = []
+    for kind in kinds:
+        mean, spread = LENGTHS[kind]
+        variance = np.log(1 + (spread / mean) ** 2)
+        columns.append(draw.lognormal(np.log(mean * scale) - variance / 2, np.sqrt(variance), count))
+    return np.choose(draw.integers(0, len(columns), count), columns).clip(32 * scale + 2, longest).astype(int).tolist()
+
+
+def random_data(job: AdapterJob, vocab: int, seed: int) -> AdapterData:
+    lengths = np.asarray(job.sample_tokens)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.ones(offsets[-1], bool)
+    mask[offsets[:-1]] = False
+    tokens = np.random.default_rng(seed).integers(0, vocab, offsets[-1]).astype(np.int32)
+    held = TokenizedSet(tokens=tokens, loss_mask=mask, offsets=offsets, rows=np.arange(len(lengths)), report=None)  # type: ignore[arg-type]
+    return AdapterData(train=held, eval=None, order=np.arange(len(lengths)))
+
+
+if __name__ == "__main__":
+    main()
