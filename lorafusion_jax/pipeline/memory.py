@@ -143,10 +143,11 @@ def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
         "x_mid": item * T * D,
         "gate": item * T * F,
         "up": item * T * F,
-        **{f"S of {site}": item * T * rank for site, rank in _site_ranks(problem).items() if rank},
+        **{f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank},
         **{f"dropout bits of {site}": size for site, size in _bits(problem).items()},
     }
     everything = gemm_inputs | {
+        "attention, for o_proj": item * T * query,  # rows that attention isolated are put back: another array
         "norm 1 out": item * T * D,
         "norm 1 scale": FLOAT32 * T,
         "norm 2 out": item * T * D,
@@ -292,6 +293,11 @@ def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 
 def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
     return {site: sum(bank_rank(problem.adapters, name) for name in names) for site, names in SITES.items()}
+
+
+def _together(problem: MemoryProblem, rank: int) -> int:
+    """Columns of S: the kernels make one array for all projections of a site, in a power of two."""
+    return 1 << max(4, (rank - 1).bit_length()) if problem.packed_bits else rank
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

@@ -47,7 +47,7 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp) if mesh.fsdp > 1 else None
     )
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
-    costs = stages_from_parts(parts, [len(stage) for stage in layers], gather=gather)
+    costs = stages_from_parts(parts, [len(stage) for stage in layers], gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
