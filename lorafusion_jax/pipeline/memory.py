@@ -22,6 +22,7 @@ KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest fi
 GIB = 2**30
 DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
 USABLE = 0.92  # of the device; the rest is for what is not modelled
+ALLOCATOR_USABLE = 0.97  # of what an allocator may take (95 % of the device): CUDA and NCCL have had their part
 NOT_MODELLED = (
     "copies and temporaries that the compiler adds",
     "fragmentation of the allocator",
@@ -188,17 +189,21 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     return programs
 
 
-def choose_keep(problem: MemoryProblem, device_bytes: int) -> Keep:
-    """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does."""
+def choose_keep(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> Keep:
+    """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does.
+
+    Args:
+        device_bytes: of the device, or with `usable=ALLOCATOR_USABLE` what its allocator may take.
+    """
     for keep in KEEPS:
-        if fits(replace(problem, keep=keep), device_bytes):
+        if fits(replace(problem, keep=keep), device_bytes, usable=usable):
             return keep
     return "nothing"
 
 
-def fits(problem: MemoryProblem, device_bytes: int) -> bool:
+def fits(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> bool:
     """Whether every stage stays within what is usable of a device."""
-    return max(stage.total for stage in stage_memory(problem)) <= USABLE * device_bytes
+    return max(stage.total for stage in stage_memory(problem)) <= usable * device_bytes
 
 
 def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128) -> str:

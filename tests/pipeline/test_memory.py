@@ -9,6 +9,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.layout import split_layers
 from lorafusion_jax.pipeline.memory import (
+    ALLOCATOR_USABLE,
     DEVICE_BYTES,
     GIB,
     KEEPS,
@@ -205,6 +206,13 @@ def test_70b_in_four_stages_repeats_no_product_on_h200():
     wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
     assert choose_keep(wanted, DEVICE_BYTES["h200"]) == "gemm_inputs"
     assert choose_keep(wanted, DEVICE_BYTES["h100"]) == "nothing"
+
+
+def test_an_allocators_own_limit_is_used_nearly_whole():
+    wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    limit = int(0.95 * DEVICE_BYTES["h200"])
+    assert choose_keep(wanted, limit) == "nothing"  # as if it were a smaller device
+    assert choose_keep(wanted, limit, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
 def test_logits_are_counted_on_the_last_stage_only():
