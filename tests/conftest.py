@@ -37,10 +37,10 @@ WORDS = [
 
 
 def pytest_configure() -> None:
-    """Two simulated devices on the CPU, before anything starts a backend: sharding is tested everywhere."""
+    """Eight simulated devices on the CPU, before anything starts a backend: layouts are tested everywhere."""
     import jax
 
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,7 +124,7 @@ def write_job(tmp_path, tiny_base) -> Callable[..., Path]:
             "base": {"model": str(tiny_base), "dtype": "float32"},
             "data": {"max_length": 64},
             "batch": {"capacity_tokens": 128, "tile_tokens": 16},
-            "train": {"log_every_s": 0, "layers": "scan"},
+            "train": {"log_every_s": 0},
         } | sections
         path = tmp_path / "jobs.yaml"
         path.write_text(json.dumps(job | {"adapters": adapters}))

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_BASE_BYTES = 8 * 2**20
 QUICK = (
     "train.max_steps=1",
-    "train.layers=scan",
     "batch.capacity_tokens=512",
     *(f"adapters.{name}.data.eval=null" for name in ("ask", "module", "reference", "cards")),
 )

@@ -9,13 +9,17 @@ import pytest
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.optim import hyper
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
-from lorafusion_jax.training import leaves as lv
-from lorafusion_jax.training.optim import hyper
-from lorafusion_jax.training.programs import Programs, Sums
 from lorafusion_jax.training.run import adapter_specs
 
+Q = "layers.self_attn.q_proj."
 HEALTHY = {"optim": {"lr": 1e-3}, "batch": {"global_samples": 4}, "lora": {"rank": 4, "dropout": 0.1}}
 
 
@@ -58,64 +62,88 @@ def test_an_adapter_that_diverges_stops_alone(write_job, write_rows, tmp_path):
 
 @pytest.fixture(scope="module")
 def two():
-    """Programs and random leaves of two adapters, without a model: updates need none."""
-    from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
-
+    """Update programs and random leaves of two adapters of a tiny model."""
     configs = [
-        AdapterConfig(name=name, data=DataSettings(train="x"), lora=LoraSettings(rank=rank, alpha=rank))
+        AdapterConfig(
+            name=name,
+            data=DataSettings(train="x"),
+            lora=LoraSettings(rank=rank, alpha=rank, targets=["q_proj"]),
+        )
         for name, rank in (("law", 2), ("med", 3))
     ]
-    shapes = {"layers.q_proj.lora_a": (2, 2, 8, 3), "layers.q_proj.lora_b": (2, 2, 3, 8)}
-    keys = jax.random.split(jax.random.key(0), 4)
-    lora = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
-    grads = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys[2:], strict=False)}
 
     class Job:
         adapters = configs
 
-    parts = lv.Parts(lora=lora, frozen=None, join=lambda *a: None)
-    return Programs(parts, configs, adapter_specs(Job), TrainSettings()), lora, grads, configs
+    model = ModelConfig(
+        family="llama", vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
+        head_dim=4,
+    )  # fmt: skip
+    parts = Parts(model=model, specs=tuple(adapter_specs(Job)), settings=TrainSettings(), dtype=jnp.float32)
+    shapes = parts.lora_shapes(model.num_layers)
+    assert shapes == {Q + "lora_a": (2, 2, 8, 3), Q + "lora_b": (2, 2, 3, 8)}
+    keys = jax.random.split(jax.random.key(0), 4)
+    lora = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
+    grads = {
+        name: jax.random.normal(key, (1, *shape)) for (name, shape), key in zip(shapes.items(), keys[2:], strict=True)
+    }
+    return StagePrograms(parts, stage_meshes()[0], "everything"), lora, grads, configs
 
 
 def copy(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
+def step(two, grads, alive=(True, True)):
+    """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, verdict and finite leaves."""
+    programs, lora, _, configs = two
+    spec, optim = programs._parts.specs[0], configs[0].optim
+    optimizer = programs.init_optimizer(spec, optim, lora)
+    gradient, verdict, finite, sums, loss = programs.finish(spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]]))
+    after, optimizer, alive = programs.step(
+        spec, optim, np.int32(0), copy(lora), gradient, optimizer, jnp.array(alive), [verdict], hyper(optim, 1e-2)
+    )
+    return after, sums, loss, optimizer, alive, verdict, finite
+
+
 def test_a_step_touches_its_own_adapter_only(two):
-    programs, lora, grads, configs = two
-    before = jax.tree.map(np.asarray, lora)
-    sums = Sums(copy(grads), jnp.array([1.0, 2.0]))
-    numbers = hyper(configs[0].optim, 1e-2)
-    after, left, _, report = programs.update(0, copy(lora), sums, programs.init_optimizer(0, lora), numbers)
-    assert float(report.loss) == 1.0
-    for name in lora:
-        np.testing.assert_array_equal(after[name][:, 1], before[name][:, 1])
-        np.testing.assert_array_equal(left.grads[name][:, 1], grads[name][:, 1])
-        assert not np.any(left.grads[name][:, 0])
-        own = np.asarray(after[name][:, 0])
-        rank = 2
-        inside = own[..., :rank] if name.endswith("a") else own[..., :rank, :]
-        assert np.any(
-            inside != (before[name][:, 0][..., :rank] if name.endswith("a") else before[name][:, 0][..., :rank, :])
+    _, lora, grads, _ = two
+    after, sums, loss, _, alive, verdict, _ = step(two, grads)
+    assert (float(verdict.loss), float(verdict.finite)) == (1.0, 1.0)
+    np.testing.assert_array_equal(alive, [True, True])
+    rank = 2
+    for name, before in lora.items():
+        np.testing.assert_array_equal(after[name][:, 1], before[:, 1])
+        np.testing.assert_array_equal(sums[name][:, :, 1], grads[name][:, :, 1])
+        assert not np.any(sums[name][:, :, 0])
+        inside, outside = (
+            (np.s_[..., :rank], np.s_[..., rank:])
+            if name.endswith("a")
+            else (np.s_[..., :rank, :], np.s_[..., rank:, :])
         )
-        outside = own[..., rank:] if name.endswith("a") else own[..., rank:, :]
-        np.testing.assert_array_equal(
-            outside, before[name][:, 0][..., rank:] if name.endswith("a") else before[name][:, 0][..., rank:, :]
-        )
-    np.testing.assert_array_equal(left.loss, [0.0, 2.0])
+        own, was = np.asarray(after[name][:, 0]), np.asarray(before[:, 0])
+        assert np.all(own[inside] != was[inside])
+        np.testing.assert_array_equal(own[outside], was[outside])
+    np.testing.assert_array_equal(loss, [[0.0, 2.0]])
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, poison):
     programs, lora, grads, configs = two
-    bad = {name: leaf.at[0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()}
-    state = programs.init_optimizer(0, lora)
-    before = jax.tree.map(np.asarray, (lora, state))
-    after, _, kept, report = programs.update(
-        0, copy(lora), Sums(copy(bad), jnp.ones(2)), state, hyper(configs[0].optim, 1e-2)
-    )
-    jax.tree.map(np.testing.assert_array_equal, (after, kept), before)
-    names = programs.leaf_names(0, lora)
-    assert [name for name, good in zip(names, np.asarray(report.finite), strict=True) if not good] == [
-        "layers.q_proj.lora_b"
-    ]
+    bad = {
+        name: leaf.at[0, 0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()
+    }
+    state = programs.init_optimizer(programs._parts.specs[0], configs[0].optim, lora)
+    after, _, _, kept, alive, verdict, finite = step(two, bad)
+    jax.tree.map(np.testing.assert_array_equal, (after, kept), (lora, state))
+    np.testing.assert_array_equal(alive, [False, True])
+    assert float(verdict.finite) == 0.0
+    assert np.asarray(finite).tolist() == [True, False]  # in order of names: lora_a, lora_b
+
+
+def test_an_adapter_that_is_not_alive_takes_no_further_step(two):
+    _, lora, grads, _ = two
+    after, sums, _, _, alive, _, _ = step(two, grads, alive=(False, True))
+    jax.tree.map(np.testing.assert_array_equal, after, lora)
+    np.testing.assert_array_equal(alive, [False, True])
+    assert not any(np.any(leaf[:, :, 0]) for leaf in sums.values())

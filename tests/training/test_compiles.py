@@ -1,20 +1,27 @@
-"""Compilation is what a user waits for: every program of a run compiles once."""
+"""Compilation is what a user waits for: every program of a stage compiles once, also where layouts differ."""
+
+import pytest
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.training import run as run_module
+from lorafusion_jax.pipeline import stage as stage_module
+from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.training import train
-from lorafusion_jax.training.programs import Programs
+
+PER_SLOT = ("inputs", "embed", "forward", "backward", "head", "inputs_without_dropout", "evaluate", "losses")
 
 
-def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "mesh", [{}, {"stages": 2, "data": 2}, {"data": 2, "fsdp": 2}], ids=["one", "stages", "replicas"]
+)
+def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatch, mesh):
     made = []
 
-    class Watched(Programs):
+    class Watched(StagePrograms):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(run_module, "Programs", Watched)
+    monkeypatch.setattr(stage_module, "StagePrograms", Watched)
     equal = {"lora": {"rank": 4, "dropout": 0.1}, "batch": {"global_samples": 3}}  # two of a sweep share one update
     job = write_job(
         [
@@ -24,10 +31,17 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
                 **equal,
             }
             for name in ("law", "med")
-        ]
+        ],
+        mesh=mesh,
+        save={"every_steps": 2},  # the pipeline drains and fills again in between
     )
     train(load_config(job), tmp_path / "run")
-    (programs,) = made
-    assert programs.accumulate._cache_size() == 1
-    assert programs.evaluate._cache_size() == 1
-    assert [update._cache_size() for update in programs._updates.values()] == [1]
+    assert len(made) == mesh.get("stages", 1)
+    for number, programs in enumerate(made):
+        wanted = dict.fromkeys(PER_SLOT, 1)
+        if number:
+            wanted["embed"] = 0
+        if number < len(made) - 1:
+            wanted["head"] = wanted["losses"] = 0
+        assert {name: getattr(programs, name)._cache_size() for name in PER_SLOT} == wanted, f"stage {number}"
+        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {"finish": 1, "step": 1}
