@@ -45,8 +45,12 @@ class StageMesh:
 
     @property
     def by_replica(self) -> NamedSharding:
-        """Leading axis over replicas."""
-        return NamedSharding(self.mesh, P(REPLICAS))
+        """Leading axis over replicas.
+
+        Axes of one device are left out, as in what programs return: one layout by two names would compile twice.
+        """
+        axes = tuple(name for name in REPLICAS if self.mesh.shape[name] > 1)
+        return NamedSharding(self.mesh, P(axes) if axes else P())
 
     @property
     def local_replicas(self) -> list[int]:
