@@ -56,14 +56,15 @@ from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.profile import Load, profile_stages
+from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.training.base import block_layers, fitting_keep
+from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.run import adapter_specs
 from lorafusion_jax.training.state import AdapterProgress, Progress
-from scheduling import AdapterJob, Plan, Timeline, default_cost_model, make_plan, simulate
+from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate
 from scheduling.baselines import batch_by_batch, one_after_another
 from scheduling.pipeline import one_forward_one_backward
 
@@ -72,22 +73,22 @@ WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
 LONGEST = 4096
 CAPACITIES = (2048, 3072, 4096, 6144, 8192)
 SHAPES: dict[str, dict[str, Any]] = {
-    "8b": dict(
-        family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
-        num_kv_heads=8, head_dim=128, rope_theta=500000.0,
-    ),
-    "32b": dict(
-        family="qwen2", vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40,
-        num_kv_heads=8, head_dim=128, rope_theta=1e6, qkv_bias=True,
-    ),
-    "70b": dict(
-        family="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
-        num_kv_heads=8, head_dim=128, rope_theta=500000.0,
-    ),
-    "tiny": dict(
-        family="llama", vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4,
-        num_kv_heads=2, head_dim=16,
-    ),
+    "8b": {
+        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
+    },
+    "32b": {
+        "family": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_layers": 64, "num_heads": 40,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "qkv_bias": True,
+    },
+    "70b": {
+        "family": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80, "num_heads": 64,
+        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 16,
+    },
 }  # fmt: skip
 
 
@@ -173,26 +174,25 @@ class Bench:
         stages = self.stages(name, config)
         results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
+        together = sum(p.num_slots for p in plans)
         row = {
             "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
-            "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}), "layers_per_stage": [len(s.layers) for s in stages],
+            "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
+            "layers_per_stage": [len(stage.layers) for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
-            "keep": stages[0].keep, "settings": options.set, "useful_tokens_per_s": round(tokens / seconds, 1),
-            "slots": sum(r["slots"] for r in results), "density": round(sum(p.density * p.num_slots for p in plans) / sum(p.num_slots for p in plans), 4),
+            "keep": stages[0].keep, "settings": options.set,
+            "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
+            "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
-            "compile_s": round(sum(r["compile_s"] for r in results), 1),
-            "peak_gb": [round(s.get("peak_bytes_in_use", 0) / 1e9, 2) for s in (d.memory_stats() or {} for d in jax.local_devices()[:devices])],
+            "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": peaks(devices),
             "device": jax.devices()[0].device_kind, "jax": jax.__version__,
         }  # fmt: skip
-        row |= {
-            key: results[0][key]
-            for key in ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
-            if key in results[0]
-        }
+        measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
+        row |= {key: results[0][key] for key in measured if key in results[0]}
         self.write(row)
         if variant.together:
             (options.out / f"timeline_{options.model}_{name}_{workload}.json").write_text(
-                json.dumps(results[0]["spans"])
+                results[0]["timeline"].to_json()
             )
 
     def write(self, row: dict) -> None:
@@ -220,9 +220,9 @@ class Bench:
         return [jobs], options.capacity, [self.plan(variant, jobs, options.capacity, mesh)]
 
     def plan(self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int, mesh: MeshSettings) -> Plan:
-        limits = dict(
-            capacity_tokens=capacity, num_stages=mesh.stages, data_parallel=mesh.replicas, tile_tokens=self.tile
-        )
+        limits = {
+            "capacity_tokens": capacity, "num_stages": mesh.stages, "data_parallel": mesh.replicas, "tile_tokens": self.tile
+        }  # fmt: skip
         if variant.plan == "ours":
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
@@ -317,15 +317,13 @@ class Bench:
         lora = stages[0].first_lora()
         for stage in stages:
             stage.start(lora)
+        batches = Batches(config, prepared, plan, range(plan.data_parallel))
         result: dict[str, Any] = {}
         compiled: list[float] = []
         costs = None
         if variant.together and not self.options.no_profile:
-            executor = Executor(stages, names)
-            executor.warm_up(self.load(plan, prepared, config, None).rows)
-            costs = profile_stages(
-                stages, [self.load(plan, prepared, config, slot) for slot in (None, 0, plan.num_slots // 2)], repeats=2
-            )
+            Executor(stages, names).warm_up(batches.empty())
+            costs = profile_stages(stages, batches.loads(), repeats=2)
             for stage in stages:
                 stage.start(lora)
         spans = Spans(len(stages))
@@ -340,12 +338,13 @@ class Bench:
                 compiled.append(event.values["seconds"])
 
         if variant.together and self.options.trace:
-            self.trace(config, prepared, plan, stages)
+            self.trace(batches, stages)
             for stage in stages:
                 stage.start(lora)
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
         Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
-        measured = spans.close()
+        timeline = spans.close(plan)
+        measured = timeline.spans
         tokens = (
             [sum(jobs_of[ref.adapter][ref.sample] for ref in slot.samples) for slot in plan.slots]
             if (jobs_of := {job.name: job.sample_tokens for job in jobs})
@@ -356,7 +355,6 @@ class Bench:
         warm = min(max(2 * len(stages), 5), len(order) // 2)
         first, last = order[warm - 1], order[-1]
         seconds = ends[last] - ends[first]
-        timeline = Timeline(spans=measured, num_stages=len(stages), tokens=plan.tokens)
         steady = [ends[b] - ends[a] for a, b in zip(order[warm:-1], order[warm + 1 :], strict=True)]
         result |= {
             "seconds": seconds,
@@ -365,36 +363,32 @@ class Bench:
             "compile_s": sum(compiled),
             "slot_s": round(statistics.median(steady), 5) if steady else None,
             "bubbles": [round(share, 4) for share in timeline.bubble_shares],
-            "host_s_per_slot": round(sum(end - start for _, start, end in spans.host) / max(len(order), 1), 5),
-            "spans": [list(span[:5]) for span in measured if span.slot < 60],
+            "host_s_per_slot": round(sum(span.end_s - span.start_s for span in timeline.host) / max(len(order), 1), 5),
+            "timeline": timeline.of_slots(range(60)),
         }
         if costs is not None:
             predicted = simulate(plan, costs, program=program)
             result["simulated_over_measured"] = round(predicted.duration_s / timeline.duration_s, 4)
         return result
 
-    def trace(self, config: JobConfig, prepared: Prepared, plan: Plan, stages: list[Stage]) -> None:
+    def trace(self, batches: Batches, stages: list[Stage]) -> None:
         """Adds up device time by kernel over a few slots on every stage alone."""
-        loads = [self.load(plan, prepared, config, slot) for slot in range(self.options.trace)]
+        loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
-                stage.run_alone(to_stage(loads[0].rows, stage.mesh))
+                stage.run_alone(to_stage(loads[0], stage.mesh))
             with jax.profiler.trace(folder):
                 for load in loads:
                     for stage in stages:
-                        stage.run_alone(to_stage(load.rows, stage.mesh))
+                        stage.run_alone(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
 
-    def load(self, plan: Plan, prepared: Prepared, config: JobConfig, slot: int | None) -> Load:
-        """The microbatch of a slot (None: an empty one) with what its cost depends on."""
-        progress = Progress(adapters={a.name: AdapterProgress(name=a.name, num_steps=1) for a in config.adapters})
-        executor = Executor(self._stages[1], [a.name for a in config.adapters])  # type: ignore[index]
-        loop = Loop(config, prepared, plan, executor, progress, lambda event: None, None)  # type: ignore[arg-type]
-        replicas = [()] * plan.data_parallel if slot is None else plan.slots[slot].replicas
-        lengths = [prepared.adapters[ref.adapter].train.lengths[ref.sample] for ref in replicas[0]]
-        rest = plan.capacity_tokens - sum(lengths)
-        return Load(loop._assembled(replicas), plan.capacity_tokens, int(sum(n * n for n in lengths) + rest * rest))
+
+def peaks(devices: int) -> list[float]:
+    """Most memory that was in use on each device, GB."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
+    return [round(each.get("peak_bytes_in_use", 0) / 1e9, 2) for each in stats]
 
 
 def kernel_times(folder: Path) -> list[tuple[str, int, float]]:

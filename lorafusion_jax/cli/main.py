@@ -10,7 +10,21 @@ import sys
 
 import typer
 
-from lorafusion_jax.cli import check, data, demo, doctor, export, init, plan, resume, status, train, tune
+from lorafusion_jax.cli import (
+    check,
+    data,
+    demo,
+    doctor,
+    export,
+    init,
+    plan,
+    profile,
+    resume,
+    status,
+    timeline,
+    train,
+    tune,
+)
 from lorafusion_jax.cli.common import errors_to
 from lorafusion_jax.errors import LoraFusionError, RunError
 from scheduling import PlanError
@@ -22,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
-for command in (demo, init, check, plan, train, resume, status, export, tune, doctor):
+for command in (demo, init, check, plan, train, resume, status, timeline, export, profile, tune, doctor):
     app.command(command.NAME)(command.command)
 app.add_typer(data.app, name="data")
 

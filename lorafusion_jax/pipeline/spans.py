@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from jax import Array
 
+from scheduling import Plan
 from scheduling.pipeline import Event
-from scheduling.timeline import Span
+from scheduling.timeline import Span, Timeline
 
 MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
 
@@ -25,17 +26,13 @@ class Issued(NamedTuple):
 
 
 class Spans:
-    """Recorder of one sitting; close it to end its threads.
-
-    Attributes:
-        host: (start, end) of the host's own work on each event.
-    """
+    """Recorder of one sitting; close it to end its threads."""
 
     def __init__(self, num_stages: int):
         self._began = time.perf_counter()
         self._ends: dict[tuple[str, int, int], float] = {}
         self._spans: list[Span] = []
-        self.host: list[tuple[Event, float, float]] = []
+        self._host: list[Span] = []
         self._lock = threading.Lock()
         self._num_stages = num_stages
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
@@ -52,18 +49,29 @@ class Spans:
 
     def follow(self, issued: Issued, result: Array) -> None:
         """Watches for the end of an event; `result` must not be donated to anybody."""
-        if len(self.host) >= MOST:
+        event = issued.event
+        if len(self._host) >= MOST:
             return
-        self.host.append((issued.event, issued.at, self._now()))
-        self._queues[issued.event.stage].put((issued, result))
+        self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
+        self._queues[event.stage].put((issued, result))
 
-    def close(self) -> tuple[Span, ...]:
-        """Ends the threads; returns what was measured, in order of ends."""
+    def close(self, plan: Plan) -> Timeline:
+        """Ends the threads; returns what was measured of a plan's run."""
         for each in self._queues:
             each.put(None)
         for thread in self._threads:
             thread.join()
-        return tuple(sorted(self._spans, key=lambda span: span.end_s))
+        lengths = {job.name: job.sample_tokens for job in plan.jobs}
+        seen = {span.slot for span in self._spans}
+        names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
+        return Timeline(
+            spans=tuple(sorted(self._spans, key=lambda span: span.end_s)),
+            num_stages=self._num_stages,
+            title="measured",
+            slot_adapters=names,
+            tokens=sum(lengths[ref.adapter][ref.sample] for slot in seen for ref in plan.slots[slot].samples),
+            host=tuple(self._host),
+        )
 
     def _now(self) -> float:
         return time.perf_counter() - self._began

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,22 +18,17 @@ import numpy as np
 from jax import process_count
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.assemble import (
-    Microbatch,
-    assemble,
-    batch_loss_tokens,
-    num_segments,
-    pieces_of_slot,
-)
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.optim import hyper, learning_rates
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
-from scheduling import Plan, SampleRef, issue_order
+from scheduling import Plan, issue_order
 from scheduling import pipeline as schedule
 
 LOG_EVERY_S = 2.0
@@ -93,13 +88,8 @@ class Loop:
         self._prepared, self._progress, self._emit, self._hooks = prepared, progress, emit, hooks
         self._program = program
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        self._loss_tokens = {
-            (a.name, batch): int(count)
-            for a in config.adapters
-            for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
-        }
+        self._batches = Batches(config, prepared, plan, executor.local_replicas)
         self._rates = {a.name: learning_rates(a.optim, progress.adapters[a.name].num_steps) for a in config.adapters}
-        self._segments = num_segments(max(len(part) for slot in plan.slots for part in slot.replicas))
         self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
         self._slot_tokens = slot_tokens(plan, prepared)
         last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
@@ -139,7 +129,7 @@ class Loop:
     def _issue(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due; returns those of slots that were not let in."""
         slots = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
-        batches = prefetch(self._batch, slots)
+        batches = prefetch(self._batches.of, slots)
         later: list[schedule.Event] = []
         try:
             for event in todo:
@@ -181,26 +171,10 @@ class Loop:
     def _compile(self) -> None:
         self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
         began = time.perf_counter()
-        self._executor.warm_up(self._assembled([()] * self._plan.data_parallel))
+        self._executor.warm_up(self._batches.empty())
         values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
         self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
         self._meter.pause()
-
-    def _batch(self, slot: int) -> Microbatch:
-        return self._assembled(self._plan.slots[slot].replicas)
-
-    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
-        """Assembles the microbatches of this process's replicas, [replicas here, ...]."""
-        rows = [
-            assemble(
-                pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self._loss_tokens),
-                capacity_tokens=self._plan.capacity_tokens,
-                tile_tokens=self._plan.tile_tokens,
-                max_segments=self._segments,
-            )
-            for replica in self._executor.local_replicas
-        ]
-        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
 
     def _step(self, name: str, slot: int) -> None:
         number = self._batch_of[slot, name]
@@ -208,12 +182,15 @@ class Loop:
         settings = self._config.adapters[self._index[name]].optim
         result = self._executor.step(name, hyper(settings, lr))
         self._steps_since_save += 1
-        self._taken.append(
-            Taken(
-                adapter=name, step=number + 1, lr=lr, loss_tokens=self._loss_tokens[name, number], slots_done=slot + 1,
-                result=result,
-            )
-        )  # fmt: skip
+        taken = Taken(
+            adapter=name,
+            step=number + 1,
+            lr=lr,
+            loss_tokens=self._batches.loss_tokens[name, number],
+            slots_done=slot + 1,
+            result=result,
+        )
+        self._taken.append(taken)
         every = self._config.train.eval_every_steps
         last = number + 1 == self._progress.adapters[name].num_steps
         if last or (every and (number + 1) % every == 0):  # what follows needs the weights of exactly this step

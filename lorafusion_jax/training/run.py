@@ -194,7 +194,7 @@ class _Run:
             raise
         finally:
             self._store.close()
-            spans.close()
+            self._timeline(spans)
         result = RunResult(
             folder=self._folder.path, adapters=self._progress.adapters, seconds=self._progress.seconds, plan=self._plan
         )
@@ -312,6 +312,12 @@ class _Run:
                     values={"path": str(path)},
                 )
             )
+
+    def _timeline(self, spans: Spans) -> None:
+        timeline = spans.close(self._plan)
+        if timeline.spans and is_first():
+            with suppress(OSError):  # a full disk has its own error
+                (self._folder.path / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
 
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))

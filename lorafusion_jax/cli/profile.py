@@ -1,0 +1,51 @@
+"""lorafusion profile: times the stages of a job on this machine and saves the cost model that plan uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, say, use_compilation_cache
+from lorafusion_jax.config import load_config
+from lorafusion_jax.report.format import duration, percent
+
+NAME = "profile"
+
+
+def command(
+    jobs: JobFile,
+    overrides: Overrides = None,
+    to: Annotated[Path, typer.Option("--out", "-o", help="cost model, a .json file")] = Path("costs.json"),
+    repeats: Annotated[int, typer.Option(min=1, help="measurements of each pass")] = 3,
+) -> None:
+    """Measures forward, backward, step and transfer of every stage on this machine.
+
+    Example: lorafusion profile jobs.yaml -o costs.json
+    """
+    from lorafusion_jax.training.profiling import profile
+    from scheduling import simulate
+
+    use_compilation_cache()
+    console = out()
+    with console.status("starting") as status:
+        costs, plan = profile(
+            load_config(jobs, overrides or []),
+            repeats=repeats,
+            listeners=[lambda event: status.update(event.values["text"])],
+        )
+    to.write_text(costs.to_json(), encoding="utf-8")
+    table = plain_table(("stage",), ("forward", "backward", "step"))
+    heavy = plan.capacity_tokens * 1024  # samples of 1024 tokens
+    for number, stage in enumerate(costs.stages):
+        passes = (
+            stage.forward.seconds(plan.capacity_tokens, heavy),
+            stage.backward.seconds(plan.capacity_tokens, heavy),
+        )
+        table.add_row(str(number), *(f"{1e3 * seconds:.1f} ms" for seconds in (*passes, stage.update_s)))
+    console.print(table)
+    say(console, f"a microbatch of {plan.capacity_tokens} tokens in samples of 1024; {costs.source}")
+    timeline = simulate(plan, costs)
+    say(console, f"the whole plan: {duration(timeline.duration_s)}, bubbles {percent(timeline.bubble_share)}")
+    next_command(console, f"lorafusion plan {jobs} --cost-model {to}")

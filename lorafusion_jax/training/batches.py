@@ -1,0 +1,68 @@
+"""Slots of a plan as microbatches: token ids, masks and keys for the replicas of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.assemble import Microbatch, assemble, batch_loss_tokens, num_segments, pieces_of_slot
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline.profile import Load
+from scheduling import Plan, SampleRef
+
+
+class Batches:
+    """Assembles microbatches, [replicas of this process, ...]; all slots of a plan have one shape.
+
+    Attributes:
+        loss_tokens: of each (adapter, global batch).
+    """
+
+    def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
+        self._prepared, self._plan, self._replicas = prepared, plan, tuple(local_replicas)
+        self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self._segments = num_segments(max(len(part) for slot in plan.slots for part in slot.replicas))
+        self.loss_tokens = {
+            (a.name, batch): int(count)
+            for a in config.adapters
+            for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
+        }
+
+    def of(self, slot: int) -> Microbatch:
+        return self._assembled(self._plan.slots[slot].replicas)
+
+    def empty(self) -> Microbatch:
+        """A microbatch of padding: it adds zero to every sum."""
+        return self._assembled([()] * self._plan.data_parallel)
+
+    def loads(self, most: int = 3) -> list[Load]:
+        """Slots whose samples differ most in Σ length², for timing: the lightest, the heaviest and some between."""
+        squares = [self._squares(slot) for slot in range(self._plan.num_slots)]
+        ranked = sorted((slot for slot, s in enumerate(self._plan.slots) if not s.is_noop), key=squares.__getitem__)
+        chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)}
+        return [Load(self.of(slot), self._plan.capacity_tokens, squares[slot]) for slot in sorted(chosen)]
+
+    def _squares(self, slot: int) -> int:
+        """Σ length² over segments, padding included, of the slowest replica."""
+        lengths = [
+            [int(self._prepared.adapters[ref.adapter].train.lengths[self._row(ref)]) for ref in part]
+            for part in self._plan.slots[slot].replicas
+        ]
+        return max(sum(n * n for n in part) + (self._plan.capacity_tokens - sum(part)) ** 2 for part in lengths)
+
+    def _row(self, ref: SampleRef) -> int:
+        return int(self._prepared.adapters[ref.adapter].order[ref.sample])
+
+    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
+        rows = [
+            assemble(
+                pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self.loss_tokens),
+                capacity_tokens=self._plan.capacity_tokens,
+                tile_tokens=self._plan.tile_tokens,
+                max_segments=self._segments,
+            )
+            for replica in self._replicas
+        ]
+        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
