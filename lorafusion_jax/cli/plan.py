@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, say, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare
 from lorafusion_jax.errors import CheckpointError
@@ -19,9 +20,6 @@ from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, duration, percent, whole
 from lorafusion_jax.report.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
-
-if TYPE_CHECKING:  # imports jax
-    from lorafusion_jax.models import ModelConfig
 
 NAME = "plan"
 GIB = 2**30
@@ -79,8 +77,6 @@ def command(
 
 def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
     """The base model's shape, or why there are no predictions: planning works without."""
-    from lorafusion_jax.models import ModelConfig
-
     try:
         return ModelConfig.from_hf(base_directory(config)), []
     except CheckpointError as problem:

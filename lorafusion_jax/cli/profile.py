@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, say, use_compilation_cache
+from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.report.format import duration, percent
 
@@ -27,7 +27,7 @@ def command(
     from lorafusion_jax.training.profiling import profile
     from scheduling import simulate
 
-    use_compilation_cache()
+    prepare_machine()
     console = out()
     with console.status("starting") as status:
         costs, plan = profile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lorafusion_jax.cli.common import RunPath, out, use_compilation_cache
+from lorafusion_jax.cli.common import RunPath, out, prepare_machine
 
 NAME = "resume"
 
@@ -16,5 +16,5 @@ def command(run: RunPath) -> int:
     from lorafusion_jax.training import RunFolder, resume
 
     config = RunFolder(run).read_config()
-    use_compilation_cache()
+    prepare_machine()
     return follow(out(), run, config, lambda listeners: resume(run, listeners=listeners))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, out, use_compilation_cache, warn
+from lorafusion_jax.cli.common import JobFile, Overrides, out, prepare_machine, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 
@@ -30,6 +30,6 @@ def command(
     config = load_config(jobs, overrides or ())
     console = out()
     warn(console, ineffective(config))
-    use_compilation_cache()
+    prepare_machine()
     chosen = read_plan(plan) if plan else None
     return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))

@@ -1,9 +1,9 @@
 """Decoder-only language models: Llama, Mistral, Qwen2 and Qwen3 as configurations of one decoder."""
 
+from ..config.model import ModelConfig as ModelConfig
+from ..config.model import RopeScaling as RopeScaling
 from .attention import AttentionImplementation as AttentionImplementation
 from .attention import attention as attention
-from .config import ModelConfig as ModelConfig
-from .config import RopeScaling as RopeScaling
 from .decoder import Decoder as Decoder
 from .loading import load_decoder as load_decoder
 from .saving import save_decoder as save_decoder

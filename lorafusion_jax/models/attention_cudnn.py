@@ -64,11 +64,11 @@ def why_not(q_THC: jax.Array) -> str:
     return ""
 
 
-def on_hopper_or_later() -> bool:
-    """Whether the default device is an NVIDIA GPU of compute capability 9.0 or more."""
+def on_hopper(*, or_later: bool = False) -> bool:
+    """Whether the default device is an NVIDIA GPU of compute capability 9 (or more)."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return False
     # ROCm devices report names such as "gfx942" here.
     major = str(getattr(device, "compute_capability", "0")).split(".")[0]
-    return major.isdigit() and int(major) >= 9
+    return major.isdigit() and (int(major) == 9 or (or_later and int(major) > 9))

@@ -17,11 +17,11 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from ..config.model import ModelConfig
 from ..modules import LoRAContext
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
 from .attention import AttentionImplementation
-from .config import ModelConfig
 from .layer import DecoderLayer, LayerInputs
 from .norm import RMSNorm
 from .rope import rope_tables

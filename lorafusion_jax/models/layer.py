@@ -14,10 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from ..config.model import ModelConfig
 from ..modules import LoRAContext, LoRALinear, lora_siblings
 from ..modules.spec import AdapterSpec, bank_rank
 from .attention import AttentionImplementation, attention
-from .config import ModelConfig
 from .gate import silu_gate
 from .norm import RMSNorm
 from .rope import apply_rope

@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ..config.model import ModelConfig
 from ..errors import CheckpointError
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
 from .checkpoint import READABLE, Stored, list_tensors, read_slice
-from .config import ModelConfig
 from .decoder import Decoder, Layers, Remat
 from .naming import Tensor, frozen_tensors, is_ignored
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import ModelConfig, RopeScaling
+from ..config.model import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

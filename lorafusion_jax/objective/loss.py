@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-DEFAULT_CHUNK = 16384
-_ROWS = 128  # chunks are multiples of this where the microbatch is large enough
+from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 
 
 def adapter_losses(
@@ -85,13 +84,6 @@ def adapter_hits(
 
     (hits_T,) = _over_chunks(hit, c, hidden, head, rows, (jnp.zeros(hidden.shape[:1], jnp.float32),))
     return _per_adapter(hits_T, rows, num_adapters)
-
-
-def chunk_rows(num_rows: int, vocab_size: int, chunk: int) -> int:
-    """Rows whose logits are held at once: as many as fit, but an eighth of the microbatch at most, so that there is
-    something to skip."""
-    fitting = min(num_rows * chunk // vocab_size, num_rows // 8)
-    return min(max(fitting // _ROWS * _ROWS, _ROWS), num_rows)
 
 
 class _Rows(NamedTuple):

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
-
-if TYPE_CHECKING:  # planning does not import jax
-    from lorafusion_jax.models import ModelConfig
 
 SAMPLE_TOKENS = 1024  # of a usual fine-tuning sample; attention at that length is 4 % of an 8B layer
 
@@ -114,7 +112,6 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
         sample_tokens: n, Σ length² / Σ length of the samples.
         loss_share: rows that have a target, of all rows.
 
-    >>> from lorafusion_jax.models import ModelConfig
     >>> config = ModelConfig(family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
     ...                      num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
     >>> costs = modelled_costs(config)

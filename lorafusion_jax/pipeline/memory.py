@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, resolve_targets
-from lorafusion_jax.objective.loss import DEFAULT_CHUNK, chunk_rows
+from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.pipeline.layout import layer_shapes, linear_shapes, stage_layers
 
 Keep = Literal["everything", "gemm_inputs", "nothing"]

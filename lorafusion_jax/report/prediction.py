@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.pipeline import memory
+from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, default_cost_parts, read_cost_model, stages_from_parts
-
-if TYPE_CHECKING:  # imports jax, which is needed only once a model is looked at
-    from lorafusion_jax.models import ModelConfig
 
 DEVICES = ("h200", "h100", "cpu")
 
@@ -23,15 +23,11 @@ def this_device() -> str:
 
 def memory_of(device: str) -> int | None:
     """Bytes of a known device; None for a CPU, whose memory is not what limits."""
-    from lorafusion_jax.pipeline.memory import DEVICE_BYTES
-
-    return DEVICE_BYTES.get(device)
+    return memory.DEVICE_BYTES.get(device)
 
 
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
     """Default costs of a job's stages on a device."""
-    from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers
-
     mesh = config.mesh
     layer = sum(rows * columns for rows, columns in linear_shapes(model).values())
     table = model.vocab_size * model.hidden_size
@@ -62,16 +58,12 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     """
     if model is None:
         return read_cost_model(file.read_text(encoding="utf-8"), [1] * config.mesh.stages)
-    from lorafusion_jax.pipeline.layout import stage_layers
-
     layers = stage_layers(model, config.mesh.stages, config.mesh.layers, capacity_tokens=config.batch.capacity_tokens)
     return read_cost_model(file.read_text(encoding="utf-8"), [len(stage) for stage in layers])
 
 
 def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
     """Memory per stage as plain numbers; `fits` and `advice` are None where the device's memory is not known."""
-    from lorafusion_jax.pipeline import memory
-
     problem = memory.memory_problem(config, model)
     if config.train.keep == "auto" and device_bytes is not None:
         problem = dataclasses.replace(problem, keep=memory.choose_keep(problem, device_bytes))

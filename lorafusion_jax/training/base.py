@@ -13,7 +13,7 @@ from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.memory import choose_keep, memory_problem
+from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, choose_keep, memory_problem
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts, cut
 from lorafusion_jax.pipeline.stage import Stage
@@ -56,7 +56,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
     size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return "everything" if size is None else choose_keep(memory_problem(config, model), size)
+    return "everything" if size is None else choose_keep(memory_problem(config, model), size, usable=ALLOCATOR_USABLE)
 
 
 def block_layers(wanted: int | None, num_layers: int) -> int:

@@ -1,4 +1,7 @@
-"""What a decoder looks like: one dataclass for all families, read from a Hugging Face config.json."""
+"""What a decoder looks like: one dataclass for all families, read from a Hugging Face config.json.
+
+Here and not beside the decoder, because planning needs shapes and no jax.
+"""
 
 from __future__ import annotations
 
