@@ -28,6 +28,7 @@ NO_JAX = (
     "lorafusion_jax.config",
     "lorafusion_jax.data",
     "lorafusion_jax.modules.spec",
+    "lorafusion_jax.pipeline.memory",
     "lorafusion_jax.cli.main",
 )
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used

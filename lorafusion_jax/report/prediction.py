@@ -39,9 +39,8 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         attention_width=model.num_heads * model.head_dim,
     )
     item = 4 if config.base.dtype == "float32" else 2
-    gather = (
-        GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp) if mesh.fsdp > 1 else None
-    )
+    # A program holds one layer of a large model and gathers its weights first: nothing to hide that behind.
+    gather = GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
     costs = stages_from_parts(parts, [len(stage) for stage in layers], gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(

@@ -93,7 +93,7 @@ def test_fsdp_shares_the_weights_and_predicts_gathering(lorafusion, large):
         for mesh in (("mesh.data=4",), ("mesh.data=1", "mesh.fsdp=4"))
     )
     assert whole["memory"]["stages"][0]["frozen"] > 3.9 * split["memory"]["stages"][0]["frozen"]
-    assert split["predicted"]["seconds"] >= whole["predicted"]["seconds"]
+    assert split["predicted"]["seconds"] > whole["predicted"]["seconds"]
 
 
 def test_a_cpu_shows_memory_without_a_verdict(lorafusion, job):
