@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -74,20 +75,20 @@ LONGEST = 4096
 CAPACITIES = (2048, 3072, 4096, 6144, 8192)
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
-        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
-        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
+        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32,
+        "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
     },
     "32b": {
-        "family": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_layers": 64, "num_heads": 40,
-        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "qkv_bias": True,
+        "family": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_layers": 64,
+        "num_heads": 40, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "qkv_bias": True,
     },
     "70b": {
-        "family": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80, "num_heads": 64,
-        "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
+        "family": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80,
+        "num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
     },
     "tiny": {
-        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 16,
+        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
     },
 }  # fmt: skip
 
@@ -127,12 +128,15 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
+    parser.add_argument("--layers-per-stage", type=int, nargs="+", help="default by cost")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
     parser.add_argument("--until", type=float, help="seconds after which no further run starts")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.model != "tiny":
+        prepare_machine()
     bench = Bench(options)
     for name in options.variants:  # weights are made once per layout, programs compile once per variant
         for workload in options.workloads:
@@ -166,12 +170,12 @@ class Bench:
         mesh = (
             MeshSettings(stages=1, fsdp=devices)
             if variant.fsdp
-            else MeshSettings(stages=options.stages, data=options.data)
+            else MeshSettings(stages=options.stages, data=options.data, layers=options.layers_per_stage)
         )
         wanted = options.slots if variant.together else options.baseline_slots or options.slots
         jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
-        stages = self.stages(name, config)
+        stages = self.stages(config)
         results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
         together = sum(p.num_slots for p in plans)
@@ -221,7 +225,8 @@ class Bench:
 
     def plan(self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int, mesh: MeshSettings) -> Plan:
         limits = {
-            "capacity_tokens": capacity, "num_stages": mesh.stages, "data_parallel": mesh.replicas, "tile_tokens": self.tile
+            "capacity_tokens": capacity, "num_stages": mesh.stages, "data_parallel": mesh.replicas,
+            "tile_tokens": self.tile,
         }  # fmt: skip
         if variant.plan == "ours":
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
@@ -257,9 +262,9 @@ class Bench:
             train=TrainSettings(**({"implementation": variant.implementation} | settings)),
         )  # fmt: skip
 
-    def stages(self, name: str, config: JobConfig) -> list[Stage]:
-        """Compiled stages of a variant; weights stay while the layout does."""
-        key = (name, config.model_dump_json())
+    def stages(self, config: JobConfig) -> list[Stage]:
+        """Compiled stages of a configuration; weights stay while the layout does."""
+        key = config.model_dump_json()
         if self._stages is not None and self._stages[0] == key:
             return self._stages[1]
         self._stages = None
@@ -273,7 +278,7 @@ class Bench:
         stages = [
             Stage(
                 parts, own, here, config.adapters, keep=keep,
-                block=block_layers(config.train.block_layers, len(own.layers)),
+                block=block_layers(config.train.block_layers, len(own.layers), fsdp=here.fsdp),
             )
             for own, here in self._weights
         ]  # fmt: skip

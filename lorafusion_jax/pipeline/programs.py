@@ -116,7 +116,8 @@ class StagePrograms:
             local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return local(*operands)
 
-        return jax.jit(mapped, donate_argnums=donate)
+        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if self._stage.fsdp > 1 else None
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=overlap)
 
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))

@@ -21,6 +21,7 @@ from lorafusion_jax.pipeline.stage import Stage
 # Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
 # large ones by compiling: 32 layers of an 8B model compile for 4 to 6 minutes as one program (benchmarks/LOG.md).
 MOST_TOGETHER = 8
+GATHERED_TOGETHER = 4  # with fsdp: the next layer's weights come in while this one computes, inside a program only
 
 
 def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
@@ -48,7 +49,14 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
     keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
     return [
-        Stage(parts, own, here, config.adapters, keep=keep, block=block_layers(train.block_layers, len(own.layers)))
+        Stage(
+            parts,
+            own,
+            here,
+            config.adapters,
+            keep=keep,
+            block=block_layers(train.block_layers, len(own.layers), fsdp=here.fsdp),
+        )
         for own, here in zip(weights, meshes, strict=True)
     ]
 
@@ -59,15 +67,17 @@ def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     return "everything" if size is None else choose_keep(memory_problem(config, model), size, usable=ALLOCATOR_USABLE)
 
 
-def block_layers(wanted: int | None, num_layers: int) -> int:
+def block_layers(wanted: int | None, num_layers: int, *, fsdp: int = 1) -> int:
     """Layers per program.
 
     >>> block_layers(None, 4), block_layers(None, 32), block_layers(2, 32)
     (4, 1, 2)
     """
-    if wanted is None:
-        return num_layers if num_layers <= MOST_TOGETHER else 1
-    return min(wanted, num_layers)
+    if wanted is not None:
+        return min(wanted, num_layers)
+    if num_layers <= MOST_TOGETHER:
+        return num_layers
+    return 1 if fsdp == 1 else GATHERED_TOGETHER
 
 
 def _stage_of(name: str, layers: Sequence[range]) -> int:
