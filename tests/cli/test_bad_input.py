@@ -186,11 +186,21 @@ def test_damaged_and_missing_plan(lorafusion, job):
     assert (outcome.code, outcome.errors) == (2, ["plan.damaged"])
 
 
-@pytest.mark.parametrize("setting", ["mesh.stages=4", "mesh.data=2"])
-def test_more_devices_than_training_can_use(lorafusion, job, setting):
-    outcome = lorafusion("train", job.path, "--out", job.folder / "run", setting, "base.model=nothing-is-read")
-    assert (outcome.code, outcome.errors) == (2, ["mesh.one-device"])
-    assert "lorafusion plan works for any mesh" in outcome.err
+@pytest.mark.parametrize(
+    ("settings", "code", "fix"),
+    [
+        (["mesh.stages=2", "mesh.data=8"], "mesh.devices", "lower mesh.stages, mesh.data or mesh.fsdp"),
+        (["mesh.stages=4"], "mesh.stages", "mesh.stages: 1 to 2"),
+        (["mesh.stages=2", "mesh.layers=[1, 2]"], "mesh.layers", "mesh.layers"),
+    ],
+)
+def test_a_mesh_that_the_machine_or_the_model_does_not_have(lorafusion, job, settings, code, fix):
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run", *settings)
+    assert (outcome.code, outcome.errors) == (2, [code])
+    assert fix in outcome.err
+    assert not (job.folder / "run").exists()
+    checked = lorafusion("check", job.path, *settings)  # asks no device: it may be another machine
+    assert checked.code == 0, checked.err
 
 
 def test_no_run_folder(lorafusion, tmp_path):

@@ -25,7 +25,7 @@ SLOTS = [{"law": 60, "med": 20}] * 10 + [{"law": 80}] * 10
 def run(clock, meter: Meter, slots, seconds: float) -> None:
     for slot in slots:
         clock.now += seconds
-        meter.slot_done(slot)
+        meter.slots_done([slot])
 
 
 def test_nothing_is_said_before_something_is_measured(clock):
@@ -48,6 +48,15 @@ def test_rates_leave_out_warm_up_and_pauses(clock):
     assert seen["eta_s"] == 12 * 0.5
     assert seen["adapter_eta_s"] == {"law": 12 * 0.5, "med": 2 * 0.5}
     assert meter.seconds == 30.0 * WARM_UP + 3 * 0.5
+
+
+def test_a_run_of_few_slots_is_measured_as_a_whole(clock):
+    meter = Meter(SLOTS[:3], 100, {"law": 2, "med": 2})
+    run(clock, meter, range(2), 0.5)
+    meter.pause()  # an evaluation before the last slot
+    assert meter.snapshot(2)["eta_s"] is None
+    run(clock, meter, [2], 0.5)
+    assert meter.snapshot(3)["processed_tokens_per_s"] == 200
 
 
 def test_an_adapter_that_is_done_has_no_time_left(clock):

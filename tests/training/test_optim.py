@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.pipeline.optim import hyper, learning_rates, transformation
+from lorafusion_jax.pipeline.optim import clipped, hyper, learning_rates, transformation
 
 BY_HAND = {
     "adamw": optax.adamw(3e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1),
@@ -20,25 +20,48 @@ BY_HAND = {
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_traced_numbers_give_the_optax_chain(name, clip):
+    """Leaves have an axis of layers in front; by hand, each layer is a parameter of its own."""
     settings = OptimSettings(name=name, lr=3e-3, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1, momentum=0.9, clip=clip)
     by_hand = optax.chain(*([optax.clip_by_global_norm(clip)] if clip else []), BY_HAND[name])
-    weights = {"a": jax.random.normal(jax.random.key(0), (130, 140)), "b": jnp.ones((4, 3))}
+    weights = {"a": jax.random.normal(jax.random.key(0), (2, 130, 140)), "b": jnp.ones((2, 4, 3))}
     ours = weights, transformation(settings, hyper(settings, 3e-3)).init(weights)
-    theirs = weights, by_hand.init(weights)
+    theirs = layers_of(weights), by_hand.init(layers_of(weights))
 
     @jax.jit
     def step(own, state, grads, numbers):
+        if clip:
+            norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in grads.values()))
+            grads = clipped(grads, norm, numbers.clip)
         changes, state = transformation(settings, numbers).update(grads, state, own)
         return optax.apply_updates(own, changes), state
 
     for seed in range(3):
         grads = jax.tree.map(lambda leaf, seed=seed: jax.random.normal(jax.random.key(seed), leaf.shape), weights)
         ours = step(*ours, grads, hyper(settings, 3e-3))
-        changes, state = by_hand.update(grads, theirs[1], theirs[0])
+        changes, state = by_hand.update(layers_of(grads), theirs[1], theirs[0])
         theirs = optax.apply_updates(theirs[0], changes), state
-    for key in weights:  # the same formula in another order of float32 operations
-        np.testing.assert_allclose(ours[0][key], theirs[0][key], rtol=2e-5, atol=1e-6)
-        assert float(jnp.abs(ours[0][key] - weights[key]).max()) > 1e-4
+    for key, layer, by_hand_leaf in [(*key, leaf) for key, leaf in theirs[0].items()]:
+        # the same formula in another order of float32 operations
+        np.testing.assert_allclose(ours[0][key][layer], by_hand_leaf, rtol=2e-5, atol=1e-6)
+        assert float(jnp.abs(ours[0][key][layer] - weights[key][layer]).max()) > 1e-4
+
+
+def layers_of(leaves):
+    return {(key, layer): leaf[layer] for key, leaf in leaves.items() for layer in range(2)}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_state_of_some_layers_is_part_of_the_state_of_all(name):
+    """Stages hold some of the layers each; checkpoints put their states side by side."""
+    settings = OptimSettings(name=name)
+    optimizer = transformation(settings, hyper(settings, 1e-3))
+    weights = {"a": jax.random.normal(jax.random.key(0), (3, 130, 140))}
+    grads = jax.tree.map(jnp.cos, weights)
+    whole = optimizer.update(grads, optimizer.init(weights), weights)
+    first, last = (jax.tree.map(lambda leaf, own=own: leaf[own], (grads, weights)) for own in (np.s_[:1], np.s_[1:]))
+    parts = [optimizer.update(grads, optimizer.init(weights), weights) for grads, weights in (first, last)]
+    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
+    jax.tree.map(np.testing.assert_array_equal, joined, whole)
 
 
 def test_lion_and_adamw_have_their_own_second_momentum_by_default():
