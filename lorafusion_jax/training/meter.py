@@ -42,8 +42,10 @@ class Meter:
         each = (now - self._at) / len(slots)
         self.seconds += now - self._at
         self._seen += len(slots)
-        if not self._paused and (self._seen > WARM_UP or slots[-1] + 1 == len(self._tokens)):
+        if not self._paused and self._seen > WARM_UP:
             self._recent.extend((each, slot) for slot in slots)
+        if slots[-1] + 1 == len(self._tokens) and not self._recent:  # so short a run is measured as a whole
+            self._recent.append((self.seconds / self._seen, slots[-1]))
         self._at, self._paused = now, False
 
     def pause(self) -> None:
