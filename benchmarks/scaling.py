@@ -1,7 +1,7 @@
 """What the simulator predicts for 1 to 256 GPUs, and where adding more stops paying: one command, a table and a plot.
 
-    python benchmarks/scaling.py           # about five minutes on one core
-    python benchmarks/scaling.py --quick   # 8B alone, two batch sizes
+    python benchmarks/scaling.py           # two minutes on one core
+    python benchmarks/scaling.py --quick   # 8B alone, two batch sizes, prints only
 
 Nothing here is measured on that many GPUs. Rates of one H200 and of its links are (see ASSUMPTIONS); the rest follows
 from the plans themselves, which are made in full and verified. Writes benchmarks/results/scaling.csv and scaling.png.
@@ -300,6 +300,8 @@ def main() -> None:
                 rows += found
             planned.cache_clear()
     rows = with_efficiency(sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
+    if quick:
+        return
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())
