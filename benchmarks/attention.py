@@ -28,22 +28,23 @@ from lorafusion_jax.models import Segments, attention  # noqa: E402
 from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward  # noqa: E402
 from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward  # noqa: E402
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows  # noqa: E402
-from pallas_kernels.attention.dkv import dkv  # noqa: E402
+from pallas_kernels.attention.blocks import key_blocks, query_blocks  # noqa: E402
+from pallas_kernels.attention.common import TILE, Units  # noqa: E402
+from pallas_kernels.attention.dkv import KEYS, dkv  # noqa: E402
 from pallas_kernels.attention.dq import dq  # noqa: E402
 from pallas_kernels.attention.forward import forward  # noqa: E402
+from pallas_kernels.device import num_sms  # noqa: E402
 from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 
 PEAK = 600e12
 VARIANTS = {
     "default": {},
-    "heads_fastest": {"heads_fastest": True},
-    "no_branch": {"branch": False},
+    "forward_stages_2": {"forward_stages": 2},
+    "forward_stages_5": {"forward_stages": 5},
     "dkv_stages_3": {"dkv_stages": 3},
-    "dkv_stages_2": {"dkv_stages": 2},
-    "dq_stages_3": {"dq_stages": 3},
-    "dq_keys_128": {"dq_keys": 128, "dq_places": 1},
-    "dq_stages_4_places_1": {"dq_stages": 4, "dq_places": 1},
-    "forward_keys_64": {"forward_keys": 64, "forward_stages": 4},
+    "dkv_places_1": {"dkv_stages": 4, "places": 1},
+    "dq_places_1": {"dq_stages": 3, "places": 1},
+    "forward_places_1": {"forward_stages": 5, "places": 1},
 }
 KERNELS = ("forward", "dq", "dkv")
 
@@ -105,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--budget", type=float, default=200, help="seconds; nothing new starts after them")
-    parser.add_argument("--sections", default="check,whole,kernels")
+    parser.add_argument("--sections", default="check,isolation,whole,kernels")
     args = parser.parse_args()
     stop = time.monotonic() + args.budget
     device = jax.devices()[0].device_kind
@@ -130,7 +131,27 @@ def through_facade(implementation: str, q, k, v, do, segments):
     return o, *pullback(do)
 
 
-RAW = {"cudnn": (cudnn_forward, cudnn_backward), "pallas": (pallas_forward, pallas_backward)}
+RAW = {"cudnn": (cudnn_forward, cudnn_backward), "pallas": (pallas_forward, pallas_backward)}  # ours is isolated
+
+
+def isolation() -> Iterator[dict]:
+    """A NaN or infinity in one document: do all other documents keep their bits, and does it show in its own?"""
+    case = CHECKS[0]
+    arrays, segments = case.arrays(0), case.segments()
+    run = jax.jit(functools.partial(through_facade, "pallas_mosaic_gpu"))
+    clean = run(*arrays, segments)
+    row = int(segments.offsets[2]) + 5
+    others = np.asarray(segments.ids) != segments.ids[row]
+    for name, operand in zip(("q", "k", "v", "do"), range(4), strict=True):
+        for bad in (np.nan, np.inf):
+            spoiled = list(arrays)
+            spoiled[operand] = spoiled[operand].at[row, 0, 3].set(bad)
+            found = run(*spoiled, segments)
+            kept = [
+                bool((np.asarray(a)[others] == np.asarray(b)[others]).all()) for a, b in zip(found, clean, strict=True)
+            ]
+            shows = [bool(jnp.isnan(a[~others]).any()) for a in found]
+            yield {"name": f"{bad} in {name}", "others_keep_their_bits": kept, "nan_in_own": shows}
 
 
 def check() -> Iterator[dict]:
@@ -175,33 +196,40 @@ def whole() -> Iterator[dict]:
 
 
 def kernels() -> Iterator[dict]:
-    """Every kernel alone, with other tile sizes and depths."""
+    """Every kernel alone, and with other depths."""
     case = TYPICAL
+    segments = case.segments()
     sets = []
     for seed in (1, 2):
         q, k, v, do = case.arrays(seed)
-        s = case.segments()
-        first, end = (jnp.asarray(x) for x in document_rows(s.ids, s.offsets, s.lengths))
-        o, lse = jax.jit(attention_forward)(q, k, v, first)
-        sets.append((q, k, v, do, o, lse, first, end))
+        rows = document_rows(segments.ids, segments.offsets, segments.lengths)
+        _, saved = jax.jit(attention_forward)(q, k, v, *rows)
+        height = Units(group=case.heads // case.key_heads).queries
+        tables = query_blocks(rows[0], height, TILE), key_blocks(rows[1], KEYS, TILE)
+        sets.append((saved, do, *tables, jnp.zeros(1, jnp.int32)))
     calls = {
-        "delta": lambda q, k, v, do, o, lse, first, end: (o.astype(jnp.float32) * do.astype(jnp.float32)).sum(-1).T,
-        "rows": lambda *_: document_rows(*(jnp.asarray(x) for x in (s.ids, s.offsets, s.lengths))),
-        "backward": lambda q, k, v, do, o, lse, first, end: attention_backward(q, k, v, o, lse, do, first, end),
+        "tables": lambda saved, *_: (query_blocks(saved.first_T, 64, TILE), key_blocks(saved.end_T, KEYS, TILE)),
+        "backward": lambda saved, do, *_: attention_backward(saved, do),
     }
     for name, settings in VARIANTS.items():
-        static = {"config": AttentionConfig(**settings), "scale": case.width**-0.5}
+        static = {"config": AttentionConfig(**settings), "scale": case.width**-0.5, "sms": num_sms()}
         touched = [kernel for kernel in KERNELS if kernel == name.split("_")[0]] or KERNELS
         for kernel in touched:
             calls[f"{kernel} {name}"] = functools.partial(ALONE[kernel], static)
     yield from timed(calls, sets, {"case": case.name}, case)
 
 
-# Each kernel alone on (q, k, v, do, o, lse, first, end); its time does not depend on the values of delta.
+# Each kernel alone; its time does not depend on the values of lse and delta.
 ALONE = {
-    "forward": lambda static, q, k, v, do, o, lse, first, end: forward(q, k, v, first, **static),
-    "dq": lambda static, q, k, v, do, o, lse, first, end: dq(q, k, v, do, lse, lse, first, **static),
-    "dkv": lambda static, q, k, v, do, o, lse, first, end: dkv(q, k, v, do, lse, lse, end, **static),
+    "forward": lambda static, s, do, queries, keys, dirty: forward(
+        s.q_THC, s.k_TKC, s.v_TKC, s.first_T, queries, **static
+    ),
+    "dq": lambda static, s, do, queries, keys, dirty: dq(
+        s.q_THC, s.k_TKC, s.v_TKC, s.o_THC, do, s.lse2_HT, s.first_T, queries, **static
+    ),
+    "dkv": lambda static, s, do, queries, keys, dirty: dkv(
+        s.q_THC, s.k_TKC, s.v_TKC, do, s.lse2_HT, s.lse2_HT, s.end_T, keys, dirty, **static
+    ),
 }
 
 
@@ -223,7 +251,7 @@ def timed(calls: dict[str, Callable], sets: list[tuple], record: dict, case: Cas
         )
 
 
-SECTIONS = {"check": check, "whole": whole, "kernels": kernels}
+SECTIONS = {"check": check, "isolation": isolation, "whole": whole, "kernels": kernels}
 
 if __name__ == "__main__":
     main()

@@ -47,7 +47,7 @@ def attention(
         NotImplementedError: an implementation was asked for that cannot serve these inputs.
 
     Example:
-        >>> x = jnp.ones((8, 2, 16))
+        >>> x = jax.numpy.ones((8, 2, 16))
         >>> attention(x, x[:, :1], x[:, :1], Segments.from_lengths([3, 5], 8)).shape
         (8, 2, 16)
     """

@@ -1,8 +1,9 @@
-"""Where the document of each row begins and ends: all that attention needs to know about packing.
+"""Which tiles of keys a block of queries sees, which tiles of queries see a block of keys, and who does what.
 
 Documents are contiguous, so a row sees exactly the rows from its document's first up to itself, and is seen by the rows
-from itself up to its document's last. Ranges of blocks follow from the first or last row of a block.
-T packed rows · M document slots
+from itself up to its document's last; ranges of tiles follow from the first or last row of a block. A table lists the
+blocks with their ranges, longest first: multiprocessors that take one of each length in turn end at the same time.
+T packed rows · M document slots · B blocks
 """
 
 from __future__ import annotations
@@ -24,5 +25,34 @@ def document_rows(ids_T: jax.Array, offsets_M: jax.Array, lengths_M: jax.Array) 
         >>> first.tolist(), end.tolist()
         ([0, 0, 2, 2, 2], [2, 2, 5, 5, 5])
     """
-    first_T = jnp.asarray(offsets_M)[ids_T].astype(jnp.int32)
-    return first_T, first_T + jnp.asarray(lengths_M)[ids_T].astype(jnp.int32)
+    first_T = jnp.asarray(offsets_M)[jnp.asarray(ids_T)].astype(jnp.int32)
+    return first_T, first_T + jnp.asarray(lengths_M)[jnp.asarray(ids_T)].astype(jnp.int32)
+
+
+def query_blocks(first_T: jax.Array, rows: int, keys: int) -> jax.Array:
+    """Table of (block of `rows` queries, first tile of `keys` keys that it sees, number of tiles), int32 [B, 3].
+
+    Example:
+        >>> query_blocks(jnp.array([0, 0, 0, 0, 0, 0, 6, 6]), 2, 2).tolist()
+        [[2, 0, 3], [1, 0, 2], [0, 0, 1], [3, 3, 1]]
+    """
+    block = jnp.arange(first_T.shape[0] // rows, dtype=jnp.int32)
+    begin = first_T[::rows] // keys
+    return _longest_first(block, begin, -(-(block + 1) * rows // keys) - begin)
+
+
+def key_blocks(end_T: jax.Array, rows: int, queries: int) -> jax.Array:
+    """Table of (block of `rows` keys, first tile of `queries` queries that sees it, number of tiles), int32 [B, 3].
+
+    Example:
+        >>> key_blocks(jnp.array([6, 6, 6, 6, 6, 6, 8, 8]), 2, 2).tolist()
+        [[0, 0, 3], [1, 1, 2], [2, 2, 1], [3, 3, 1]]
+    """
+    block = jnp.arange(end_T.shape[0] // rows, dtype=jnp.int32)
+    begin = block * rows // queries
+    return _longest_first(block, begin, -(-end_T[rows - 1 :: rows] // queries) - begin)
+
+
+def _longest_first(block: jax.Array, begin: jax.Array, num: jax.Array) -> jax.Array:
+    order = jnp.argsort(-num, stable=True)
+    return jnp.stack([block, begin, num], 1)[order].astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels of attention share: tiles in shared memory, barriers, the mask, register operands.
+"""What the Hopper kernels of attention share: tiles in shared memory, rings of barriers, the mask, register operands.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -17,7 +17,6 @@ from jax import lax
 
 TILE = 64  # rows of one warpgroup: the height of a wgmma
 WARPGROUPS = 2  # that multiply; a third one streams tiles into shared memory
-SMEM_BYTES = 232448 - 1024  # what a block may ask for on Hopper, less barriers
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
@@ -25,18 +24,14 @@ BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Tile sizes and depths of the three kernels."""
+    """Depths of the rings of the three kernels, and how registers are shared out."""
 
-    forward_keys: int = 128  # keys of a step
-    forward_stages: int = 2
-    dq_keys: int = 64
+    forward_stages: int = 4
     dq_stages: int = 2
-    dq_places: int = 2  # rounds whose queries fit into shared memory
-    dkv_stages: int = 4
-    heads_fastest: bool = False  # blocks that start together share rows (else a head)
+    dkv_stages: int = 2
+    places: int = 2  # units of work whose own rows fit into shared memory
     compute_registers: int = 240
     memory_registers: int = 24
-    branch: bool = True  # leave the mask out of steps that need none
     through_smem: bool = False  # left operands of products out of registers; interpret mode needs it
 
 
@@ -45,16 +40,13 @@ def tile(*shape: int, dtype: Any):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
-def kernel(body, out_type, *, heads: int, blocks: int, scratch, config: AttentionConfig):
-    """A grid of heads x blocks, each of two warpgroups that multiply and one that streams."""
-    names, grid = ("head", "block"), (heads, blocks)
-    if config.heads_fastest:
-        names, grid = names[::-1], grid[::-1]
+def kernel(body, out_type, *, sms: int, scratch):
+    """One block per multiprocessor: two warpgroups that multiply and one that streams."""
     return plgpu.kernel(
         body,
         out_type=out_type,
-        grid=grid,
-        grid_names=names,
+        grid=(sms,),
+        grid_names=("sm",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=scratch,
@@ -62,56 +54,48 @@ def kernel(body, out_type, *, heads: int, blocks: int, scratch, config: Attentio
     )
 
 
-def scores_seen(row0, column0, shape: tuple[int, int], seen):
-    """seen(row, column) over a tile whose corner is (row0, column0)."""
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + row0
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + column0
-    return seen(row, column)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The work of one multiprocessor: items of (block, head), longest blocks first, in strata of one item for each.
 
+    The direction alternates from stratum to stratum, so that who had the longest item gets the shortest next.
+    """
 
-def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """A vector that runs along `axis`, over a tile."""
-    return lax.broadcast_in_dim(x, shape, [axis])
+    blocks: int
+    heads: int
+    sms: int
+    repeats: int  # of the block's tiles in one item
 
+    @property
+    def items(self) -> int:
+        return self.blocks * self.heads
 
-def maybe(needed, config: AttentionConfig, function, x):
-    """function(x) where `needed`, else x; without branches function(x), which must then change nothing."""
-    return lax.cond(needed, function, lambda x: x, x) if config.branch else function(x)
+    def __call__(self, table_g, visit):
+        """Calls visit(number, block, head, begin, num, step) for each item, where `step` counts the tiles before it.
 
+        Returns the number of items and of tiles.
+        """
+        strata = -(-self.items // self.sms)
+        count = jnp.where(self._position(strata - 1) < self.items, strata, strata - 1)
 
-def multiply(acc, lhs: jax.Array, rhs, spare) -> None:
-    """acc += lhs rhs with lhs from registers, or by way of `spare` in shared memory."""
-    if spare is None:
-        plgpu.wgmma(acc, lhs, rhs)
-        return
-    spare[...] = lhs
-    plgpu.commit_smem()
-    plgpu.wgmma(acc, spare, rhs)
-    plgpu.wgmma_wait(0)
+        def one(number, carry):
+            step, *item = carry
+            following = self._load(table_g, number + 1)  # a load from memory has all this item's time to arrive
+            visit(number, *item, step)
+            return step + item[3] * self.repeats, *following
 
+        step, *_ = lax.fori_loop(0, count, one, (jnp.int32(0), *self._load(table_g, jnp.int32(0))))
+        return count, step
 
-def observe(barriers, completed, depth: int) -> None:
-    """Waits for the completions that a ring of barriers has left when nothing is streamed any more."""
+    def _position(self, stratum):
+        sm = lax.axis_index("sm")
+        return stratum * self.sms + jnp.where(rem(jnp.int32(stratum), 2) == 0, sm, self.sms - 1 - sm)
 
-    @pl.loop(jnp.maximum(completed - depth, 0), completed)
-    def _(step):
-        plgpu.barrier_wait(barriers.at[rem(step, depth)])
-
-
-def div(x, by: int):
-    return lax.div(x, jnp.asarray(by, x.dtype))
-
-
-def ceil_div(x, by: int):
-    return div(x + (by - 1), by)
-
-
-def rem(x, by: int):
-    return lax.rem(x, jnp.asarray(by, x.dtype))
-
-
-def rows(start, size: int = TILE):
-    return pl.ds(start, size)
+    def _load(self, table_g, stratum):
+        position = jnp.minimum(self._position(stratum), self.items - 1)
+        row = div(position, self.heads)
+        block, begin, num = (table_g[row, column] for column in range(3))
+        return block, position - row * self.heads, begin, num
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +107,6 @@ class Units:
     """
 
     group: int
-    keys: int
 
     @property
     def height(self) -> int:
@@ -145,8 +128,54 @@ class Units:
         part = unit - member * self.height
         return rows(block * self.queries + part * TILE), head * self.group + member
 
-    def tiles(self, block, first_g):
-        """First tile of keys that the block sees, and how many."""
-        row0 = block * self.queries
-        begin = div(first_g[row0], self.keys)
-        return begin, ceil_div(row0 + self.queries, self.keys) - begin
+
+def seen_by(row0, column0, shape: tuple[int, int], rule):
+    """rule(row, column) over a tile whose corner is (row0, column0)."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + row0
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + column0
+    return rule(row, column)
+
+
+def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """A vector that runs along `axis`, over a tile."""
+    return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def multiply(acc, lhs: jax.Array, rhs, spare) -> None:
+    """acc += lhs rhs with lhs from registers, or by way of `spare` in shared memory."""
+    if spare is None:
+        plgpu.wgmma(acc, lhs, rhs)
+        return
+    spare[...] = lhs
+    plgpu.commit_smem()
+    plgpu.wgmma(acc, spare, rhs)
+    plgpu.wgmma_wait(0)
+
+
+def wait_for_room(barriers, step, depth: int, lane: int = 0, lanes: int = 1) -> None:
+    """Before filling place `step` of a ring of `depth` places (of several, side by side): waits for its last users."""
+
+    @pl.when(step >= depth)
+    def _():
+        plgpu.barrier_wait(barriers.at[rem(step, depth) * lanes + lane])
+
+
+def wait_for_rest(barriers, steps, depth: int, lanes: int = 1) -> None:
+    """Waits for the users of everything that is still in a ring."""
+
+    @pl.loop(jnp.maximum(steps - depth, 0), steps)
+    def _(step):
+        for lane in range(lanes):
+            plgpu.barrier_wait(barriers.at[rem(step, depth) * lanes + lane])
+
+
+def div(x, by: int):
+    return lax.div(x, jnp.asarray(by, x.dtype))
+
+
+def rem(x, by: int):
+    return lax.rem(x, jnp.asarray(by, x.dtype))
+
+
+def rows(start, size: int = TILE):
+    return pl.ds(start, size)

@@ -1,10 +1,11 @@
-"""Gradient of queries for Hopper: one block per key head and 64 (or 128) queries, every query head of the group.
+"""Gradient of queries for Hopper, and delta = rowsum(dO ∘ O) for the gradients of keys.
 
 With S = Q Kᵀ, P = exp(S · scale − lse), dP = dO Vᵀ, dS = P ∘ (dP − delta):   dQ = scale · dS K
 
-The work of a block is cut into units of 64 queries of one head; the two warpgroups take one unit each per round and
-share the stream of (K, V) tiles, which runs from the first query's document to the diagonal. All units of a block see
-the same tiles under the same mask. The third warpgroup streams, and fetches the next round's queries during this one.
+An item of work is a key head and 64 (or 128) rows of queries, with every query head of the group. It is cut into units
+of 64 rows of one head; the two warpgroups take one unit each per round and share the stream of (K, V) tiles, which runs
+from the first query's document to the diagonal: all units see the same tiles under the same mask. The third warpgroup
+streams, and fetches the next units' own rows during this one.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -24,139 +25,160 @@ from .common import (
     LOG2E,
     TILE,
     WARPGROUPS,
+    WGMMA,
     AttentionConfig,
     Units,
+    Walk,
     across,
     kernel,
-    maybe,
     multiply,
-    observe,
     rem,
     rows,
-    scores_seen,
+    seen_by,
     tile,
+    wait_for_rest,
+    wait_for_room,
 )
 
 
-def dq(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, first_T, *, scale: float, config: AttentionConfig):
-    """Returns dq [T, H, C]; lse2 is the base-2 logarithm of the sum of exponentials."""
+def dq(
+    q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T, table, *, scale: float, sms: int, config: AttentionConfig
+):  # fmt: skip
+    """Returns dq [T, H, C] and delta [H, T].
+
+    Args:
+        k_TKC, v_TKC: finite.
+        lse2_HT: base-2 logarithms of the softmax's sums.
+        table: `query_blocks(first_T, Units(group=H // K).queries, TILE)`.
+    """
     T, H, C = q_THC.shape
     num_keys, dtype = k_TKC.shape[1], q_THC.dtype
-    units = Units(group=H // num_keys, keys=config.dq_keys)
-    stages, places, shape = config.dq_stages, config.dq_places, (TILE, config.dq_keys)
+    units = Units(group=H // num_keys)
+    stages, places, shape = config.dq_stages, config.places, (TILE, TILE)
+    walk = Walk(blocks=T // units.queries, heads=num_keys, sms=sms, repeats=units.rounds)
 
-    def body(q_g, k_g, v_g, do_g, lse_g, delta_g, first_g, dq_g, *scratch):
-        q_s, do_s, k_s, v_s, own_bar, k_bar, v_bar, own_free, free_bar, *spare = scratch
-        wg, head, block = (lax.axis_index(name) for name in ("wg", "head", "block"))
-        begin, num = units.tiles(block, first_g)
+    def body(q_g, k_g, v_g, o_g, do_g, lse_g, first_g, table_g, dq_g, delta_g, *scratch):
+        q_s, do_s, o_s, k_s, v_s, own_bar, own_free, o_bar, o_free, k_bar, v_bar, free_bar, *spare = scratch
+        wg = lax.axis_index("wg")
 
         @pl.when(wg == WARPGROUPS)
         def stream():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
 
-            @pl.loop(0, units.rounds)
-            def _(turn):
-                place = rem(turn, places)
-                for i in range(WARPGROUPS):
-                    own = units.place(head, block, turn * WARPGROUPS + i)
+            def item(number, block, head, begin, num, step0):
+                @pl.loop(0, units.rounds)
+                def _(turn):
+                    unit = number * units.rounds + turn
+                    place = rem(unit, places)
+                    for i in range(WARPGROUPS):
+                        own, query_head = units.place(head, block, turn * WARPGROUPS + i)
+                        at = place * WARPGROUPS + i
+                        wait_for_room(own_free, unit, places, i, WARPGROUPS)
+                        plgpu.copy_gmem_to_smem(q_g.at[own, query_head], q_s.at[place, i], own_bar.at[at])
+                        plgpu.copy_gmem_to_smem(do_g.at[own, query_head], do_s.at[place, i], own_bar.at[at])
+                        wait_for_room(o_free, unit, 1, i, WARPGROUPS)
+                        plgpu.copy_gmem_to_smem(o_g.at[own, query_head], o_s.at[i], o_bar.at[i])
 
-                    @pl.when(turn >= places)
-                    def _(i=i):
-                        plgpu.barrier_wait(own_free.at[place * WARPGROUPS + i])
+                    @pl.loop(0, num)
+                    def _(tile_number):
+                        step = step0 + turn * num + tile_number
+                        slot = rem(step, stages)
+                        here = rows((begin + tile_number) * TILE), head
+                        wait_for_room(free_bar, step, stages)
+                        plgpu.copy_gmem_to_smem(k_g.at[here], k_s.at[slot], k_bar.at[slot])
+                        plgpu.copy_gmem_to_smem(v_g.at[here], v_s.at[slot], v_bar.at[slot])
 
-                    bar = own_bar.at[place * WARPGROUPS + i]
-                    plgpu.copy_gmem_to_smem(q_g.at[own], q_s.at[place, i], bar)
-                    plgpu.copy_gmem_to_smem(do_g.at[own], do_s.at[place, i], bar)
-
-                @pl.loop(0, num)
-                def _(number):
-                    step = turn * num + number
-                    slot = rem(step, stages)
-                    here = rows((begin + number) * units.keys, units.keys), head
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(free_bar.at[slot])
-
-                    plgpu.copy_gmem_to_smem(k_g.at[here], k_s.at[slot], k_bar.at[slot])
-                    plgpu.copy_gmem_to_smem(v_g.at[here], v_s.at[slot], v_bar.at[slot])
-
-            observe(own_free, WARPGROUPS * units.rounds, places * WARPGROUPS)
-            observe(free_bar, units.rounds * num, stages)
+            items, steps = walk(table_g, item)
+            wait_for_rest(own_free, items * units.rounds, places, WARPGROUPS)
+            wait_for_rest(o_free, items * units.rounds, 1, WARPGROUPS)
+            wait_for_rest(free_bar, steps, stages)
 
         @pl.when(wg < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             spare_s = spare[0].at[wg] if spare else None
 
-            def one_unit(turn, _):
-                place = rem(turn, places)
-                own, query_head = units.place(head, block, turn * WARPGROUPS + wg)
-                query0 = own.start
-                firsts = plgpu.load(first_g.at[own], layout=BY_ROW, optimized=False)
-                last_first = first_g[query0 + (TILE - 1)]
-                lse = plgpu.load(lse_g.at[query_head, own], layout=BY_ROW, optimized=False)
-                delta = plgpu.load(delta_g.at[query_head, own], layout=BY_ROW, optimized=False)
-                q, do = q_s.at[place, wg], do_s.at[place, wg]
-                plgpu.barrier_wait(own_bar.at[place * WARPGROUPS + wg])
+            def item(number, block, head, begin, num, step0):
+                def one_unit(turn, _):
+                    place = rem(number * units.rounds + turn, places)
+                    at = place * WARPGROUPS + wg
+                    own, query_head = units.place(head, block, turn * WARPGROUPS + wg)
+                    query0 = own.start
+                    # on their way while delta is computed
+                    lse = plgpu.load(lse_g.at[query_head, own], layout=BY_ROW, optimized=False)
+                    firsts = plgpu.load(first_g.at[own], layout=BY_ROW, optimized=False)
+                    last_first = first_g[query0 + (TILE - 1)]
+                    q, do = q_s.at[place, wg], do_s.at[place, wg]
+                    plgpu.barrier_wait(own_bar.at[at])
+                    plgpu.barrier_wait(o_bar.at[wg])
+                    delta = plgpu.load(o_s.at[wg], layout=WGMMA).astype(jnp.float32)
+                    delta = (delta * plgpu.load(do, layout=WGMMA).astype(jnp.float32)).sum(axis=1)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(o_free.at[wg])
+                    delta_g[query_head, own] = delta
 
-                @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, C), jnp.float32))
-                def _(acc):
-                    def visit(number, _):
-                        slot = rem(turn * num + number, stages)
-                        key0 = (begin + number) * units.keys
-                        needs_mask = (key0 + (units.keys - 1) > query0) | (key0 < last_first)
+                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, C), jnp.float32))
+                    def _(acc):
+                        def visit(tile_number, _):
+                            slot = rem(step0 + turn * num + tile_number, stages)
+                            key0 = (begin + tile_number) * TILE
 
-                        def masked(x):
-                            seen = scores_seen(
-                                query0,
-                                key0,
-                                shape,
-                                lambda query, key: (key <= query) & (key >= across(firsts, shape, 0)),
+                            def masked(x):
+                                seen = seen_by(
+                                    query0,
+                                    key0,
+                                    shape,
+                                    lambda query, key: (key <= query) & (key >= across(firsts, shape, 0)),
+                                )
+                                return jnp.where(seen, x, jnp.zeros_like(x))
+
+                            @functools.partial(
+                                pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32)
                             )
-                            return jnp.where(seen, x, jnp.zeros_like(x))
+                            def _(s, dp):
+                                k = k_s.at[slot]
+                                plgpu.barrier_wait(k_bar.at[slot])
+                                plgpu.wgmma(s, q, k.transpose((1, 0)))
+                                plgpu.barrier_wait(v_bar.at[slot])
+                                plgpu.wgmma(dp, do, v_s.at[slot].transpose((1, 0)))
+                                scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+                                p = jnp.exp2(scores * (scale * LOG2E) - across(lse, shape, 0))
+                                p = lax.cond((key0 >= query0) | (key0 < last_first), masked, lambda x: x, p)
+                                ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - across(delta, shape, 0))
+                                multiply(acc, ds.astype(dtype), k, spare_s)
+                                plgpu.wgmma_wait(0)
 
-                        @functools.partial(
-                            pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32)
-                        )
-                        def _(s, dp):
-                            plgpu.barrier_wait(k_bar.at[slot])
-                            plgpu.wgmma(s, q, k_s.at[slot].transpose((1, 0)))
-                            plgpu.barrier_wait(v_bar.at[slot])
-                            plgpu.wgmma(dp, do, v_s.at[slot].transpose((1, 0)))
-                            scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-                            p = jnp.exp2(scores * (scale * LOG2E) - across(lse, shape, 0))
-                            p = maybe(needs_mask, config, masked, p)
-                            ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - across(delta, shape, 0))
-                            multiply(acc, ds.astype(dtype), k_s.at[slot], spare_s)
-                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(free_bar.at[slot])
 
-                        plgpu.barrier_arrive(free_bar.at[slot])
+                        lax.fori_loop(0, num, visit, None)
+                        q[...] = (acc[...] * scale).astype(dtype)
 
-                    lax.fori_loop(0, num, visit, None)
-                    q[...] = (acc[...] * scale).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q, dq_g.at[own, query_head])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(own_free.at[at])
 
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q, dq_g.at[own, query_head])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(own_free.at[place * WARPGROUPS + wg])
+                lax.fori_loop(0, units.rounds, one_unit, None)
 
-            lax.fori_loop(0, units.rounds, one_unit, None)
+            walk(table_g, item)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [
         tile(places, WARPGROUPS, TILE, C, dtype=dtype),
         tile(places, WARPGROUPS, TILE, C, dtype=dtype),
-        tile(stages, units.keys, C, dtype=dtype),
-        tile(stages, units.keys, C, dtype=dtype),
+        tile(WARPGROUPS, TILE, C, dtype=dtype),
+        tile(stages, TILE, C, dtype=dtype),
+        tile(stages, TILE, C, dtype=dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
-        plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_barriers=places * WARPGROUPS),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     ]
     if config.through_smem:
         scratch.append(tile(WARPGROUPS, *shape, dtype=dtype))
-    out = jax.ShapeDtypeStruct((T, H, C), dtype)
-    run = kernel(body, out, heads=num_keys, blocks=T // units.queries, scratch=scratch, config=config)
-    return run(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, first_T)
+    out = jax.ShapeDtypeStruct((T, H, C), dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)
+    run = kernel(body, out, sms=sms, scratch=scratch)
+    return run(q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T, table)

@@ -1,0 +1,61 @@
+"""Isolation for kernels that have none: bad values are cut out before and come back as NaN in the rows they reach.
+
+A product with a zero weight would spread them: 0 · NaN = NaN. Costs passes over q, o, dO and dq.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .attention_kept import kept
+
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o and what backward needs
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do -> dq, dk, dv
+
+
+def cleaned(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
+    """The same pair of functions, isolated between segments."""
+
+    def clean_forward(q, k, v, segments):
+        bad_q, bad_kv = kept((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
+        o, residuals = forward(_clean(q), _clean(k), _clean(v), segments)
+        o = _poison(o, bad_q | _reached(bad_kv, segments.ids))
+        return o, (residuals, bad_q | bad_kv, segments.ids)
+
+    def clean_backward(everything, do):
+        residuals, bad, ids = everything
+        grads = backward(residuals, _clean(do))
+        # A bad row spoils the gradients of its whole segment: queries after it, keys before it, through them the rest.
+        spoiled = _whole_segment(bad | _bad_rows(do), ids)
+        return tuple(_poison(grad, spoiled) for grad in grads)
+
+    return clean_forward, clean_backward
+
+
+def _bad_rows(x_THC: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x_THC).all(axis=(1, 2))
+
+
+def _clean(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _poison(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
+    return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
+
+
+def _reached(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows at or after a bad row of their segment: ids rise, so the last bad row's id tells."""
+    return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
+
+
+def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    after = _reached(bad_T, ids_T)
+    top = jnp.iinfo(jnp.int32).max
+    before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
+    return after | before
