@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Tensors from which backward can make everything else without repeating a product carry names for rematerialisation
-    policies: "attention", "x_mid", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
+    policies: "attention", "o_out", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
     """
 
     def __init__(self, config: ModelConfig, adapters: Sequence[AdapterSpec], *, dtype: Any, rngs: nnx.Rngs):
@@ -120,5 +120,6 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
-        x_TD = checkpoint_name(x_TD + self.self_attn(self.input_layernorm(x_TD), inputs, implementation), "x_mid")
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), inputs.lora)
+        o_TD = checkpoint_name(self.self_attn(self.input_layernorm(x_TD), inputs, implementation), "o_out")
+        x_TD, h_TD = self.post_attention_layernorm.of_sum(x_TD, o_TD)
+        return x_TD + self.mlp(h_TD, inputs.lora)

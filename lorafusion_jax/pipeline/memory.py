@@ -141,7 +141,7 @@ def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
         "v": item * T * key,
         "attention": item * T * query,
         "attention log-sum-exp": FLOAT32 * T * m.num_heads,
-        "x_mid": item * T * D,
+        "o_out": item * T * D,
         "gate": item * T * F,
         "up": item * T * F,
         **{f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank},

@@ -18,12 +18,12 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
-from lorafusion_jax.models.norm import rms_norm
 from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective import adapter_losses
+from pallas_kernels.norm import rms_norm
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
 
@@ -114,7 +114,7 @@ class Parts:
     def losses(self, norm: Array, head: Array, x_TD: Array, batch: Microbatch) -> Array:
         """Σ weight · token loss of each adapter, float32 [A]."""
         return adapter_losses(
-            rms_norm(self.model.norm_eps, x_TD, norm),
+            rms_norm(x_TD, norm, eps=self.model.norm_eps),
             head.T,
             batch.targets,
             batch.weights,

@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from lorafusion_jax.models.gate import silu_gate
-from lorafusion_jax.models.norm import rms_norm
+from pallas_kernels.norm import rms_norm
 
 RNG = np.random.default_rng(0)
 
@@ -17,7 +17,7 @@ def normal(*shape, dtype=jnp.float32):
 
 
 def norm(x, weight):
-    return rms_norm(1e-3, x, weight)
+    return rms_norm(x, weight, eps=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_kept_tensors_by_hand():
         "v": 2 * T * 16,
         "attention": 2 * T * 32,
         "attention log-sum-exp": 4 * T * 4,
-        "x_mid": 2 * T * 24,
+        "o_out": 2 * T * 24,
         "gate": 2 * T * 40,
         "up": 2 * T * 40,
         **{f"S of {site}": 2 * T * 16 for site in ("qkv", "o", "gate_up", "down")},
