@@ -67,33 +67,47 @@ def quick_compiles(own_caches):
     use(False, None, 1.0)
 
 
-@pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory) -> Path:
-    """An HF directory of a random 2-layer model with the tokenizer of the examples."""
+def write_base(directory: Path, **changes) -> Path:
+    """Writes an HF directory of a random tiny model with the tokenizer of the examples."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     from lorafusion_jax.models import Decoder, ModelConfig, save_decoder
 
-    config = ModelConfig(
-        family="llama",
-        vocab_size=3072,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        tie_embeddings=True,
-    )
+    shape = {
+        "family": "llama",
+        "vocab_size": 3072,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "tie_embeddings": True,
+    }
     with jax.default_device(jax.local_devices()[0]):
-        model = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    directory = tmp_path_factory.mktemp("base") / "tiny"
+        model = Decoder(ModelConfig(**(shape | changes)), dtype=jnp.float32, rngs=nnx.Rngs(0))
     save_decoder(model, directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(examples_directory() / "base" / name, directory / name)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory) -> Path:
+    """A random 2-layer model with tied embeddings."""
+    return write_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def deep_base(tmp_path_factory) -> Callable[..., Path]:
+    """Random models of 5 layers, with tied embeddings or without: enough for four uneven stages."""
+    folder = tmp_path_factory.mktemp("deep")
+    return {
+        tied: write_base(folder / f"tied-{tied}", num_layers=5, tie_embeddings=tied, vocab_size=3072)
+        for tied in (True, False)
+    }.__getitem__
 
 
 @pytest.fixture

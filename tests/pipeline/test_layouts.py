@@ -1,0 +1,62 @@
+"""However a run is laid out over devices, it is the run of one device."""
+
+from __future__ import annotations
+
+import pytest
+from mixed import assert_equal, read_trained, write_mixed_job
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import train
+
+# float32: sums over replicas and packings come in another order, about 1e-7 each; few steps carry them on
+TOLERANCE = 1e-5
+
+LAYOUTS = {  # tied embeddings, mesh, train, capacity
+    "2 stages, a block and a rest": (
+        True,
+        {"stages": 2, "layers": [3, 2]},
+        {"block_layers": 2, "keep": "gemm_inputs"},
+        128,
+    ),
+    "4 uneven stages, some slots empty": (True, {"stages": 4, "layers": [1, 1, 2, 1]}, {"keep": "nothing"}, 256),
+    "2 data": (True, {"data": 2}, {"block_layers": 1, "keep": "gemm_inputs"}, 128),
+    "2 fsdp": (True, {"fsdp": 2}, {"block_layers": 2, "keep": "everything"}, 128),
+    "2 data x 2 fsdp": (True, {"data": 2, "fsdp": 2}, {"block_layers": 1, "keep": "nothing"}, 128),
+    "2 stages x 2 data": (True, {"stages": 2, "data": 2}, {"block_layers": 1, "keep": "everything"}, 128),
+    "4 stages x 2 fsdp": (True, {"stages": 4, "fsdp": 2}, {"keep": "gemm_inputs"}, 128),
+    "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {"block_layers": 1}, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory, deep_base, quick_compiles):
+    """one_device(tied) → the run of a single device with one program per stage, trained once."""
+    done = {}
+
+    def trained(tied: bool):
+        if tied not in done:
+            folder = tmp_path_factory.mktemp("one")
+            config = load_config(write_mixed_job(folder, deep_base(tied), train={"block_layers": 5}))
+            assert train(config, folder / "run").exit_code == 0
+            done[tied] = read_trained(folder / "run")
+            assert all(max(abs(leaf).max() for leaf in own.values()) > 1e-4 for own in done[tied].weights.values())
+        return done[tied]
+
+    return trained
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_run(layout, one_device, mixed_job, tmp_path):
+    tied, mesh, settings, capacity = LAYOUTS[layout]
+    config = mixed_job(tied, mesh=mesh, train=settings, batch={"capacity_tokens": capacity})
+    result = train(config, tmp_path / "run")
+    assert result.exit_code == 0
+    assert_equal(one_device(tied), read_trained(tmp_path / "run"), TOLERANCE)
+    last = {name: max(slot for slot, n, _ in result.plan.batches_ending() if n == name) for name in result.adapters}
+    assert min(last.values()) < result.plan.num_slots - 1, "no adapter ends early, so the comparison says less"
+    if "empty" in layout:
+        assert result.plan.num_noops > 0, "no slot is empty, so the comparison says less"
+    started = next(row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "started")
+    assert sum(started["layers"]) == 5
+    assert len(started["layers"]) == mesh.get("stages", 1)
