@@ -26,6 +26,7 @@ import dataclasses
 import gzip
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,8 +37,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lorafusion_jax.cli.common import prepare_machine
-from lorafusion_jax.config.schema import (
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
+
+from lorafusion_jax.cli.common import prepare_machine  # noqa: E402
+from lorafusion_jax.config.schema import (  # noqa: E402
     AdapterConfig,
     BaseSettings,
     BatchSettings,
@@ -49,25 +52,25 @@ from lorafusion_jax.config.schema import (
     SaveSettings,
     TrainSettings,
 )
-from lorafusion_jax.data.prepare import AdapterData, Prepared
-from lorafusion_jax.data.tokenized import TokenizedSet
-from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
-from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.profile import profile_stages
-from lorafusion_jax.pipeline.spans import Spans
-from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.training.base import block_layers, fitting_keep
-from lorafusion_jax.training.batches import Batches
-from lorafusion_jax.training.loop import Hooks, Loop
-from lorafusion_jax.training.run import adapter_specs
-from lorafusion_jax.training.state import AdapterProgress, Progress
-from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate
-from scheduling.baselines import batch_by_batch, one_after_another
-from scheduling.pipeline import one_forward_one_backward
+from lorafusion_jax.data.prepare import AdapterData, Prepared  # noqa: E402
+from lorafusion_jax.data.tokenized import TokenizedSet  # noqa: E402
+from lorafusion_jax.models import ModelConfig  # noqa: E402
+from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
+from lorafusion_jax.pipeline.layout import stage_layers  # noqa: E402
+from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes  # noqa: E402
+from lorafusion_jax.pipeline.move import to_stage  # noqa: E402
+from lorafusion_jax.pipeline.parts import Parts, StageWeights  # noqa: E402
+from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
+from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
+from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
+from lorafusion_jax.training.base import block_layers, fitting_keep  # noqa: E402
+from lorafusion_jax.training.batches import Batches  # noqa: E402
+from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
+from lorafusion_jax.training.run import adapter_specs  # noqa: E402
+from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
+from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate  # noqa: E402
+from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
+from scheduling.pipeline import one_forward_one_backward  # noqa: E402
 
 LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread in tokens, log-normal
 WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")

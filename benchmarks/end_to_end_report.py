@@ -1,0 +1,101 @@
+"""Makes the table, the plot and Perfetto traces of `end_to_end.py`'s results.
+
+    python benchmarks/end_to_end_report.py results/end_to_end.jsonl --timelines results --out benchmarks/results
+
+Published figures of LoRAFusion (H100-80GB, its authors' plot data) stand beside ours: other hardware, same jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
+
+from scheduling import Timeline, to_perfetto  # noqa: E402
+
+COLUMNS = (
+    "model", "workload", "variant", "useful_tokens_per_s", "slots", "density", "noops", "slot_s", "bubbles",
+    "simulated_over_measured", "host_s_per_slot", "compile_s", "peak_gb", "capacity_tokens", "global_batch", "adapters",
+    "mesh", "layers_per_stage", "keep", "settings", "device", "jax",
+)  # fmt: skip
+PUBLISHED = {  # useful tokens/s on H100-80GB
+    ("8b", "single"): {"xsum": 12353, "cnn": 12232, "wiki": 9754, "mix": 10744, "het": 11271},
+    ("8b", "LoRAFusion"): {"xsum": 14875, "cnn": 14595, "wiki": 13920, "mix": 14404, "het": 14158},
+    ("32b", "FSDP"): {"xsum": 3022, "cnn": 3641, "wiki": 3942, "mix": 3544, "het": 3537},
+    ("32b", "LoRAFusion"): {"xsum": 4969, "cnn": 4973, "wiki": 4947, "mix": 5121, "het": 4955},
+    ("70b", "FSDP"): {"xsum": 2697, "cnn": 3476, "wiki": 3124, "mix": 3142, "het": 3110},
+    ("70b", "LoRAFusion"): {"xsum": 4893, "cnn": 5183, "wiki": 5074, "mix": 5115, "het": 5136},
+}
+LABELS = {
+    "ours": "ours", "ours_xla": "ours, XLA LoRA", "single_xla": "one at a time, XLA LoRA",
+    "single": "one at a time, our kernels",
+    "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step", "mlora": "mLoRA order",
+}  # fmt: skip
+ORDER = ("single_xla", "single", "fsdp_xla", "flush", "mlora", "ours_xla", "ours")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--timelines", type=Path, help="folder with timeline_*.json")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+    rows = [row for row in rows if "useful_tokens_per_s" in row]
+    write_csv(rows, options.out / f"{options.results.stem}.csv")
+    draw(rows, options.out / f"{options.results.stem}.png")
+    for file in sorted(options.timelines.glob("timeline_*.json")) if options.timelines else []:
+        trace = to_perfetto(Timeline.from_json(file.read_text()))
+        (options.out / f"{options.results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
+
+
+def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(
+            {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()} for row in rows
+        )
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """A panel per model, a group per workload, a bar per variant; published figures hatched."""
+    models = [model for model in ("8b", "32b", "70b") if any(row["model"] == model for row in rows)]
+    figure, axes = plt.subplots(1, len(models), figsize=(6.5 * len(models), 4.2), squeeze=False, layout="constrained")
+    for axis, model in zip(axes[0], models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        workloads = [name for name in ("xsum", "cnn", "wiki", "mix", "het") if any(r["workload"] == name for r in own)]
+        variants = [name for name in ORDER if any(r["variant"] == name for r in own)]
+        published = [(who, figures) for (which, who), figures in PUBLISHED.items() if which == model]
+        width = 0.85 / (len(variants) + len(published))
+        for place, name in enumerate(variants):
+            found = {r["workload"]: r["useful_tokens_per_s"] for r in own if r["variant"] == name}
+            bars(axis, place * width, width, [found.get(w, 0) for w in workloads], LABELS[name], name == "ours")
+        for place, (who, figures) in enumerate(published, start=len(variants)):
+            heights = [figures[w] for w in workloads]
+            bars(axis, place * width, width, heights, f"{who}, published, H100", False, hatch="//")
+        axis.set_xticks([n + 0.42 for n in range(len(workloads))], workloads)
+        gpus = len(json.loads(json.dumps(own[0]["peak_gb"])))
+        axis.set_title(f"{model.upper()} on {gpus} × {own[0]['device'].removeprefix('NVIDIA ')}")
+        axis.set_ylabel("useful tokens/s")
+        axis.legend(fontsize=7, loc="lower right")
+    figure.savefig(file, dpi=130)
+
+
+def bars(axis: Any, start: float, width: float, heights: list[float], label: str, ours: bool, hatch: str = "") -> None:
+    color = "#1f6f8b" if ours else "#dddddd" if hatch else None
+    places = [n + start for n in range(len(heights))]
+    drawn = axis.bar(places, heights, width, align="edge", label=label, color=color, hatch=hatch, edgecolor="white")
+    if ours:
+        axis.bar_label(drawn, [f"{height:,.0f}" for height in heights], fontsize=7)
+
+
+if __name__ == "__main__":
+    main()
