@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunks import make_chunks
+from pallas_kernels.chunks import Chunks, make_chunks
 from pallas_kernels.device import device_kind
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.problem import Operands, Static
+from pallas_kernels.triton.bank import transposed_bank
 from pallas_kernels.triton.bits import keep_words
 from pallas_kernels.triton.da import da
 from pallas_kernels.triton.down import down
@@ -102,6 +103,13 @@ class Prepared:
             bank = bank.astype(jnp.float32) * inverse_keep(self.ops.dropout.rate)[:, None, None]
         return self._finish(bank)
 
+    def transposed_bank_a(self, multiple: int = 1) -> jax.Array:
+        """[A + 1, R of all projections rounded up, K]: the same for Hopper's passes over x."""
+        pieces = [self._bank(self.ops.as_[i], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
+        dropout, total = self.ops.dropout, -(-self.layout.total // multiple) * multiple
+        factor = jnp.ones_like(self.ops.scale) if dropout is None else inverse_keep(dropout.rate)
+        return transposed_bank(pieces, factor, total, self.ops.x.dtype, interpret=self.static.interpret)
+
     def bank_b(self, i: int) -> jax.Array:
         """[A (+ 1), R, N] of one projection, its scale folded in: serves y and dS alike."""
         bank = self._bank(self.ops.bs[i], self.layout.ranks[i], axis=1)
@@ -171,8 +179,13 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
         config=config,
         interpret=static.interpret,
     )
+    return ds, output_gradient(prepared, i, partials_CNR, chunk_adapter)
+
+
+def output_gradient(prepared: Prepared, i: int, partials_CNR: jax.Array, chunk_adapter: jax.Array) -> jax.Array:
+    """Adds up partial sums of dB and cuts off the padded ranks."""
     db_ARN = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, transposed=True)
-    return ds, db_ARN[:, : prepared.ops.bs[i].shape[1], :]
+    return db_ARN[:, : prepared.ops.bs[i].shape[1], :]
 
 
 def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dict[int, jax.Array]:
@@ -192,6 +205,12 @@ def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dic
         contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk),
         interpret=static.interpret,
     )
+    return input_gradients(prepared, partials_CKR, chunks)
+
+
+def input_gradients(prepared: Prepared, partials_CKR: jax.Array, chunks: Chunks) -> dict[int, jax.Array]:
+    """Adds up partial sums of dA and cuts them into projections."""
+    ops, layout = prepared.ops, prepared.layout
     factor = jnp.ones_like(ops.scale) if ops.dropout is None else inverse_keep(ops.dropout.rate)
     da_AKR = _sum(prepared, partials_CKR, chunks.adapter, factor, transposed=False)
     return {i: da_AKR[:, :, start : start + ops.as_[i].shape[2]] for i, start in layout.offsets.items()}

@@ -10,10 +10,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import split_graph
 from pallas_kernels.device import is_hopper, num_sms
+from pallas_kernels.dropout import BLOCK
+from pallas_kernels.mosaic_gpu.da import LOW_RANK, drop_da
+from pallas_kernels.mosaic_gpu.down import drop_down
+from pallas_kernels.mosaic_gpu.dsdb import wide_dsdb
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
 from pallas_kernels.tuning import config as tuning
+
+MAX_DSDB_RANK = 64  # more, and the accumulators of four row blocks leave no registers
 
 
 def refusal(static: Static, ops: Operands) -> str | None:
@@ -42,8 +49,7 @@ def refusal(static: Static, ops: Operands) -> str | None:
 def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
     prepared = prepare(static, ops)
-    bits = split_graph.keep_bits(prepared)
-    s = split_graph.shared_input(prepared, bits) if ops.with_lora else None
+    s, bits = _input_pass(prepared) if ops.with_lora else (None, None)
     ys = tuple(_project(prepared, i, s) for i in range(len(ops.ws)))
     return ys, () if s is None else (s,), bits
 
@@ -55,19 +61,75 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     dx = 0.0
     if ops.with_lora:
         ds = {}
+        s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
         for i in ops.with_lora:
-            ds[i], dbs[i] = split_graph.output_side(prepared, i, ss[0], dys[i])
+            ds[i], dbs[i] = _output_pass(prepared, i, ss[0], s_transposed, dys[i])
         joined = split_graph.join_ds(prepared, ds)
-        das = split_graph.input_side(prepared, joined, bits)
-        fused = split_graph.widest(ops)
-        dx = _gemm(
-            prepared, dys[fused], ops.ws[fused], joined, prepared.bank_a(), _dx_config(prepared, fused),
-            transposed=True, bits=bits,
-        )  # fmt: skip
+        das, dx = _input_gradient_pass(prepared, joined, bits)
+        if dx is None:
+            fused = split_graph.widest(ops)
+            dx = _gemm(
+                prepared, dys[fused], ops.ws[fused], joined, prepared.bank_a(), _dx_config(prepared, fused),
+                transposed=True, bits=bits,
+            )  # fmt: skip
     for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
         if i != fused:
             dx = dx + jnp.matmul(dy, w.astype(dy.dtype).T)
     return dx, das, dbs
+
+
+def _input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
+    """S of all projections and, with dropout, the packed keep bits: made on the way, not in a pass of their own."""
+    static, ops = prepared.static, prepared.ops
+    if not _drops_here(ops):
+        bits = split_graph.keep_bits(prepared)
+        return split_graph.shared_input(prepared, bits), bits
+    num_in, total = ops.x.shape[1], prepared.layout.total
+    given = static.config.drop_down if static.config else None
+    config = given or prepared.tuned("mosaic_down", num_in, 0, total, tuning.drop_down_config(prepared.rows, num_in))
+    bank = prepared.transposed_bank_a()
+    return drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=config)
+
+
+def _output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):
+    """dS [T, R] and dB float32 [A, R, N] of one projection."""
+    static, layout = prepared.static, prepared.layout
+    num_out, rank = dy.shape[1], layout.ranks[i]
+    given = static.config.wide_dsdb if static.config else None
+    config = given or prepared.tuned("mosaic_dsdb", 0, num_out, rank, tuning.wide_dsdb_config(prepared.rows, num_out))
+    if rank > MAX_DSDB_RANK:
+        return split_graph.output_side(prepared, i, s, dy)
+    chunks = prepared.chunks(ROWS, config.blocks_per_chunk)
+    ds, partials = wide_dsdb(dy, s_transposed, prepared.bank_b(i), chunks, rank_offset=layout.offsets[i], config=config)
+    return ds, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
+
+
+def _input_gradient_pass(prepared: Prepared, ds: jax.Array, bits: jax.Array | None):
+    """dA float32 of every projection, and the low-rank part of dx where this pass makes it."""
+    static, ops = prepared.static, prepared.ops
+    if bits is None or not _drops_here(ops):
+        return split_graph.input_side(prepared, ds, bits), None
+    num_in, total = ops.x.shape[1], prepared.layout.total
+    given = static.config.drop_da if static.config else None
+    config = given or prepared.tuned("mosaic_da", num_in, 0, total, tuning.drop_da_config(prepared.rows, num_in, total))
+    chunks = prepared.chunks(ROWS, config.blocks_per_chunk)
+    bank = prepared.transposed_bank_a(LOW_RANK) if _makes_low(prepared) else None
+    rows = total if bank is None else bank.shape[1]
+    ds_transposed = jnp.pad(ds.T, ((0, rows - total), (0, 0)))
+    partials, low = drop_da(ops.x, ds_transposed, bits, chunks, bank, rank=total, config=config)
+    return split_graph.input_gradients(prepared, partials, chunks), low
+
+
+def _makes_low(prepared: Prepared) -> bool:
+    """True where dx is a sum of products anyway: with its masked low-rank part written by the pass over x (8 % of the
+    time of a product) they are all plain ones.  Masking in the last step of a product costs 5 to 15 % of it, the more
+    the larger the rank."""
+    return len(prepared.ops.ws) > 1 or prepared.layout.total > split_graph.MIN_RANK
+
+
+def _drops_here(ops: Operands) -> bool:
+    """True where the Hopper passes with dropout serve: words come in blocks of 256 columns."""
+    return ops.dropout is not None and ops.x.shape[1] % BLOCK == 0
 
 
 def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:

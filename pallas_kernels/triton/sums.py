@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.triton.common import call
 
-UNROLL = 4  # loads in flight per step
+UNROLL = 8  # loads in flight per step
 
 
 def sum_partials(

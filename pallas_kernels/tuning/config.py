@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.dropout import BLOCK
+from pallas_kernels.mosaic_gpu.da import DropDaConfig
+from pallas_kernels.mosaic_gpu.down import DropDownConfig
+from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig
 from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
+from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.triton.da import DaConfig
 from pallas_kernels.triton.down import DownConfig
 from pallas_kernels.triton.dsdb import DsdbConfig
@@ -29,6 +34,9 @@ class KernelConfigs:
     da: DaConfig | None = None
     forward: TritonGemmConfig | MosaicGemmConfig | None = None
     dx: TritonGemmConfig | MosaicGemmConfig | None = None
+    drop_down: DropDownConfig | None = None
+    drop_da: DropDaConfig | None = None
+    wide_dsdb: WideDsdbConfig | None = None
 
 
 def row_block(tile: int, limit: int) -> int:
@@ -42,6 +50,23 @@ def down_config(num_rows: int, num_in: int, rank: int, tile: int) -> DownConfig:
     block_k = _divisor(num_in, 64 if narrow or rank > 64 else 128)
     split = _split(num_rows // block_t, num_in // block_k, wanted=(4 if narrow else 2) * NUM_SMS)
     return DownConfig(block_t=block_t, block_k=block_k, split_k=split, num_stages=4 if narrow else 3)
+
+
+def drop_down_config(num_rows: int, num_in: int) -> DropDownConfig:
+    """Two programs a multiprocessor: one makes keep bits while the other multiplies."""
+    split = _split(num_rows // ROWS, num_in // BLOCK, wanted=2 * NUM_SMS)
+    return DropDownConfig(split_k=split)
+
+
+def wide_dsdb_config(num_rows: int, num_out: int) -> WideDsdbConfig:
+    block_n = _divisor(num_out, 64)
+    split = _split(num_rows // (ROWS * 4), num_out // block_n, wanted=2 * NUM_SMS)
+    return WideDsdbConfig(block_n=block_n, split_n=split)
+
+
+def drop_da_config(num_rows: int, num_in: int, rank: int) -> DropDaConfig:
+    size = max(1, min(num_rows // 8, 1024) // ROWS)
+    return DropDaConfig(blocks_per_chunk=size, stages=3 if rank <= 64 else 2)  # two blocks a multiprocessor
 
 
 def dsdb_config(num_rows: int, num_out: int, rank: int, tile: int) -> DsdbConfig:
@@ -86,7 +111,7 @@ def mosaic_gemm_config(
     for walk in _walks(num_in, num_out, transposed):
         for tile_n in (128, 64):
             config = fit(dataclasses.replace(walk, tile_m=tile_m, tile_n=tile_n), rank)
-            fits = num_rows % config.block_m == 0 and num_out % config.block_n == 0 and num_in % config.tile_k == 0
+            fits = config.divides(num_rows, num_out, num_in)
             if fits and tile_m >= 64 and config.stages >= 2:
                 return config
     return None

@@ -15,8 +15,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.device import interprets, num_sms
-from pallas_kernels.dropout import keep_words
+from pallas_kernels.dropout import BLOCK, keep_words
 from pallas_kernels.mosaic_gpu import gemm as mosaic
+from pallas_kernels.mosaic_gpu.da import DropDaConfig, drop_da
+from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
+from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
+from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
 from pallas_kernels.tiles import row_adapter
@@ -53,22 +57,70 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
     for config in dsdb_grid(quick):
         if n % (config.block_n * config.split_n) == 0 and (spec.adapters == 1 or spec.tile % config.chunk == 0):
             yield Candidate(kernel="dsdb", config=config, run=_dsdb, large="dy", bytes=2 * t * n)
+    if spec.tile % ROWS == 0 or spec.adapters == 1:
+        yield from hopper_passes(spec, quick)
     for config in mosaic_grid(quick):
         for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
             sized = fit(config, max(16, r))
-            divides = (
-                (spec.adapters == 1 or spec.tile % sized.tile_m == 0)
-                and t % sized.block_m == 0
-                and outer % sized.block_n == 0
-                and inner % sized.tile_k == 0
-            )
-            if divides and sized.stages >= 2:
+            owned = spec.adapters == 1 or spec.tile % sized.tile_m == 0
+            if owned and sized.divides(t, outer, inner) and sized.stages >= 2:
                 yield Candidate(kernel="mosaic_" + kernel, config=sized, run=run, large=large, flops=2 * t * k * n)
     for config in triton_grid(quick):
         for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
             fits = spec.adapters == 1 or spec.tile % config.block_m == 0
             if fits and outer % config.block_n == 0 and inner % config.block_k == 0:
                 yield Candidate(kernel="triton_" + kernel, config=config, run=run, large=large, flops=2 * t * k * n)
+
+
+def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
+    """Passes over x with dropout and over dY by the copy engine."""
+    t, k, n = spec.tokens, spec.in_features, spec.out_features
+    if spec.rate and k % BLOCK == 0:
+        for config in drop_down_grid(quick):
+            if k % (BLOCK * config.split_k) == 0:
+                yield Candidate(kernel="mosaic_down", config=config, run=_drop_down, large="x", bytes=2 * t * k)
+        for config in drop_da_grid(quick):
+            if k % config.block_k == 0:
+                yield Candidate(kernel="mosaic_da", config=config, run=_drop_da, large="x", bytes=2 * t * k)
+    for config in wide_dsdb_grid(quick):
+        if n % (config.block_n * config.split_n) == 0:
+            yield Candidate(kernel="mosaic_dsdb", config=config, run=_wide_dsdb, large="dy", bytes=2 * t * n)
+
+
+def drop_down_grid(quick: bool) -> list[DropDownConfig]:
+    grid = [
+        DropDownConfig(split_k=2, stages=3),
+        DropDownConfig(split_k=4, stages=3),
+        DropDownConfig(split_k=2, stages=2, block_k=256),
+        DropDownConfig(split_k=4, stages=2, block_k=256),
+        DropDownConfig(split_k=2, stages=4),
+        DropDownConfig(split_k=8, stages=3),
+    ]
+    return grid[:2] if quick else grid
+
+
+def drop_da_grid(quick: bool) -> list[DropDaConfig]:
+    grid = [
+        DropDaConfig(blocks_per_chunk=16, block_k=128, stages=4),
+        DropDaConfig(blocks_per_chunk=16, block_k=128, stages=3),
+        DropDaConfig(blocks_per_chunk=8, block_k=128, stages=4),
+        DropDaConfig(blocks_per_chunk=16, block_k=64, stages=4),
+        DropDaConfig(blocks_per_chunk=32, block_k=128, stages=4),
+        DropDaConfig(blocks_per_chunk=16, block_k=256, stages=3),
+    ]
+    return grid[:2] if quick else grid
+
+
+def wide_dsdb_grid(quick: bool) -> list[WideDsdbConfig]:
+    grid = [
+        WideDsdbConfig(blocks_per_chunk=4, block_n=64, split_n=8, stages=3),
+        WideDsdbConfig(blocks_per_chunk=4, block_n=64, split_n=4, stages=3),
+        WideDsdbConfig(blocks_per_chunk=2, block_n=64, split_n=8, stages=4),
+        WideDsdbConfig(blocks_per_chunk=8, block_n=64, split_n=8, stages=3),
+        WideDsdbConfig(blocks_per_chunk=4, block_n=128, split_n=8, stages=3),
+        WideDsdbConfig(blocks_per_chunk=4, block_n=64, split_n=16, stages=3),
+    ]
+    return grid[:2] if quick else grid
 
 
 def down_grid(quick: bool) -> list[DownConfig]:
@@ -114,14 +166,17 @@ def dsdb_grid(quick: bool) -> list[DsdbConfig]:
 
 
 def mosaic_grid(quick: bool) -> list[mosaic.GemmConfig]:
+    tall = {"split_n": False, "along_n": False}
     grid = [
         mosaic.GemmConfig(),
-        mosaic.GemmConfig(split_n=False, along_n=False),
-        mosaic.GemmConfig(stages=3, store_n=64),
-        mosaic.GemmConfig(split_n=False, along_n=True, store_n=64, stages=3),
-        mosaic.GemmConfig(along_n=False, band=16),
-        mosaic.GemmConfig(tile_m=64, tile_n=256, stages=3, split_n=False),
-        mosaic.GemmConfig(split_n=False, along_n=False, band=16),
+        mosaic.GemmConfig(**tall),
+        mosaic.GemmConfig(seamless=True),
+        mosaic.GemmConfig(pair="columns"),
+        mosaic.GemmConfig(pair="columns", seamless=True),
+        mosaic.GemmConfig(pair="rows", seamless=True),
+        mosaic.GemmConfig(**tall, seamless=True),
+        mosaic.GemmConfig(**tall, pair="rows", seamless=True),
+        mosaic.GemmConfig(along_n=False, band=16, pair="columns", seamless=True),
     ]
     return grid[:2] if quick else grid
 
@@ -188,6 +243,25 @@ def _da(inputs: Inputs, config: DaConfig, x: jax.Array, w: jax.Array) -> jax.Arr
         x, inputs.ds, inputs.bits, prepared.chunks(config.block_t, config.blocks_per_chunk), config=config,
         contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk), interpret=prepared.static.interpret,
     ).sum(0)  # fmt: skip
+
+
+def _drop_down(inputs: Inputs, config: DropDownConfig, x: jax.Array, w: jax.Array):
+    prepared = inputs.prepared
+    bank = prepared.transposed_bank_a()
+    return drop_down(x, bank, prepared.block_adapter(ROWS), inputs.ops.dropout, config=config)
+
+
+def _drop_da(inputs: Inputs, config: DropDaConfig, x: jax.Array, w: jax.Array) -> jax.Array:
+    chunks = inputs.prepared.chunks(ROWS, config.blocks_per_chunk)
+    partials, _ = drop_da(x, inputs.ds.T, inputs.bits, chunks, rank=inputs.ds.shape[1], config=config)
+    return partials.sum(0)
+
+
+def _wide_dsdb(inputs: Inputs, config: WideDsdbConfig, dy: jax.Array, w: jax.Array):
+    prepared = inputs.prepared
+    s, chunks = jnp.pad(inputs.s.T, ((0, 0), (0, ROWS))), prepared.chunks(ROWS, config.blocks_per_chunk)
+    ds, partials = wide_dsdb(dy, s, prepared.bank_b(0), chunks, config=config)
+    return ds, partials.sum(0)
 
 
 def _dsdb(inputs: Inputs, config: DsdbConfig, dy: jax.Array, w: jax.Array):

@@ -18,6 +18,9 @@ import re
 import tempfile
 from typing import Any
 
+from pallas_kernels.mosaic_gpu.da import DropDaConfig
+from pallas_kernels.mosaic_gpu.down import DropDownConfig
+from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
 from pallas_kernels.triton.da import DaConfig
 from pallas_kernels.triton.down import DownConfig
@@ -29,11 +32,16 @@ CONFIGS = {
     "down": DownConfig,
     "dsdb": DsdbConfig,
     "da": DaConfig,
+    "mosaic_down": DropDownConfig,
+    "mosaic_da": DropDaConfig,
+    "mosaic_dsdb": WideDsdbConfig,
     "mosaic_fwd": MosaicGemmConfig,
     "mosaic_dx": MosaicGemmConfig,
     "triton_fwd": TritonGemmConfig,
     "triton_dx": TritonGemmConfig,
 }
+
+PASSES_OVER_X = ("down", "da", "mosaic_down", "mosaic_da")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,13 @@ class Table:
 
 def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int) -> tuple:
     """What the time of a kernel depends on: a pass over x does not care for N, one over dY not for K."""
-    return kernel, tokens, 0 if kernel == "dsdb" else in_features, 0 if kernel in ("down", "da") else out_features, rank
+    return (
+        kernel,
+        tokens,
+        0 if kernel in ("dsdb", "mosaic_dsdb") else in_features,
+        0 if kernel in PASSES_OVER_X else out_features,
+        rank,
+    )
 
 
 def file_name(device_kind: str) -> str:

@@ -89,12 +89,19 @@ def lowered(device, function, *arguments) -> str:
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+TRITON = {"plain": (7, 0), "dropout": (8, 0), "rank 64": (8, 0)}
+HOPPER = {"plain": (4, 3), "dropout": (3, 5), "rank 64": (4, 4)}  # rank 64: the pass over x makes part of dx
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "kernels"),
-    [(A100, "pallas_triton", (7, 0)), (H200, "pallas_triton", (7, 0)), (H200, "pallas_mosaic_gpu", (5, 2))],
+    [(A100, "pallas_triton", TRITON), (H200, "pallas_triton", TRITON), (H200, "pallas_mosaic_gpu", HOPPER)],
 )
-@pytest.mark.parametrize("change", [{}, {"rate": 0.1}, {"rate": 0.1, "adapters": 4, "rank": 64}])
-def test_ops_lower_for_cuda(device, backend, kernels, change):
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [("plain", {}), ("dropout", {"rate": 0.1}), ("rank 64", {"rate": 0.1, "adapters": 4, "rank": 64})],
+)
+def test_ops_lower_for_cuda(device, backend, kernels, case, change):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, **change)
     arrays = jax.eval_shape(lambda: make_arrays(spec))
 
@@ -107,14 +114,13 @@ def test_ops_lower_for_cuda(device, backend, kernels, change):
         return y, *vjp(arrays["dy"])
 
     text = lowered(device, step, arrays)
-    bits = 1 if change.get("rate") else 0
-    assert (text.count("__gpu$xla.gpu.triton") - bits, text.count("mosaic_gpu_v2")) == kernels
+    assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels[case]
 
 
 @pytest.mark.parametrize(
     ("device", "changes", "kernels"),
     [
-        (H200, {"in_features": 4096, "out_features": 4096}, (5, 2)),
+        (H200, {"in_features": 4096, "out_features": 4096}, (4, 3)),
         (H200, {"tokens": 512}, (0, 0)),  # too few rows to fill the card
         (H200, {"in_features": 4096, "out_features": 4096, "rank": 128}, (0, 0)),  # never measured
         (H200, {"in_features": 5120, "out_features": 5120}, (0, 0)),  # a badly filled last round of tiles
@@ -139,7 +145,7 @@ def test_default_takes_kernels_only_where_they_measured_faster(device, changes, 
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("backend", "kernels"), [(None, (6, 2)), ("pallas_triton", (8, 0)), ("xla", (0, 0))])
+@pytest.mark.parametrize(("backend", "kernels"), [(None, (3, 5)), ("pallas_triton", (8, 0)), ("xla", (0, 0))])
 def test_ops_lower_inside_shard_map_and_the_default_is_the_fast_backend(backend, kernels, check_vma):
     spec = LinearSpec(tokens=2 * 2048, in_features=4096, out_features=4096, adapters=4, rate=0.1)
     arrays = jax.eval_shape(lambda: make_arrays(spec))

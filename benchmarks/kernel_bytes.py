@@ -1,0 +1,89 @@
+"""Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
+
+    python benchmarks/kernel_bytes.py --out results/     # starts ncu, which must be on the path
+
+Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
+counted with warm caches and the clocks as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+CASES = ("frozen A1 p0", "xla_naive A1 p0.1", "ours A1 p0.1", "xla_wide A4 p0.1", "ours A4 p0.1")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--features", type=int, default=4096)
+    parser.add_argument("--child", choices=CASES)
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    if args.child:
+        run_once(args.child, args.features)
+        return
+    with (args.out / "kernels_bytes.jsonl").open("w") as file:
+        for case in CASES:
+            record = {"case": case, "features": args.features, "tokens": 8192, **count(case, args.features)}
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            print(f"{case:20s} {record.get('bytes', 0) / 1e6:8.1f} MB in {record.get('kernels')} kernels", flush=True)
+
+
+def count(case: str, features: int) -> dict:
+    """Runs one case under the profiler and adds up its kernels."""
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
+    command += ["--metrics", ",".join(METRICS), "--target-processes", "all"]
+    command += [sys.executable, __file__, "--child", case, "--features", str(features)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    lines = run.stdout.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return {"error": (run.stdout + run.stderr)[-500:]}
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    scale = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    total = dict.fromkeys(METRICS, 0.0)
+    for row in rows:
+        if row["Metric Name"] in total:
+            total[row["Metric Name"]] += float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]]
+    return {"kernels": len({row["ID"] for row in rows}), "bytes": sum(total.values()), **total}
+
+
+def run_once(case: str, features: int) -> None:
+    """Compiles and warms up unseen, then one call between the profiler's start and stop."""
+    import jax
+
+    from benchmarks import kernel_sections, oracles
+    from pallas_kernels.arg_specs import LinearSpec, make_arrays
+
+    kind, adapters, rate = case.split()
+    spec = LinearSpec(
+        tokens=8192, in_features=features, out_features=features, adapters=int(adapters[1:]), rate=float(rate[1:])
+    )
+    layers = {
+        "frozen": lambda x, a, b, w, arrays: oracles.frozen(x, w),
+        "xla_naive": kernel_sections.naive, "xla_wide": kernel_sections.wide, "ours": kernel_sections.ours(None),
+    }  # fmt: skip
+    variant = kernel_sections.Variant(kind=kind, spec=spec, layer=layers[kind], parallel=False)
+    arrays = dict(make_arrays(spec), key=jax.random.key(3))
+    fn = jax.jit(kernel_sections.forward_backward(variant)).lower(arrays).compile()
+    for _ in range(3):
+        jax.block_until_ready(fn(arrays))
+    cuda = ctypes.CDLL("libcudart.so")
+    cuda.cudaProfilerStart()
+    jax.block_until_ready(fn(arrays))
+    cuda.cudaProfilerStop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""How tiles lie in shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+ROWS = 64  # rows of a tile of the passes over x and dY: one warpgroup
+
+
+def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """Tiling and the widest swizzle for rows of that many elements: what TMA writes and the tensor cores read."""
+    item = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * item * 8)
+    return (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))
+
+
+def store_fragment(ref: Any, value: Any) -> None:
+    """Writes registers to device memory as they lie: 32-byte pieces of a row, no exchange between threads."""
+    if hasattr(plgpu, "store"):  # jax 0.12: insists on 128-byte lines unless told otherwise
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

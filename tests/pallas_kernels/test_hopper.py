@@ -1,0 +1,152 @@
+"""Hopper's passes over x and dY in the GPU interpreter: masks bit for bit, sums per adapter, nothing foreign met."""
+
+import contextlib
+import subprocess
+import sys
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_problems import relative
+
+import pallas_kernels as pk
+from pallas_kernels.chunks import make_chunks
+from pallas_kernels.dropout import keep_mask, keep_words
+from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
+from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
+from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
+from pallas_kernels.triton.bank import transposed_bank
+
+RANK, ADAPTERS, COLUMNS = 16, 2, 512
+BLOCKS = np.array([1, 0, 2, 1, 1], np.int32)  # 2: padding rows
+OWNER = np.repeat(BLOCKS, 64)
+BF16 = 4e-3  # one rounding
+
+
+@contextlib.contextmanager
+def interpreted():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=2, platform="gpu")
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        yield
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    rows = OWNER.size
+    drop = pk.Dropout(
+        rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
+    )
+    own = jnp.minimum(OWNER, ADAPTERS - 1)
+    return {
+        "x": normal(0, rows, COLUMNS),
+        "bank": normal(1, ADAPTERS + 1, RANK, COLUMNS).at[ADAPTERS].set(0),
+        "drop": drop,
+        "words": keep_words(drop, own, COLUMNS),
+        "keep": np.asarray(keep_mask(drop, own, COLUMNS)),
+        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
+    }
+
+
+def by_adapter(partials, chunks, adapter):
+    return np.asarray(partials)[np.asarray(chunks.adapter) == adapter].sum(0)
+
+
+@pytest.mark.parametrize("config", [DropDownConfig(split_k=1), DropDownConfig(split_k=2, stages=2, block_k=256)])
+def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
+    with interpreted():
+        s, bits = drop_down(problem["x"], problem["bank"], jnp.asarray(BLOCKS), problem["drop"], config=config)
+        s, bits = np.asarray(s, np.float32), np.asarray(bits)
+    dropped = np.where(problem["keep"], np.asarray(problem["x"], np.float32), 0)
+    assert relative(s, np.einsum("tk,trk->tr", dropped, np.asarray(problem["bank"], np.float32)[OWNER])) < BF16
+    np.testing.assert_array_equal(bits, problem["words"])
+
+
+@pytest.mark.parametrize("with_low", [False, True])
+def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
+    chunks, ds = problem["chunks"], normal(2, OWNER.size, RANK)
+    more = LOW_RANK - RANK if with_low else 0
+    bank = jnp.pad(problem["bank"], ((0, 0), (0, more), (0, 0))) if with_low else None
+    with interpreted():
+        config = DropDaConfig(blocks_per_chunk=2, stages=2)
+        ds_transposed = jnp.pad(ds.T, ((0, more), (0, 0)))
+        args = (problem["x"], ds_transposed, problem["words"], chunks, bank)
+        partials, low = jax.tree.map(np.asarray, drop_da(*args, rank=RANK, config=config))
+    keep, ds = problem["keep"], np.asarray(ds, np.float32)
+    dropped = np.where(keep, np.asarray(problem["x"], np.float32), 0)
+    for k in range(ADAPTERS):
+        assert relative(by_adapter(partials, chunks, k), dropped[k == OWNER].T @ ds[k == OWNER]) < 1e-6
+    if with_low:
+        wide = np.einsum("tr,trk->tk", ds, np.asarray(problem["bank"], np.float32)[OWNER])
+        assert relative(low, np.where(keep, wide, 0)) < BF16
+
+
+def test_ds_and_db_of_one_pass_and_a_nan_stays_with_its_adapter(problem):
+    chunks, sick = problem["chunks"], 0
+    dy, s = normal(3, OWNER.size, COLUMNS), normal(4, OWNER.size, 2 * RANK)
+    dy = jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, dy)
+    with interpreted():
+        config = WideDsdbConfig(blocks_per_chunk=2, stages=2, split_n=2)
+        s_transposed = jnp.pad(s.T, ((0, 0), (0, 64)))
+        ds, partials = wide_dsdb(dy, s_transposed, problem["bank"], chunks, rank_offset=RANK, config=config)
+        ds, partials = np.asarray(ds, np.float32), np.asarray(partials)
+    dy, s = np.asarray(dy, np.float32), np.asarray(s, np.float32)[:, RANK:]
+    well = OWNER == 1
+    want = np.einsum("tn,trn->tr", dy[well], np.asarray(problem["bank"], np.float32)[OWNER[well]])
+    assert relative(ds[well], want) < BF16
+    assert (ds[OWNER == ADAPTERS] == 0).all()
+    assert relative(by_adapter(partials, chunks, 1), dy[well].T @ s[well]) < 1e-6
+    assert np.isnan(by_adapter(partials, chunks, sick)).all()
+
+
+def test_transposed_bank_lays_projections_below_each_other_and_ends_in_a_zero_adapter():
+    pieces = [normal(5, 2, 128, 32).astype(jnp.float32), normal(6, 2, 128, 16).at[1].set(jnp.nan)]
+    factor = jnp.array([2.0, 0.5])
+    got = transposed_bank(pieces, factor, 64, jnp.bfloat16, interpret=True)
+    want = jnp.concatenate([piece.astype(jnp.float32) for piece in pieces], 2).swapaxes(1, 2) * factor[:, None, None]
+    got, want = (np.asarray(value, np.float32) for value in (got, want.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(got[:2, :48], want)
+    assert (got[:2, 48:] == 0).all()
+    assert (got[2] == 0).all()
+
+
+# blocks that follow each other without a gap need more interpreter threads at once than two devices give
+SEAMLESS = """
+import jax
+jax.config.update("jax_num_cpu_devices", 64)
+import pytest, sys
+options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-W", "ignore"]
+sys.exit(pytest.main([*options, sys.argv[1], "-k", "seamless_inside"]))
+"""
+
+
+def test_blocks_without_a_gap_between_them():
+    run = subprocess.run([sys.executable, "-c", SEAMLESS, __file__], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert run.stdout.startswith("..")  # both ran, none was skipped
+
+
+@pytest.mark.skipif("64" not in str(jax.config.jax_num_cpu_devices), reason="runs in a process of its own")
+@pytest.mark.parametrize("pair", ["none", "rows"])
+def test_seamless_inside(pair):
+    from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+
+    lhs, rhs, low = normal(7, 512, 128), normal(8, 128, 512), normal(9, 512, RANK)
+    bank = normal(10, ADAPTERS + 1, RANK, 512)
+    owner = jnp.asarray([1, 0, 2, 1], jnp.int32)
+    config = GemmConfig(tile_m=128, tile_n=64, stages=2, seamless=True, pair=pair)
+    with interpreted():
+        got = gemm(lhs, rhs, low, bank, owner, transposed=False, config=config, num_sms=4)
+        got = np.asarray(got, np.float32)
+    wide = [np.asarray(value, np.float32) for value in (lhs, rhs, low, bank)]
+    want = wide[0] @ wide[1] + np.einsum("tr,trn->tn", wide[2], wide[3][np.repeat(owner, 128)])
+    assert relative(got, want) < BF16
