@@ -106,7 +106,7 @@ class TrainSettings(Section):
         default=None, description="layers compiled into one program; default all of a stage up to 8, else 1"
     )
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
-    attention: Literal["xla", "cudnn"] | None = None
+    attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = None
     loss_chunk: Annotated[int, Field(ge=128)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )

@@ -15,7 +15,6 @@ from flax import nnx
 from jax import Array
 
 from lorafusion_jax.config.schema import TrainSettings
-from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.rope import rope_tables
@@ -83,7 +82,7 @@ class Parts:
         """Initial weights of all adapters and layers, numpy float32 [L, A, K, R]."""
         return init_leaves(self.specs, self.lora_shapes(self.model.num_layers))
 
-    def inputs(self, batch: Microbatch, *, dropout: bool) -> LayerInputs:
+    def inputs(self, batch: Any, *, dropout: bool) -> LayerInputs:  # a Microbatch of tracers
         """What all layers share of a microbatch: rotary tables, segments, adapter of each tile, dropout keys."""
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
         return LayerInputs(
@@ -111,7 +110,7 @@ class Parts:
             inputs = replace(inputs, lora=inputs.lora.at_layer(number))
         return module(x_TD, inputs, self.settings.attention)
 
-    def losses(self, norm: Array, head: Array, x_TD: Array, batch: Microbatch) -> Array:
+    def losses(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:  # a Microbatch of tracers
         """Σ weight · token loss of each adapter, float32 [A]."""
         return adapter_losses(
             rms_norm(x_TD, norm, eps=self.model.norm_eps),
@@ -127,14 +126,16 @@ class Parts:
 def cut(model: Decoder, stages: Sequence[range]) -> list[StageWeights]:
     """Takes a loaded decoder of unrolled layers apart; tied embeddings serve both ends."""
     last = len(stages) - 1
-    tied = model.lm_head is None
+    assert isinstance(model.layers, nnx.List), "a pipeline takes a decoder whose layers are unrolled"
+    each = list(model.layers)
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
     return [
         StageWeights(
             first=own.start,
-            layers=[_weights(model.layers[number]) for number in own],
+            layers=[_weights(each[number]) for number in own],
             embed=model.embed_tokens.weight[...] if stage == 0 else None,
             norm=model.norm.weight[...] if stage == last else None,
-            head=(model.embed_tokens if tied else model.lm_head).weight[...] if stage == last else None,
+            head=head.weight[...] if stage == last else None,
         )
         for stage, own in enumerate(stages)
     ]

@@ -182,7 +182,7 @@ class StagePrograms:
 def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index).items()}
     finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
-    squares = sum(jnp.sum(jnp.square(leaf)) for leaf in own.values())
+    squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
     total = jnp.zeros(()) if loss is None else loss[:, index].sum()
     verdict = Verdict(squares, jnp.all(finite).astype(jnp.float32), total)
     return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)

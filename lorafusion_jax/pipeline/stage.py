@@ -121,31 +121,32 @@ class Stage:
         """
         programs, weights = self.programs, self.weights
         inputs = programs.inputs(batch)
-        if weights.embed is not None:
-            x = programs.embed(weights.embed, batch)
-        assert x is not None, "only the first stage begins with tokens"
-        xs, kept = [], []
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        assert here is not None, "only the first stage begins with tokens"
+        xs: list[Array] = []
+        kept: list[Any] = []
         for block, (first, number) in zip(self._blocks, self._places, strict=True):
-            xs.append(x)
-            x, rest = programs.forward(block, self.lora, first, number, x, inputs)
+            xs.append(here)
+            here, rest = programs.forward(block, self.lora, first, number, here, inputs)
             kept.append(rest)
         if weights.head is None:
             self._live[slot] = _Live(inputs, xs, kept, None)
-            return x
-        dy, losses, self.loss = programs.head(weights.norm, weights.head, x, batch, self.loss)
+            return here
+        dy, losses, self.loss = programs.head(weights.norm, weights.head, here, batch, self.loss)
         self._live[slot] = _Live(inputs, xs, kept, dy)
         return losses
 
     def backward(self, slot: int, dy: Array | None) -> Array:
         """Adds a microbatch's gradients to the sums; returns the gradient of its input."""
         inputs, xs, kept, own = self._live.pop(slot)
-        dy = own if dy is None else dy
-        del own
+        gradient: Any = own if dy is None else dy
+        assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
+        del own  # given away below
         for block, (first, number) in zip(reversed(self._blocks), reversed(self._places), strict=True):
-            dy, self.sums = self.programs.backward(
-                block, self.lora, first, number, xs.pop(), inputs, kept.pop(), dy, self.sums
+            gradient, self.sums = self.programs.backward(
+                block, self.lora, first, number, xs.pop(), inputs, kept.pop(), gradient, self.sums
             )
-        return dy
+        return gradient
 
     def finish(self, index: int) -> tuple[Verdict, Array]:
         """Closes an adapter's global batch: its gradient leaves the sums and waits for `step`.
@@ -196,11 +197,11 @@ class Stage:
         """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
-        if weights.embed is not None:
-            x = programs.embed(weights.embed, batch)
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        assert here is not None, "only the first stage begins with tokens"
         for block, (first, number) in zip(self._blocks, self._places, strict=True):
-            x = programs.evaluate(block, self.lora, first, number, x, inputs)
-        return x if weights.head is None else programs.losses(weights.norm, weights.head, x, batch)
+            here = programs.evaluate(block, self.lora, first, number, here, inputs)
+        return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `finish` reports them."""

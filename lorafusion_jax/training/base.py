@@ -45,7 +45,8 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
-        weights[-1].head = jax.device_put(weights[-1].head, meshes[-1].weight(weights[-1].head.shape))
+        table = (model.vocab_size, model.hidden_size)
+        weights[-1].head = jax.device_put(weights[-1].head, meshes[-1].weight(table))
     parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
     keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
     return [

@@ -17,7 +17,6 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.leaves import Leaves
 from scheduling import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -88,7 +87,7 @@ def read_starts(config: JobConfig, specs: Sequence[AdapterSpec]) -> dict[int, Ar
     return starts
 
 
-def start_from(lora: Leaves, starts: Mapping[int, Arrays]) -> Leaves:
+def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
     """Replaces the initial weights of the adapters in `starts`.
 
     Raises:

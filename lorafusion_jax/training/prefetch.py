@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 DEPTH = 3  # microbatches ready ahead; assembly takes about 1 ms, a step at least 10
 
 
-def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int = DEPTH) -> Iterator[Out]:
+def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int = DEPTH) -> Generator[Out]:
     """Yields `make(item)` in order, computed ahead on another thread.
 
     An exception of `make` is raised where its result would have been. Closing the iterator ends the thread.
