@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.failures import stage_failed
 from lorafusion_jax.pipeline.move import across, local, to_stage
 from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.programs import Verdict
@@ -57,6 +58,7 @@ class Executor:
         self._batches: dict[int, list[Any]] = {}  # slot -> per stage
         self._arrived: dict[tuple[str, int, int], Array] = {}  # (kind, stage, slot) -> input
         self._running: deque[tuple[int, Array]] = deque()  # slots and a result of their last event
+        self._adapters: dict[int, Sequence[str]] = {}  # of the slots under way
         self._through: list[int] = []  # finished slots that nobody has asked for yet
         self._finished: dict[int, list[tuple[int, Verdict, Array]]] = {}  # adapter -> (stage, …) of each
 
@@ -74,8 +76,10 @@ class Executor:
             rows: padding only, [replicas of this process, ...].
         """
         with ThreadPoolExecutor(len(self.stages), "compile") as threads:
-            for done in [threads.submit(stage.run_alone, to_stage(rows, stage.mesh)) for stage in self.stages]:
-                done.result()
+            all_done = [threads.submit(stage.run_alone, to_stage(rows, stage.mesh)) for stage in self.stages]
+            for stage, done in enumerate(all_done):
+                with self.blaming(stage, None):
+                    done.result()
 
     def admit(self, slot: int, rows: Microbatch) -> None:
         """Hands a microbatch in; waits until there is room for it in the queue.
@@ -86,10 +90,8 @@ class Executor:
         """
         while len(self._running) > AHEAD:
             self._wait_oldest()
-        try:
+        with self.blaming(0, slot):
             self._batches[slot] = [to_stage(rows, stage.mesh) for stage in self.stages]
-        except jax.errors.JaxRuntimeError as problem:
-            raise stage_failed(problem, 0, slot, ()) from problem
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Dispatches a forward or backward pass.
@@ -101,21 +103,21 @@ class Executor:
         Raises:
             RunError: `train.out-of-memory` or `train.stage-failed`, with stage, slot and adapters.
         """
-        mark = None if self._spans is None else self._spans.issued(event)
-        try:
+        issued = None if self._spans is None else self._spans.issued(event)
+        self._adapters[event.slot] = adapters
+        with self.blaming(event.stage, event.slot, adapters):
             result = self._forward(event) if event.kind == "forward" else self._backward(event)
-        except jax.errors.JaxRuntimeError as problem:
-            raise stage_failed(problem, event.stage, event.slot, adapters) from problem
-        if self._spans is not None:
-            self._spans.follow(mark, result)
+        if self._spans is not None and issued is not None:
+            self._spans.follow(issued, result)
 
     def finish(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event; True once it is closed on all stages."""
         number = self._index[adapter]
-        mark = None if self._spans is None else self._spans.issued(event)
-        closed = self.stages[event.stage].finish(number)
-        if self._spans is not None:
-            self._spans.follow(mark, closed[0].squares)
+        issued = None if self._spans is None else self._spans.issued(event)
+        with self.blaming(event.stage, event.slot, [adapter]):
+            closed = self.stages[event.stage].finish(number)
+        if self._spans is not None and issued is not None:
+            self._spans.follow(issued, closed[0].squares)
         self._finished.setdefault(number, []).append((event.stage, *closed))
         return len(self._finished[number]) == len(self.stages)
 
@@ -123,9 +125,28 @@ class Executor:
         """Steps an adapter on all stages; the norm that clips its gradient spans them."""
         number = self._index[adapter]
         _, verdicts, finite = zip(*sorted(self._finished.pop(number), key=lambda each: each[0]), strict=True)
-        for stage in self.stages:
-            stage.step(number, [across(verdict, stage.mesh) for verdict in verdicts], numbers)
+        for place, stage in enumerate(self.stages):
+            with self.blaming(place, None, [adapter]):
+                stage.step(number, [across(verdict, stage.mesh) for verdict in verdicts], numbers)
         return StepResult(verdicts, finite)
+
+    @contextmanager
+    def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
+        """Turns what jax raises inside into one error.
+
+        A failed program is met wherever its result is used next: the spans know the event that failed first. Without
+        any, it is blamed on the stage, slot and adapters given here.
+
+        Raises:
+            RunError: `train.out-of-memory` or `train.stage-failed`.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as problem:
+            first = None if self._spans is None else self._spans.first_failure()
+            if first is not None:
+                stage, slot, adapters = first.stage, first.slot, self._adapters.get(first.slot, adapters)
+            raise stage_failed(problem, stage, slot, adapters) from problem
 
     def finished_slots(self) -> list[int]:
         """Slots that were found to be through since the last call, in order."""
@@ -159,11 +180,10 @@ class Executor:
 
     def _wait_oldest(self) -> None:
         slot, result = self._running[0]
-        try:
+        with self.blaming(None, slot, self._adapters.get(slot, ())):
             result.block_until_ready()
-        except jax.errors.JaxRuntimeError as problem:
-            raise stage_failed(problem, None, slot, ()) from problem
         self._running.popleft()
+        self._adapters.pop(slot, None)
         self._through.append(slot)
 
     def _forward(self, event: Event) -> Array:
@@ -185,23 +205,3 @@ class Executor:
         else:
             self._running.append((event.slot, dx))
         return dx
-
-
-def stage_failed(problem: Exception, stage: int | None, slot: int, adapters: Sequence[str]) -> RunError:
-    """One error for whatever a device reports."""
-    text = str(problem)
-    where = f"slot {slot}" if stage is None else f"stage {stage}, slot {slot}"
-    who = f" ({', '.join(adapters)})" if adapters else ""
-    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
-        return RunError(
-            "train.out-of-memory",
-            f"the device has no memory left at {where}{who}.",
-            why=text.splitlines()[0][:300],
-            fix="lower batch.capacity_tokens, set train.keep: nothing, or use more mesh.stages; then lorafusion resume",
-        )
-    return RunError(
-        "train.stage-failed",
-        f"the device failed at {where}{who}.",
-        why=text.splitlines()[0][:300] if text else type(problem).__name__,
-        fix="lorafusion resume goes on from the last checkpoint",
-    )

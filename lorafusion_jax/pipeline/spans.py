@@ -18,6 +18,7 @@ from scheduling.pipeline import Event
 from scheduling.timeline import Span, Timeline
 
 MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
+PATIENCE_S = 5.0  # after a failure
 
 
 class Issued(NamedTuple):
@@ -34,6 +35,8 @@ class Spans:
         self._spans: list[Span] = []
         self._host: list[Span] = []
         self._lock = threading.Lock()
+        self._failed: list[Event] = []
+        self._gone = False
         self._num_stages = num_stages
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
         self._threads = [
@@ -57,10 +60,7 @@ class Spans:
 
     def close(self, plan: Plan) -> Timeline:
         """Ends the threads; returns what was measured of a plan's run."""
-        for each in self._queues:
-            each.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._join()
         lengths = {job.name: job.sample_tokens for job in plan.jobs}
         seen = {span.slot for span in self._spans}
         names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
@@ -73,6 +73,24 @@ class Spans:
             host=tuple(self._host),
         )
 
+    def first_failure(self) -> Event | None:
+        """The event that failed first in order of issue; to be asked after something failed and nothing more is issued.
+
+        What depends on it fails, too. Waits some seconds at most: another process may be gone.
+        """
+        self._join(PATIENCE_S)
+        order = {(span.kind, span.stage, span.slot): number for number, span in enumerate(self._host)}
+        return min(self._failed, key=lambda event: order[event.kind, event.stage, event.slot], default=None)
+
+    def _join(self, patience: float | None = None) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        for each in self._queues:
+            each.put(None)
+        for thread in self._threads:
+            thread.join(patience)
+
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
@@ -82,7 +100,8 @@ class Spans:
             (event, at), result = item
             try:
                 result.block_until_ready()
-            except Exception:  # the thread that issues events meets the same error and reports it
+            except Exception:  # the thread that issues events meets the same error and asks for the first
+                self._failed.append(event)
                 continue
             del result, item
             end = self._now()

@@ -109,7 +109,7 @@ class Loop:
         order = issue_order(program, self._plan.num_stages)
         todo = [event for event in order if event.slot >= self._progress.slot]
         self._compile()
-        with self._interruptible():
+        with self._interruptible(), self._executor.blaming(None, None):
             while True:
                 todo = self._issue(todo)
                 self._drain()
@@ -204,7 +204,8 @@ class Loop:
         adapter = self._progress.adapters[step.adapter]
         if adapter.status == "failed":  # the devices had dropped it already
             return
-        loss, norm = step.result.loss, step.result.grad_norm
+        with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
+            loss, norm = step.result.loss, step.result.grad_norm
         if not step.result.healthy:
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}"
