@@ -81,6 +81,12 @@ class RunFolder:
         self._need("config.yaml")
         return read_resolved(self.path / "config.yaml")
 
+    def write_config(self, config: JobConfig) -> None:
+        """Notes the settings that a run goes on with."""
+        part = self.path / "config.part"
+        part.write_text(dump_config(config), encoding="utf-8")
+        part.replace(self.path / "config.yaml")
+
     def read_plan(self) -> Plan:
         """Reads the plan.
 

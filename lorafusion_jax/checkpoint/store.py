@@ -33,7 +33,17 @@ class StateStore:
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            # Each process reads by itself and the first one writes whole arrays: nobody waits for anybody in here.
+            me = jax.process_index()
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep,
+                enable_async_checkpointing=False,
+                create=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
+                ),
+            )
             self._opened = ocp.CheckpointManager(self._directory, options=options)
         return self._opened
 

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from lorafusion_jax.cli.common import RunPath, out, prepare_machine
+from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, join_processes
 
 NAME = "resume"
 
+Where = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.keep, save.*",
+    ),
+]
 
-def command(run: RunPath) -> int:
-    """Continues an interrupted run, bitwise as if it had never stopped.
+
+def command(
+    run: RunPath,
+    overrides: Where = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+) -> int:
+    """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
+
+    mesh.data · mesh.fsdp must stay what the run was planned for, and mesh.stages may not exceed what its plan allows.
 
     Example: lorafusion resume runs/exp1
+
+    Example: lorafusion resume runs/exp1 mesh.stages=1
     """
     from lorafusion_jax.cli.running import follow
     from lorafusion_jax.training import RunFolder, resume
+    from lorafusion_jax.training.relayout import go_on_with
 
-    config = RunFolder(run).read_config()
+    folder = RunFolder(run)
+    config = go_on_with(folder.read_config(), folder.read_plan(), overrides or ())
+    if distributed:
+        join_processes(config.mesh, coordinator, num_processes, process_id)
     prepare_machine()
-    return follow(out(), run, config, lambda listeners: resume(run, listeners=listeners))
+    return follow(out(), run, config, lambda listeners: resume(run, overrides or (), listeners=listeners))

@@ -10,6 +10,7 @@ from rich.console import Console
 from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.pipeline.processes import is_first
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, whole
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
@@ -38,7 +39,8 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
         )
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
-    show_result(console, result)
+    if is_first():
+        show_result(console, result)
     return result.exit_code
 
 
@@ -46,6 +48,8 @@ def watch(
     console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]
 ) -> RunResult:
     """Runs `work` under the live view and the trackers that the job asks for."""
+    if not is_first():  # the first process shows the run
+        return work([])
     every = config.train.log_every_s
     with (
         trackers(config.report, folder) as others,

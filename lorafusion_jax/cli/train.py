@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, out, prepare_machine, warn
+from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 
@@ -19,10 +20,21 @@ def command(
     overrides: Overrides = None,
     out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
     plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
 ) -> int:
     """Trains all adapters of a job file.
 
+    Several GPUs: mesh.stages=S cuts the layers into a pipeline, mesh.data=D trains on D microbatches at once,
+    mesh.fsdp=F does so too and shares one copy of the base between F devices; together they take S · D · F devices.
+
     Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20
+
+    Example: lorafusion train jobs.yaml --out runs/exp2 mesh.stages=4 mesh.data=2
+
+    Example: srun lorafusion train jobs.yaml --out runs/exp3 --distributed mesh.stages=4 mesh.data=8
     """
     from lorafusion_jax.cli.running import follow, read_plan
     from lorafusion_jax.training import train
@@ -30,6 +42,8 @@ def command(
     config = load_config(jobs, overrides or ())
     console = out()
     warn(console, ineffective(config))
+    if distributed:
+        join_processes(config.mesh, coordinator, num_processes, process_id)
     prepare_machine()
     chosen = read_plan(plan) if plan else None
     return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))

@@ -86,6 +86,26 @@ def read_resolved(path: Path) -> schema.JobConfig:
         raise ConfigError("run.config", f"{path} is not the configuration of a run.", why=str(problem)) from None
 
 
+def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:
+    """Applies `key=value` settings to a configuration that is already resolved.
+
+    Raises:
+        ConfigError, ErrorList: a setting that does not exist, or a value that it cannot have.
+    """
+    values = config.model_dump(mode="json")
+    raise_all([error for override in overrides for error in _override(values, override)])
+    try:
+        return schema.JobConfig.model_validate(values)
+    except ValidationError as problem:
+        raise_all(
+            [
+                ConfigError("config.override", f"{'.'.join(map(str, error['loc']))}: {error['msg']}.")
+                for error in problem.errors()
+            ]
+        )
+        raise
+
+
 def _override(values: dict, override: str) -> list[LoraFusionError]:
     key, equals, text = override.partition("=")
     if not equals or not key:

@@ -5,10 +5,41 @@ from __future__ import annotations
 from itertools import count as counting
 
 import jax
+from jax._src import distributed  # no public way to its client; tests with several processes hold it in place
+
+from lorafusion_jax.errors import RunError
 
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/agreed"
 _questions = counting()
+
+
+def join(
+    devices: int, *, coordinator: str | None = None, num_processes: int | None = None, process: int | None = None
+) -> None:
+    """Makes this process one of a run; before anything touches a device.
+
+    Args:
+        devices: of the whole run.
+        coordinator: host:port of the first process.
+        num_processes, process: how many there are, number of this one; where absent, jax asks SLURM or Open MPI.
+
+    Raises:
+        RunError: `processes.join`, nobody tells where the others are, or they do not come.
+    """
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process)
+    except (ValueError, RuntimeError) as problem:
+        raise RunError(
+            "processes.join",
+            "this process cannot join the others.",
+            why=str(problem).splitlines()[0][:300],
+            fix="start with srun or mpirun, or give --coordinator host:port --num-processes N --process-id I",
+        ) from None
+    if devices > distributed.global_state.num_processes:
+        # Under SLURM and MPI jax takes one GPU per process, which is right where a process has one stage. One with
+        # several owns all that its launcher lets it see: one process per host, or --gpus-per-task.
+        jax.config.update("jax_cuda_visible_devices", "all")
 
 
 def agreed(flag: bool) -> bool:
@@ -20,17 +51,16 @@ def agreed(flag: bool) -> bool:
     count = jax.process_count()
     if count == 1:
         return flag
-    from jax._src import distributed  # no public way to it; the tests with several processes hold it in place
-
     client, number = distributed.global_state.client, next(_questions)
+    assert client is not None
     client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", str(int(flag)))
     answers = [client.blocking_key_value_get(f"{_PREFIX}/{number}/{process}", PATIENCE_MS) for process in range(count)]
     return "1" in answers
 
 
 def is_first() -> bool:
-    """Whether this process writes the run folder."""
-    return jax.process_index() == 0
+    """Whether this process writes the run folder; starts no backend where it is the only one."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def meet(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
+from lorafusion_jax.training.relayout import go_on_with
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -67,7 +68,7 @@ def train(
         Interrupted: stopped by a signal; the state is saved.
     """
     folder = RunFolder(Path(out))
-    tell = _fan_out(listeners)
+    tell = _fan_out(listeners if is_first() else ())
     prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
     if plan is None:
         tell(Event(kind="phase", values={"text": "planning"}))
@@ -75,24 +76,34 @@ def train(
     else:
         _check_plan(plan, config, prepared)
     folder.must_be_new(plan)
-    return _Run(config, prepared, plan, folder, [Recorder(folder.path), *listeners]).go(resume=False)
+    meet("no folder yet")  # before the first process makes it
+    return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go(resume=False)
 
 
-def resume(out: str | Path, *, listeners: Sequence[Listener] = ()) -> RunResult:
+def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunResult:
     """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
+
+    Args:
+        out: run folder.
+        overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
+            layout sums come in another order, so results are equal to rounding.
+        listeners: called with every `Event`.
 
     Raises:
         CheckpointError: no run folder, or data or plan changed since.
+        ConfigError: a setting that a begun run cannot change.
     """
     folder = RunFolder(Path(out))
-    config, plan, record = folder.read_config(), folder.read_plan(), folder.read_record()
+    plan, record = folder.read_plan(), folder.read_record()
+    config = go_on_with(folder.read_config(), plan, overrides)
     prepared = prepare(config)
     check_record(record, prepared, plan)
     store = StateStore(folder.state)
     slot = store.latest()
     store.close()
-    recorder = Recorder(folder.path, resume_slot=-1 if slot is None else slot)  # -1: not even the first losses stay
-    return _Run(config, prepared, plan, folder, [recorder, *listeners]).go(resume=slot is not None)
+    after = -1 if slot is None else slot  # -1: not even the first losses stay
+    heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
+    return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None)
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
@@ -128,8 +139,13 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             "plan.mismatch",
             "the plan was made for another capacity, tile or mesh.",
             why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
-            fix="lorafusion plan jobs.yaml -o plan.json",
+            fix="train with the settings that it was planned with, or plan again: lorafusion plan jobs.yaml -o plan.json",
         )
+
+
+def _heard(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:
+    """One process of a run writes and shows what happens."""
+    return [recorder(), *listeners] if is_first() else []
 
 
 def _fan_out(listeners: Sequence[Listener]) -> Listener:
@@ -150,6 +166,8 @@ class _Run:
         self._tell = _fan_out(listeners)
         self._store = StateStore(folder.state, config.save.keep)
         self._specs = adapter_specs(config)
+        # A resumed run may have other stages than it was planned for; the plan file stays what the run began with.
+        self._executed = dataclasses.replace(plan, num_stages=config.mesh.stages)
 
     def go(self, *, resume: bool) -> RunResult:
         starts = read_starts(self._config, self._specs)
@@ -161,6 +179,9 @@ class _Run:
         elif not self._folder.plan_file.exists() and is_first():
             # not before the model has loaded: a failed start leaves nothing behind
             self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
+        if is_first():
+            self._folder.write_config(self._config)  # a resumed run may have moved to other devices
+        meet("folder is there")
         self._store.check_space(
             sum(size.nbytes for size in jax.tree.leaves([stage.changing() for stage in self._stages]))
         )
@@ -175,7 +196,7 @@ class _Run:
         loop = Loop(
             self._config,
             self._prepared,
-            self._plan,
+            self._executed,
             executor,
             self._progress,
             self._tell,
@@ -314,7 +335,7 @@ class _Run:
             )
 
     def _timeline(self, spans: Spans) -> None:
-        timeline = spans.close(self._plan)
+        timeline = spans.close(self._executed)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk has its own error
                 (self._folder.path / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
