@@ -15,6 +15,7 @@ from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, choose_keep, memory_problem
 from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.move import across
 from lorafusion_jax.pipeline.parts import Parts, cut
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -45,8 +46,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
-        table = (model.vocab_size, model.hidden_size)
-        weights[-1].head = jax.device_put(weights[-1].head, meshes[-1].weight(table))
+        weights[-1].head = across(weights[-1].head, meshes[-1])
     parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
     keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
     return [
