@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, warn
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, typed, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.data.prepare import prepare
@@ -49,7 +49,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
         )
     console.print(table)
     warn(console, notes)
-    next_command(console, f"lorafusion plan {jobs}")
+    next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
 
 
 def summary(report) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,11 @@ def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
 
 def errors_to() -> Console:
     return Console(stderr=True)
+
+
+def typed(jobs: Path, overrides: Sequence[str] | None) -> str:
+    """Job file and settings as one types them."""
+    return shlex.join([str(jobs), *(overrides or ())])
 
 
 def next_command(console: Console, command: str) -> None:

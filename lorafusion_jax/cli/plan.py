@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, say, warn
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, say, typed, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.model import ModelConfig
@@ -72,7 +72,8 @@ def command(
     if timeline and costs:
         say(console, f"timeline {timeline}")
     warn(console, notes)
-    next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}" + (f" --plan {output}" if output else ""))
+    own = f" --plan {output}" if output else ""
+    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
 
 
 def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say
+from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say, typed
 from lorafusion_jax.config import load_config
 from lorafusion_jax.report.format import duration, percent
 
 NAME = "profile"
+SAMPLE_TOKENS = 1024  # of the samples for which times are shown
 
 
 def command(
@@ -35,17 +36,19 @@ def command(
             repeats=repeats,
             listeners=[lambda event: status.update(event.values["text"])],
         )
+    to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(costs.to_json(), encoding="utf-8")
     table = plain_table(("stage",), ("forward", "backward", "step"))
-    heavy = plan.capacity_tokens * 1024  # samples of 1024 tokens
+    sample = min(SAMPLE_TOKENS, plan.capacity_tokens)
+    squares = plan.capacity_tokens * sample  # Σ length²
     for number, stage in enumerate(costs.stages):
         passes = (
-            stage.forward.seconds(plan.capacity_tokens, heavy),
-            stage.backward.seconds(plan.capacity_tokens, heavy),
+            stage.forward.seconds(plan.capacity_tokens, squares),
+            stage.backward.seconds(plan.capacity_tokens, squares),
         )
         table.add_row(str(number), *(f"{1e3 * seconds:.1f} ms" for seconds in (*passes, stage.update_s)))
     console.print(table)
-    say(console, f"a microbatch of {plan.capacity_tokens} tokens in samples of 1024; {costs.source}")
+    say(console, f"a microbatch of {plan.capacity_tokens} tokens in samples of {sample}; {costs.source}")
     timeline = simulate(plan, costs)
     say(console, f"the whole plan: {duration(timeline.duration_s)}, bubbles {percent(timeline.bubble_share)}")
-    next_command(console, f"lorafusion plan {jobs} --cost-model {to}")
+    next_command(console, f"lorafusion plan {typed(jobs, overrides)} --cost-model {to}")

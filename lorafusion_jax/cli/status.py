@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
-from lorafusion_jax.report.format import count, duration, whole
+from lorafusion_jax.report.format import count, duration, layout, whole
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows, throughput
 
@@ -68,6 +68,7 @@ def run_numbers(run: Path) -> dict:
             "eta_s": (last.get("adapter_eta_s") or {}).get(job.name),
             "reason": (ended or {}).get("reason", ""),
         }
+    began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state = changes[-1]["kind"] if changes and changes[-1]["kind"] != "started" else "running"
     news = max((row["time"] for row in (*metrics[-1:], *events[-1:])), default=folder.plan_file.stat().st_mtime)
@@ -80,6 +81,11 @@ def run_numbers(run: Path) -> dict:
         "eta_s": last.get("eta_s"),
         "last_news_s": round(max(time.time() - news, 0.0), 1),
         "reason": changes[-1].get("what", "") if changes else "",
+        "device": began.get("device"),
+        "mesh": began.get("mesh"),
+        "layers": began.get("layers"),
+        "keep": began.get("keep"),
+        "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
         "throughput": throughput(run),
     }
@@ -117,7 +123,16 @@ def _screen(numbers: dict) -> Group:
         if speed
         else []
     )
-    return Group(head, table, *failures, *rates)
+    return Group(head, *_devices(numbers), table, *failures, *rates)
+
+
+def _devices(numbers: dict) -> list[Text]:
+    """What the last sitting ran on; nothing before it has started."""
+    if not numbers["device"]:
+        return []
+    what = layout(numbers["mesh"], numbers["layers"], numbers["keep"]) if numbers["mesh"] else ""
+    peak = f"peak {count(numbers['peak_bytes'])}B of device memory" if numbers["peak_bytes"] else ""
+    return [Text("  ·  ".join(text for text in (numbers["device"], what, peak) if text))]
 
 
 def _next(run: Path, numbers: dict) -> str:

@@ -9,13 +9,15 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.common import RunPath, next_command, out, say
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table, say
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.report.format import duration, percent
-from scheduling import CostModel, Timeline, simulate, timeline_html, to_perfetto
+from lorafusion_jax.report.measured import read_timeline, settled_slots
+from lorafusion_jax.report.prediction import measured_costs
+from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
 
 NAME = "timeline"
-FILE = "timeline.json"  # in a run folder, of its last sitting
 
 
 def command(
@@ -26,41 +28,84 @@ def command(
     cost_model: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="predict with these costs, from lorafusion profile")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="also the first slots beside a prediction, in which optimizers compile")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Draws the measured timeline of a run's last sitting; with costs, the predicted one above it.
 
     Example: lorafusion timeline runs/exp1 -o timeline.html --cost-model costs.json
     """
-    measured = read_timeline(run)
-    predicted = None
+    measured, predicted = read_timeline(run), None
     if cost_model:
-        costs = CostModel.from_json(cost_model.read_text(encoding="utf-8"))
-        seen = {span.slot for span in measured.spans}
-        predicted = simulate(RunFolder(run).read_plan(), costs).of_slots(range(min(seen), max(seen) + 1))
+        measured, predicted = _both(run, measured, cost_model, whole=whole)
+    first, second = (measured, None) if predicted is None else (predicted, measured)
+    to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":
-        to.write_text(json.dumps(to_perfetto(measured, compare=predicted)), encoding="utf-8")
+        to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
     else:
-        to.write_text(timeline_html(measured, compare=predicted), encoding="utf-8")
+        to.write_text(timeline_html(first, compare=second), encoding="utf-8")
+    numbers = timeline_numbers(measured, predicted)
+    if as_json:
+        print(json.dumps(numbers | {"file": str(to)}))
+        return
+    _show(numbers)
     console = out()
-    say(console, f"measured: {duration(measured.duration_s)}, bubbles {percent(measured.bubble_share)}  ·  {to}")
-    if predicted:
-        ratio = predicted.duration_s / measured.duration_s
-        say(console, f"predicted: {duration(predicted.duration_s)}, {ratio:.3f} of measured")
+    say(console, f"drawn in {to}" + ("  ·  open it at ui.perfetto.dev" if to.suffix == ".json" else ""))
     next_command(console, f"lorafusion status {run}")
 
 
-def read_timeline(run: Path) -> Timeline:
-    """The measured timeline of a run's last sitting.
+def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
+    """(measured, predicted) of the same slots."""
+    folder = RunFolder(run)
+    plan, config = folder.read_plan(), folder.read_config()
+    costs = measured_costs(config, ModelConfig.from_hf(base_directory(config)), cost_model)
+    seen = {span.slot for span in measured.spans}
+    slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
+    return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)
 
-    Raises:
-        CheckpointError: there is none.
-    """
-    file = run / FILE
-    if not file.is_file():
-        raise CheckpointError(
-            "run.no-timeline",
-            f"there is no {FILE} in {run}.",
-            why="a sitting writes it when it ends",
-            fix="lorafusion status",
-        )
-    return Timeline.from_json(file.read_text(encoding="utf-8"))
+
+def timeline_numbers(measured: Timeline, predicted: Timeline | None) -> dict:
+    """Everything that the command shows; comparisons are there only with a prediction."""
+    slots = {span.slot for span in measured.spans}
+    numbers: dict = {"slots": [min(slots), max(slots)], "measured": _figures(measured)}
+    if predicted is None:
+        return numbers
+    compared = compare_timelines(predicted, measured)
+    return numbers | {
+        "predicted": _figures(predicted),
+        "wall_ratio": compared.wall_ratio,
+        "busy_ratios": list(compared.busy_ratios),
+        "host_wait_s": list(compared.host_wait_s),
+    }
+
+
+def _figures(timeline: Timeline) -> dict:
+    return {
+        "seconds": timeline.duration_s,
+        "bubble_share": timeline.bubble_share,
+        "bubble_shares": list(timeline.bubble_shares),
+        "fill_drain_s": timeline.fill_drain_s,
+        "tokens_per_s": timeline.tokens_per_s,
+    }
+
+
+def _show(numbers: dict) -> None:
+    console = out()
+    shown = [name for name in ("predicted", "measured") if name in numbers]
+    stages = range(len(numbers["measured"]["bubble_shares"]))
+    table = plain_table(("",), ("time", "bubbles", *(f"stage {stage}" for stage in stages)))
+    for name in shown:
+        row = numbers[name]
+        shares = (percent(share) for share in (row["bubble_share"], *row["bubble_shares"]))
+        table.add_row(name, duration(row["seconds"]), *shares)
+    console.print(table)
+    first, last = numbers["slots"]
+    say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
+    if "predicted" in numbers:
+        if first == 0:
+            say(console, "optimizers compiled during the first of them, which no prediction knows of")
+        passes = "  ".join(f"{ratio:.2f}" for ratio in numbers["busy_ratios"])
+        say(console, f"measured / predicted: {numbers['wall_ratio']:.3f}; time in passes, per stage: {passes}")
+        say(console, f"waiting for the host: {duration(max(numbers['host_wait_s']))} on the worst stage")

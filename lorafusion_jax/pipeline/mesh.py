@@ -80,10 +80,11 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
     if needed > len(devices):
         raise ConfigError(
             "mesh.devices",
-            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp) and there are "
-            f"{len(devices)}.",
-            why=f"{devices[0].device_kind}, {processes} process(es)",
-            fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes",
+            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp) and there "
+            f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}.",
+            why=f"{devices[0].device_kind}, {processes} process{'es' if processes > 1 else ''}",
+            fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes"
+            + f"; to try it on a CPU: JAX_NUM_CPU_DEVICES={needed} lorafusion …" * (devices[0].platform == "cpu"),
         )
     if data % processes:
         raise ConfigError(

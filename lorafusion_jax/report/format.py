@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 def count(number: float) -> str:
     """41234 → '41.2 k', 3100000 → '3.1 M'.
@@ -61,3 +63,19 @@ def rate(value: float) -> str:
     """
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def layout(mesh: Mapping[str, int], layers: Sequence[int], keep: str) -> str:
+    """What runs where, in words; empty for one device that keeps everything.
+
+    >>> layout({"stages": 2, "data": 4, "fsdp": 1}, [17, 15], "everything")
+    '2 stages (17 + 15 layers) × 4 replicas'
+    >>> layout({"stages": 1, "data": 2, "fsdp": 2}, [32], "gemm_inputs")
+    '4 replicas, 2 share a copy of the base  ·  kept for backward: gemm_inputs'
+    """
+    stages, replicas = mesh["stages"], mesh["data"] * mesh["fsdp"]
+    parts = [f"{stages} stages ({' + '.join(map(str, layers))} layers)"] if stages > 1 else []
+    parts += [f"{replicas} replicas"] if replicas > 1 else []
+    shared = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
+    kept = f"kept for backward: {keep}" if keep != "everything" else ""
+    return "  ·  ".join(text for text in (" × ".join(parts) + shared, kept) if text)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
 from lorafusion_jax.report.events import Event
-from lorafusion_jax.report.format import count, duration, percent, whole
+from lorafusion_jax.report.format import count, duration, layout, percent, whole
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -88,11 +88,13 @@ class Screen:
         values = event.values
         self._started, self._slots, self._slot, self._phase = True, values["slots"], event.slot, ""
         self._rows = {name: Row(steps) for name, steps in values["adapters"].items()}
+        devices = layout(values["mesh"], values["layers"], values["keep"]) if "mesh" in values else ""
         for text in (
             f"{self._name}  plan {values['plan'][:12]}  ·  {whole(values['slots'])} microbatches of "
             f"{whole(values['capacity_tokens'])} tokens, {percent(values['density'])} used",
             f"  {count(values['trainable'])} trainable parameters beside {count(values['frozen'])} frozen ones  ·  "
             f"{values['device']}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
+            *([f"  {devices}"] if devices else ()),
         ):
             self._line(text, always=True)
 
