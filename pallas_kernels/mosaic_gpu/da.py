@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -58,7 +59,9 @@ def drop_da(
 
     has_low = bank is not None
 
-    def kernel(x_gmem, ds_gmem, bits_gmem, blocks_gmem, count_gmem, *rest):
+    def kernel(x_gmem, ds_gmem, bits_gmem, blocks_gmem, count_gmem, *rest: Any):
+        adapter_gmem: Any  # with the next one, only where there is a bank
+        bank_gmem: Any
         adapter_gmem, bank_gmem, out_gmem, low_gmem = rest if has_low else (None, None, *rest, None)
         chunk = lax.axis_index("chunk")
         col0 = lax.axis_index("columns") * width

@@ -282,7 +282,7 @@ class _Tile:
                 plgpu.copy_smem_to_gmem(self.out_smem.at[self.wg, slot], out_tile.at[rows, columns])
 
 
-def _state(info: plgpu.NDLoopInfo) -> jax.Array:
+def _state(info: Any) -> jax.Array:
     """Which block of its program this is: the first fills the pipeline, the last drains it."""
     last = info.local_index == info.num_local_steps - 1
     inner = jnp.where(last, plgpu.PipelinePipeline.STOP.value, plgpu.PipelinePipeline.STEADY.value)
