@@ -37,14 +37,13 @@ from pallas_kernels.device import num_sms  # noqa: E402
 from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 
 PEAK = 600e12
-VARIANTS = {
+VARIANTS = {  # name -> settings; "rows": blocks in the order of rows; "each": one block of threads per item of work
     "default": {},
-    "forward_stages_2": {"forward_stages": 2},
-    "forward_stages_5": {"forward_stages": 5},
+    "rows": {"rows": True},
+    "forward_each": {"each": True},
+    "dq_each": {"each": True},
+    "dkv_stages_2": {"dkv_stages": 2},
     "dkv_stages_3": {"dkv_stages": 3},
-    "dkv_places_1": {"dkv_stages": 4, "places": 1},
-    "dq_places_1": {"dq_stages": 3, "places": 1},
-    "forward_places_1": {"forward_stages": 5, "places": 1},
 }
 KERNELS = ("forward", "dq", "dkv")
 
@@ -206,31 +205,39 @@ def kernels() -> Iterator[dict]:
         _, saved = jax.jit(attention_forward)(q, k, v, *rows)
         height = Units(group=case.heads // case.key_heads).queries
         tables = query_blocks(rows[0], height, TILE), key_blocks(rows[1], KEYS, TILE)
+        tables = tuple((table, table[jnp.argsort(table[:, 0])]) for table in tables)
         sets.append((saved, do, *tables, jnp.zeros(1, jnp.int32)))
     calls = {
         "tables": lambda saved, *_: (query_blocks(saved.first_T, 64, TILE), key_blocks(saved.end_T, KEYS, TILE)),
         "backward": lambda saved, do, *_: attention_backward(saved, do),
     }
     for name, settings in VARIANTS.items():
-        static = {"config": AttentionConfig(**settings), "scale": case.width**-0.5, "sms": num_sms()}
+        settings = dict(settings)
+        static = {"rows": settings.pop("rows", False), "sms": 4096 if settings.pop("each", False) else num_sms()}
+        static |= {"config": AttentionConfig(**settings), "scale": case.width**-0.5}
         touched = [kernel for kernel in KERNELS if kernel == name.split("_")[0]] or KERNELS
         for kernel in touched:
-            calls[f"{kernel} {name}"] = functools.partial(ALONE[kernel], static)
+            calls[f"{kernel} {name}"] = functools.partial(ALONE[kernel], **static)
     yield from timed(calls, sets, {"case": case.name}, case)
 
 
 # Each kernel alone; its time does not depend on the values of lse and delta.
-ALONE = {
-    "forward": lambda static, s, do, queries, keys, dirty: forward(
-        s.q_THC, s.k_TKC, s.v_TKC, s.first_T, queries, **static
-    ),
-    "dq": lambda static, s, do, queries, keys, dirty: dq(
-        s.q_THC, s.k_TKC, s.v_TKC, s.o_THC, do, s.lse2_HT, s.first_T, queries, **static
-    ),
-    "dkv": lambda static, s, do, queries, keys, dirty: dkv(
-        s.q_THC, s.k_TKC, s.v_TKC, do, s.lse2_HT, s.lse2_HT, s.end_T, keys, dirty, **static
-    ),
-}
+def _forward(saved, do, queries, keys, dirty, *, rows, **static):
+    q, k, v, _, _, first, _ = saved
+    return forward(q, k, v, first, queries[rows], **static)
+
+
+def _dq(saved, do, queries, keys, dirty, *, rows, **static):
+    q, k, v, o, lse, first, _ = saved
+    return dq(q, k, v, o, do, lse, first, queries[rows], **static)
+
+
+def _dkv(saved, do, queries, keys, dirty, *, rows, sms, **static):
+    q, k, v, _, lse, _, end = saved
+    return dkv(q, k, v, do, lse, lse, end, keys[rows], dirty, **static)
+
+
+ALONE = {"forward": _forward, "dq": _dq, "dkv": _dkv}
 
 
 def timed(calls: dict[str, Callable], sets: list[tuple], record: dict, case: Case) -> Iterator[dict]:

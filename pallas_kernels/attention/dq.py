@@ -55,6 +55,7 @@ def dq(
     num_keys, dtype = k_TKC.shape[1], q_THC.dtype
     units = Units(group=H // num_keys)
     stages, places, shape = config.dq_stages, config.places, (TILE, TILE)
+    sms = min(sms, T // units.queries * num_keys)
     walk = Walk(blocks=T // units.queries, heads=num_keys, sms=sms, repeats=units.rounds)
 
     def body(q_g, k_g, v_g, o_g, do_g, lse_g, first_g, table_g, dq_g, delta_g, *scratch):
@@ -98,9 +99,18 @@ def dq(
             plgpu.set_max_registers(config.compute_registers, action="increase")
             spare_s = spare[0].at[wg] if spare else None
 
+            def release(unit):
+                """Frees the place of the unit before, once its results are out of it."""
+
+                @pl.when(unit > 0)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(own_free.at[rem(unit - 1, places) * WARPGROUPS + wg])
+
             def item(number, block, head, begin, num, step0):
                 def one_unit(turn, _):
-                    place = rem(number * units.rounds + turn, places)
+                    unit = number * units.rounds + turn
+                    place = rem(unit, places)
                     at = place * WARPGROUPS + wg
                     own, query_head = units.place(head, block, turn * WARPGROUPS + wg)
                     query0 = own.start
@@ -116,6 +126,7 @@ def dq(
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(o_free.at[wg])
                     delta_g[query_head, own] = delta
+                    release(unit)
 
                     @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, C), jnp.float32))
                     def _(acc):
@@ -155,12 +166,11 @@ def dq(
 
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(q, dq_g.at[own, query_head])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(own_free.at[at])
 
                 lax.fori_loop(0, units.rounds, one_unit, None)
 
-            walk(table_g, item)
+            items, _ = walk(table_g, item)
+            release(items * units.rounds)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [
