@@ -29,10 +29,10 @@ def cleaned(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
 
     def clean_backward(everything, do):
         residuals, bad, ids = everything
-        grads = backward(residuals, _clean(do))
+        dq, dk, dv = backward(residuals, _clean(do))
         # A bad row spoils the gradients of its whole segment: queries after it, keys before it, through them the rest.
         spoiled = _whole_segment(bad | _bad_rows(do), ids)
-        return tuple(_poison(grad, spoiled) for grad in grads)
+        return _poison(dq, spoiled), _poison(dk, spoiled), _poison(dv, spoiled)
 
     return clean_forward, clean_backward
 

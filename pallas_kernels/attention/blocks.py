@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+type Host = jax.Array | np.ndarray
 
 
-def document_rows(ids_T: jax.Array, offsets_M: jax.Array, lengths_M: jax.Array) -> tuple[jax.Array, jax.Array]:
+def document_rows(ids_T: Host, offsets_M: Host, lengths_M: Host) -> tuple[jax.Array, jax.Array]:
     """first[t] = offsets[ids[t]] and end[t] = first[t] + lengths[ids[t]], int32 [T].
 
     Args:

@@ -22,6 +22,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.manual_axes import vary_like
+
 from .common import (
     BY_COLUMN,
     BY_ROW,
@@ -179,7 +181,7 @@ def dkv(
         scratch += [tile(WARPGROUPS, *shape, dtype=dtype)] * 2
     out = jax.ShapeDtypeStruct((T, num_keys, C), dtype)
     run = kernel(body, (out, out), sms=T // KEYS * num_keys, scratch=scratch)
-    return run(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty)
+    return vary_like(run(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty), q_THC)
 
 
 def _where_seen(p, ds):

@@ -20,6 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.manual_axes import vary_like
+
 from .common import (
     BY_ROW,
     LOG2E,
@@ -191,4 +193,4 @@ def dq(
         scratch.append(tile(WARPGROUPS, *shape, dtype=dtype))
     out = jax.ShapeDtypeStruct((T, H, C), dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)
     run = kernel(body, out, sms=sms, scratch=scratch)
-    return run(q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T, table)
+    return vary_like(run(q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T, table), q_THC)

@@ -20,6 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.manual_axes import vary_like
+
 from .common import (
     BY_ROW,
     LOG2E,
@@ -198,7 +200,8 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
     if config.through_smem:
         scratch += [tile(WARPGROUPS, *shape, dtype=dtype), plgpu.SMEM((WARPGROUPS, TILE, C), jnp.float32)]
     out = jax.ShapeDtypeStruct((T, H, C), dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)
-    return kernel(body, out, sms=sms, scratch=scratch)(q_THC, k_TKC, v_TKC, first_T, table)
+    run = kernel(body, out, sms=sms, scratch=scratch)
+    return vary_like(run(q_THC, k_TKC, v_TKC, first_T, table), q_THC)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention import (
     AttentionConfig,
@@ -77,9 +78,10 @@ def test_bad_values_stay_in_their_document(where, bad):
     spoiled[where] = spoiled[where].at[100, 0, 3].set(bad)  # the second document has rows 70 to 169
     own = np.arange(256)
     own = (own >= 70) & (own < 170)
-    for got, wanted in zip(run(POISONED, spoiled, rows), clean(POISONED), strict=True):
+    found = run(POISONED, spoiled, rows)
+    for got, wanted in zip(found, clean(POISONED), strict=True):
         np.testing.assert_array_equal(got[~own], wanted[~own])
-    o, *grads = (x[own] for x in run(POISONED, spoiled, rows))
+    o, *grads = (x[own] for x in found)
     assert np.isnan(o).any() == (where < 3)
     assert all(np.isnan(grad).any() for grad in grads)
 
@@ -118,6 +120,23 @@ def test_forward_and_backward_lower_for_hopper(heads, key_heads, width):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(both).trace(*shapes, *rows).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_inside_shard_map(check_vma):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=device)
+
+    def local(q, k, v, do, ids, offsets, lengths):
+        o, saved = attention_forward(q, k, v, *document_rows(ids, offsets, lengths))
+        return o, *attention_backward(saved, do)
+
+    shapes = [jax.ShapeDtypeStruct((512, heads, 128), jnp.bfloat16) for heads in (4, 2, 2, 4)]
+    rows = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (512, 18, 16)]
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+    with use_abstract_mesh(mesh):
+        text = jax.jit(sharded).trace(*shapes, *rows).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
