@@ -1,0 +1,133 @@
+"""lorafusion profile measures costs that plan takes; timeline draws a run, alone or beside its prediction."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+from cli_helpers import make_job
+
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.report.measured import read_timeline, settled_slots
+from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan
+
+TWO = "mesh.stages=2"
+
+
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory, tiny_base, quick_compiles):
+    """(job, costs, run folder) of a pipeline of two simulated devices."""
+    job = make_job(tmp_path_factory.mktemp("two"), tiny_base)
+    costs, out = job.folder / "measured" / "costs.json", job.folder / "run"
+    assert run(["profile", str(job.path), TWO, "-o", str(costs), "--repeats", "1"]) == 0
+    assert run(["train", str(job.path), TWO, "--out", str(out)]) == 0
+    return job, costs, out
+
+
+def test_profile_writes_costs_of_every_stage_that_plan_takes(lorafusion, two_stages):
+    job, costs, _ = two_stages
+    model = CostModel.from_json(costs.read_text())
+    assert len(model.stages) == 2
+    for stage in model.stages:
+        assert 0 < stage.forward.seconds(64, 64 * 64) < 10
+        assert 0 < stage.backward.seconds(64, 64 * 64) < 10
+        assert stage.update_s > 0
+    numbers = json.loads(lorafusion("plan", job.path, TWO, "--cost-model", costs, "--json").out)
+    assert numbers["predicted"]["costs"] == model.source
+    assert re.match(r"measured: tiny, 2 stages, cpu", model.source)
+
+
+def test_profile_shows_times_and_the_command_that_uses_them(lorafusion, two_stages):
+    job, _, _ = two_stages
+    to = job.folder / "again.json"
+    outcome = lorafusion("profile", job.path, TWO, "train.max_steps=1", "-o", to, "--repeats", "1")
+    assert outcome.code == 0, outcome.err
+    assert [line.split()[0] for line in outcome.out.splitlines() if " ms" in line] == ["0", "1"]
+    assert "a microbatch of 64 tokens in samples of 64" in outcome.out  # 1024 would not fit
+    assert outcome.last_line == f"next: lorafusion plan {job.path} {TWO} train.max_steps=1 --cost-model {to}"
+
+
+def test_costs_of_one_mesh_are_refused_for_another(lorafusion, two_stages, finished):
+    job, costs, _ = two_stages
+    for arguments in (("plan", job.path, "--cost-model", costs), ("timeline", finished[1], "--cost-model", costs)):
+        outcome = lorafusion(*arguments)
+        assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
+        assert "measure again with this mesh.stages" in outcome.err
+
+
+def test_a_run_leaves_a_timeline_of_every_event_of_its_plan(two_stages):
+    _, _, out = two_stages
+    plan, timeline = Plan.from_json((out / "plan.json").read_text()), read_timeline(out)
+    passes = {(span.kind, span.stage, span.slot) for span in timeline.spans if span.kind != "update"}
+    assert passes == {
+        (kind, stage, slot) for kind in ("forward", "backward") for stage in (0, 1) for slot in range(len(plan.slots))
+    }
+    steps = sum(job.num_batches for job in plan.jobs)
+    assert sum(len(span.adapters) for span in timeline.spans if span.kind == "update") == 2 * steps
+
+
+def test_timeline_compares_with_a_prediction(lorafusion, two_stages, tmp_path):
+    _, costs, out = two_stages
+    page = tmp_path / "new" / "timeline.html"
+    outcome = lorafusion("timeline", out, "--cost-model", costs, "-o", page)
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"^predicted .*%.*\nmeasured .*%", outcome.out, re.MULTILINE)
+    assert re.search(r"measured / predicted: \d+\.\d{3}; time in passes, per stage: [\d.]+  [\d.]+$", outcome.out, re.M)
+    assert outcome.last_line == f"next: lorafusion status {out}"
+    assert page.read_text().count("<section>") == 2
+    shown = json.loads(lorafusion("timeline", out, "--cost-model", costs, "-o", page, "--json").out)
+    whole = json.loads(lorafusion("timeline", out, "--cost-model", costs, "-o", page, "--whole", "--json").out)
+    assert shown["wall_ratio"] == pytest.approx(shown["measured"]["seconds"] / shown["predicted"]["seconds"], rel=0.2)
+    assert whole["slots"] == [0, Plan.from_json((out / "plan.json").read_text()).num_slots - 1]
+    assert shown["slots"][0] > 0
+    assert shown["slots"][1] == whole["slots"][1]
+
+
+def test_timeline_of_one_device_needs_no_prediction(lorafusion, finished, tmp_path):
+    _, out = finished
+    trace = tmp_path / "trace.json"
+    outcome = lorafusion("timeline", out, "-o", trace)
+    assert outcome.code == 0, outcome.err
+    assert "predicted" not in outcome.out
+    assert "ui.perfetto.dev" in outcome.out
+    drawn = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(drawn) >= len(read_timeline(out).spans)
+
+
+def test_a_run_without_a_timeline_says_so(lorafusion, finished, tmp_path):
+    shutil.copytree(finished[1], tmp_path / "run")
+    (tmp_path / "run" / "timeline.json").unlink()
+    outcome = lorafusion("timeline", tmp_path / "run")
+    assert (outcome.code, outcome.errors) == (2, ["run.no-timeline"])
+    (tmp_path / "run" / "timeline.json").write_text("{}")
+    outcome = lorafusion("timeline", tmp_path / "run")
+    assert (outcome.code, outcome.errors) == (2, ["plan.timeline-format"])
+
+
+def test_status_says_what_ran_where(lorafusion, two_stages, finished):
+    _, _, out = two_stages
+    numbers = json.loads(lorafusion("status", out, "--json").out)
+    assert (numbers["mesh"], numbers["layers"]) == ({"stages": 2, "data": 1, "fsdp": 1}, [1, 1])
+    assert "cpu  ·  2 stages (1 + 1 layers)" in lorafusion("status", out).out
+    assert "stages" not in lorafusion("status", finished[1]).out
+
+
+def test_settled_slots_come_after_each_adapters_first_step():
+    plan = make_plan(
+        [AdapterJob("law", [60] * 40, 4), AdapterJob("med", [60] * 40, 8)], capacity_tokens=128, num_stages=2
+    )
+    ends = {name: min(slot for slot, other, _ in plan.batches_ending() if other == name) for name in ("law", "med")}
+
+    def sitting(first: int) -> Timeline:
+        spans = tuple(Span("forward", 0, slot, slot, slot + 1) for slot in range(first, plan.num_slots))
+        return Timeline(spans=spans, num_stages=2)
+
+    whole = settled_slots(plan, sitting(0))
+    assert (whole.start, whole.stop) == (max(ends.values()) + 3, plan.num_slots)
+    resumed = settled_slots(plan, sitting(12))
+    assert resumed.start > max(12 + 2, whole.start)
+    late = plan.num_slots - 4  # too few are left: nothing is left out
+    assert settled_slots(plan, sitting(late)) == range(late, plan.num_slots)
+    assert not settled_slots(plan, Timeline(spans=(), num_stages=2))
