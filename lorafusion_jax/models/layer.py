@@ -82,6 +82,7 @@ class Attention(nnx.Module):
             for y in lora_siblings(x_TD, projections, inputs.lora, site=ATTENTION_INPUT)
         )
         if self.q_norm is not None and self.k_norm is not None:
+            q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's slope needs its input
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         o_THC = attention(q, k, v, inputs.segments, implementation=implementation)
@@ -107,7 +108,7 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Tensors from which backward can make everything else without repeating a product carry names for rematerialisation
-    policies: "attention", "o_out", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
+    policies: "qk_in", "attention", "o_out", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
     """
 
     def __init__(self, config: ModelConfig, adapters: Sequence[AdapterSpec], *, dtype: Any, rngs: nnx.Rngs):

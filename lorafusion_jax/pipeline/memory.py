@@ -147,6 +147,8 @@ def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
         **{f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank},
         **{f"dropout bits of {site}": size for site, size in _bits(problem).items()},
     }
+    if m.qk_norm:
+        gemm_inputs |= {"q, k before their norms": item * T * (query + key)}
     everything = gemm_inputs | {
         "attention, for o_proj": item * T * query,  # rows that attention isolated are put back: another array
         "norm 1 out": item * T * D,
@@ -156,10 +158,7 @@ def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
         "silu(gate) · up": item * T * F,
     }
     if m.qk_norm:
-        everything |= {
-            "q, k before their norms": item * T * (query + key),
-            "scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads),
-        }
+        everything |= {"scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads)}
     return everything if problem.keep == "everything" else gemm_inputs if problem.keep == "gemm_inputs" else nothing
 
 

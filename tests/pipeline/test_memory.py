@@ -110,6 +110,7 @@ def test_kept_tensors_by_hand():
     T = 64
     nothing = {"x_in": 2 * T * 24}
     gemm_inputs = nothing | {
+        "q, k before their norms": 2 * T * 48,
         "q": 2 * T * 32,
         "k": 2 * T * 16,
         "v": 2 * T * 16,
@@ -131,7 +132,6 @@ def test_kept_tensors_by_hand():
         "norm 2 out": 2 * T * 24,
         "norm 2 scale": 4 * T,
         "silu(gate) · up": 2 * T * 40,
-        "q, k before their norms": 2 * T * 48,
         "scales of their norms": 4 * T * 6,
     }
 
