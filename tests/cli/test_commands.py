@@ -242,6 +242,25 @@ def test_every_command_has_help_with_an_example(lorafusion):
         assert f"Example: lorafusion {command}" in " ".join(outcome.out.split())
 
 
+def test_help_of_train_shows_how_to_use_several_devices(lorafusion):
+    shown = " ".join(lorafusion("train", "--help").out.replace("│", " ").split())
+    for word in ("mesh.stages=S", "mesh.data=D", "mesh.fsdp=F", "--distributed", "JAX_PROCESS_ID"):
+        assert word in shown, word
+
+
+def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(finished[1], run, symlinks=True)
+    refused = lorafusion("resume", run, "mesh.data=2")
+    assert (refused.code, refused.errors) == (2, ["resume.replicas"])
+    assert lorafusion("resume", run, "batch.capacity_tokens=8").errors == ["resume.fixed"]
+    resumed = lorafusion("resume", run, "train.keep=nothing")
+    assert resumed.code == 0, resumed.err
+    assert weights(run) == weights(finished[1])
+
+
 def test_planning_does_not_import_jax(job, finished):
     """One new interpreter for all: importing jax takes longer than planning, and a backend may hold a GPU."""
     code = """

@@ -1,0 +1,153 @@
+"""Several processes on this host, each with simulated devices of its own: the run of one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mixed import assert_equal, read_trained, write_mixed_job
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import resume, train
+
+TOLERANCE = 1e-5  # as in test_layouts
+TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
+NAMES = ("law",)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, deep_base) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    return write_mixed_job(folder, deep_base(True), NAMES, train={"block_layers": 1}, save={"every_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def one_device(job, tmp_path_factory, quick_compiles):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    assert train(load_config(job), folder).exit_code == 0
+    return read_trained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a process left."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(count: int, devices: int, *arguments: str) -> list[subprocess.Popen]:
+    """Starts the command once per process; they find each other by plain variables, as without a launcher."""
+    import jax
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    same = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "lorafusion_jax", *arguments, "--distributed"],
+            env=os.environ | same | {"JAX_PROCESS_ID": str(process)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(count)
+    ]
+
+
+def wait(processes: list[subprocess.Popen]) -> list[Left]:
+    """Waits for all; whoever is too late is killed, and the test fails."""
+    try:
+        deadline = time.monotonic() + TIME_LIMIT_S
+        return [Left(process.returncode, *found) for process in processes for found in [finish(process, deadline)]]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
+    return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"),
+    [
+        (2, 4, ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2")),
+        (4, 1, ("mesh.data=4",)),
+    ],
+    ids=["2 with 2 stages x 2 fsdp each", "4"],
+)
+def test_processes_do_not_change_the_run(count, devices, mesh, job, one_device, tmp_path):
+    left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh))
+    assert [each.code for each in left] == [0] * count, left[0].err + left[-1].err
+    assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
+    assert "next: lorafusion export" in left[0].out
+    shown = [line for each in left[1:] for line in each.out.splitlines() if not line.startswith("[Gloo]")]
+    assert shown == [], "one process shows the run"
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == [1, 2, 3], "one process writes the run"
+
+
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, one_device, tmp_path):
+    settings = ("mesh.data=2", "epochs=12")
+    whole = train(load_config(job, settings), tmp_path / "whole")
+    assert whole.exit_code == 0
+    run = tmp_path / "run"
+    processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
+    deadline = time.monotonic() + TIME_LIMIT_S
+    try:
+        while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
+            assert all(process.poll() is None for process in processes), processes[0].stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        processes[1].send_signal(signal.SIGTERM)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    left = wait(processes)
+    assert [each.code for each in left] == [130, 130], left[0].err + left[1].err
+    assert "the state is saved" in left[0].err
+    events = [row["kind"] for row in read_rows(run / "events.jsonl")]
+    assert events[-1] == "interrupted"
+    assert resume(run).exit_code == 0
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), TOLERANCE)
+
+
+def test_stages_stay_inside_a_process(job, tmp_path):
+    left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "run"), "mesh.stages=2"))
+    assert [each.code for each in left] == [2, 2]
+    assert all("error[mesh.processes]" in each.err and "mesh.data=2" in each.err for each in left)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "JAX_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "lorafusion_jax", "train", str(job), "--out", str(tmp_path / "run"), "--distributed"],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert done.returncode == 1
+    assert "error[processes.join]" in done.stderr
+    assert "--coordinator" in done.stderr
