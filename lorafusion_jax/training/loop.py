@@ -23,7 +23,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.optim import hyper, learning_rates
 from lorafusion_jax.pipeline.processes import agreed
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import Event, Kind, Listener
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
@@ -223,7 +223,7 @@ class Loop:
             self._hooks.finish(adapter.name, step.slots_done)
             self._tell("adapter-done", step, {})
 
-    def _tell(self, kind: str, step: Taken, values: dict) -> None:
+    def _tell(self, kind: Kind, step: Taken, values: dict) -> None:
         self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
 
     def _culprit(self, step: Taken) -> str:

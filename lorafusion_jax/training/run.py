@@ -139,7 +139,7 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             "plan.mismatch",
             "the plan was made for another capacity, tile or mesh.",
             why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
-            fix="train with the settings that it was planned with, or plan again: lorafusion plan jobs.yaml -o plan.json",
+            fix="train with the settings that it was planned with, or lorafusion plan jobs.yaml -o plan.json again",
         )
 
 
@@ -186,7 +186,7 @@ class _Run:
             sum(size.nbytes for size in jax.tree.leaves([stage.changing() for stage in self._stages]))
         )
         spans = Spans(len(self._stages))
-        executor = Executor(self._stages, [spec.name for spec in self._specs], spans)
+        self._executor = executor = Executor(self._stages, [spec.name for spec in self._specs], spans)
         self._evaluator = Evaluator(self._config, self._prepared, executor)
         self._exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs)
         self._announce()
@@ -297,6 +297,7 @@ class _Run:
     def _save(self) -> None:
         self._phase("saving")
         started = time.perf_counter()
+        self._executor.settle()
         arrays = gather(self._stages)
         if is_first():
             self._store.save(self._progress.slot, arrays, self._progress.position())
@@ -317,6 +318,7 @@ class _Run:
 
     def _export(self, name: str, step: int) -> Path | None:
         index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
+        self._executor.settle()
         own = adapter_arrays(self._stages, spec, index)
         return self._exporter(name, step, own) if is_first() else None
 
