@@ -40,10 +40,11 @@ PEAK = 600e12
 VARIANTS = {  # name -> settings; "rows": blocks in the order of rows; "each": one block of threads per item of work
     "default": {},
     "rows": {"rows": True},
-    "forward_each": {"each": True},
-    "dq_each": {"each": True},
-    "dkv_stages_2": {"dkv_stages": 2},
+    "each": {"each": True},
+    "forward_stages_2": {"forward_stages": 2},
     "dkv_stages_3": {"dkv_stages": 3},
+    "dkv_places_1": {"dkv_stages": 4, "places": 1},
+    "dkv_places_1_each": {"dkv_stages": 4, "places": 1, "each": True},
 }
 KERNELS = ("forward", "dq", "dkv")
 
@@ -232,7 +233,7 @@ def _dq(saved, do, queries, keys, dirty, *, rows, **static):
     return dq(q, k, v, o, do, lse, first, queries[rows], **static)
 
 
-def _dkv(saved, do, queries, keys, dirty, *, rows, sms, **static):
+def _dkv(saved, do, queries, keys, dirty, *, rows, **static):
     q, k, v, _, lse, _, end = saved
     return dkv(q, k, v, do, lse, lse, end, keys[rows], dirty, **static)
 

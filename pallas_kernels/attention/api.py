@@ -60,7 +60,7 @@ def attention_forward(
     bad_TK1 = ~(jnp.isfinite(k_TKC) & jnp.isfinite(v_TKC)).all(-1, keepdims=True)
     k, v = (jnp.where(bad_TK1, jnp.zeros((), x.dtype), x) for x in (k_TKC, v_TKC))
     marked = jnp.where(bad_TK1, jnp.asarray(jnp.nan, k.dtype), k)
-    o, lse2 = forward(q_THC, marked, v, first_T, _queries(first_T, q_THC, k), sms=num_sms(), **_static(q_THC, config))
+    o, lse2 = forward(q_THC, marked, v, first_T, _queries(first_T, q_THC, k), **_static(q_THC, config))
     return o, Saved(q_THC, k, v, o, lse2, first_T, end_T)
 
 
@@ -75,7 +75,7 @@ def attention_backward(
     """
     q, k, v, o, lse2, first_T, end_T = saved
     static = _static(q, config)
-    grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, _queries(first_T, q, k), sms=num_sms(), **static)
+    grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, _queries(first_T, q, k), **static)
     finite_HT = jnp.isfinite(lse2) & jnp.isfinite(delta_HT)
     dirty = jnp.any(~finite_HT).astype(jnp.int32)[None]
     lse2 = jnp.where(finite_HT, lse2, jnp.nan)
@@ -102,4 +102,4 @@ def _queries(first_T: jax.Array, q_THC: jax.Array, k_TKC: jax.Array) -> jax.Arra
 
 
 def _static(q_THC: jax.Array, config: AttentionConfig | None) -> dict:
-    return {"scale": q_THC.shape[-1] ** -0.5, "config": config or AttentionConfig()}
+    return {"scale": q_THC.shape[-1] ** -0.5, "sms": num_sms(), "config": config or AttentionConfig()}

@@ -28,7 +28,7 @@ class AttentionConfig:
 
     forward_stages: int = 4
     dq_stages: int = 2
-    dkv_stages: int = 4
+    dkv_stages: int = 2
     places: int = 2  # units of work whose own rows fit into shared memory
     compute_registers: int = 240
     memory_registers: int = 24

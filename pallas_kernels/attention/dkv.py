@@ -32,6 +32,7 @@ from .common import (
     WARPGROUPS,
     WGMMA,
     AttentionConfig,
+    Walk,
     across,
     div,
     kernel,
@@ -48,7 +49,8 @@ KEYS = TILE * WARPGROUPS
 
 
 def dkv(
-    q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty, *, scale: float, config: AttentionConfig
+    q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty, *, scale: float, sms: int,
+    config: AttentionConfig,
 ):  # fmt: skip
     """Returns dk and dv [T, K, C].
 
@@ -60,119 +62,136 @@ def dkv(
     """
     T, H, C = q_THC.shape
     num_keys, dtype = k_TKC.shape[1], q_THC.dtype
-    group, stages, shape = H // num_keys, config.dkv_stages, (TILE, TILE)
+    group, stages, places, shape = H // num_keys, config.dkv_stages, config.places, (TILE, TILE)
+    sms = min(sms, T // KEYS * num_keys)
+    walk = Walk(blocks=T // KEYS, heads=num_keys, sms=sms, repeats=group)
 
     def body(q_g, k_g, v_g, do_g, lse_g, delta_g, end_g, table_g, dirty_g, dk_g, dv_g, *scratch):
-        k_s, v_s, q_s, do_s, lse_s, delta_s, own_bar, q_bar, do_bar, free_bar, *spare = scratch
-        wg, item = lax.axis_index("wg"), lax.axis_index("sm")
-        place = div(item, num_keys)
-        head = item - place * num_keys
-        block, begin, num = (table_g[place, column] for column in range(3))
+        k_s, v_s, q_s, do_s, lse_s, delta_s, own_bar, own_free, q_bar, do_bar, free_bar, *spare = scratch
+        wg = lax.axis_index("wg")
 
         @pl.when(wg == WARPGROUPS)
         def stream():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            for i in range(WARPGROUPS):
-                own = rows(block * KEYS + i * TILE), head
-                plgpu.copy_gmem_to_smem(k_g.at[own], k_s.at[i], own_bar.at[i])
-                plgpu.copy_gmem_to_smem(v_g.at[own], v_s.at[i], own_bar.at[i])
 
-            @pl.loop(0, num * group)
-            def _(step):
-                member = lax.div(step, num)
-                query_head = head * group + member
-                here = rows((begin + step - member * num) * TILE)
-                slot = rem(step, stages)
-                wait_for_room(free_bar, step, stages)
-                plgpu.copy_gmem_to_smem(q_g.at[here, query_head], q_s.at[slot], q_bar.at[slot])
-                plgpu.copy_gmem_to_smem(lse_g.at[query_head, here], lse_s.at[slot], q_bar.at[slot])
-                plgpu.copy_gmem_to_smem(do_g.at[here, query_head], do_s.at[slot], do_bar.at[slot])
-                plgpu.copy_gmem_to_smem(delta_g.at[query_head, here], delta_s.at[slot], do_bar.at[slot])
+            def item(number, block, head, begin, num, step0):
+                place = rem(number, places)
+                for i in range(WARPGROUPS):
+                    wait_for_room(own_free, number, places, i, WARPGROUPS)
+                    own = rows(block * KEYS + i * TILE), head
+                    plgpu.copy_gmem_to_smem(k_g.at[own], k_s.at[place, i], own_bar.at[place * WARPGROUPS + i])
+                    plgpu.copy_gmem_to_smem(v_g.at[own], v_s.at[place, i], own_bar.at[place * WARPGROUPS + i])
 
-            wait_for_rest(free_bar, num * group, stages)
+                @pl.loop(0, num * group)
+                def _(step):
+                    member = lax.div(step, num)
+                    query_head = head * group + member
+                    here = rows((begin + step - member * num) * TILE)
+                    slot = rem(step0 + step, stages)
+                    wait_for_room(free_bar, step0 + step, stages)
+                    plgpu.copy_gmem_to_smem(q_g.at[here, query_head], q_s.at[slot], q_bar.at[slot])
+                    plgpu.copy_gmem_to_smem(lse_g.at[query_head, here], lse_s.at[slot], q_bar.at[slot])
+                    plgpu.copy_gmem_to_smem(do_g.at[here, query_head], do_s.at[slot], do_bar.at[slot])
+                    plgpu.copy_gmem_to_smem(delta_g.at[query_head, here], delta_s.at[slot], do_bar.at[slot])
+
+            items, steps = walk(table_g, item)
+            wait_for_rest(own_free, items, places, WARPGROUPS)
+            wait_for_rest(free_bar, steps, stages)
 
         @pl.when(wg < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             spares = [ref.at[wg] for ref in spare] or [None, None]
             is_dirty = dirty_g[0] != 0
-            row0 = block * KEYS + wg * TILE
-            own_first, own_last = begin + wg, div(end_g[row0 + (TILE - 1)] + (TILE - 1), TILE)
-            first_end = end_g[row0]
-            ends = plgpu.load(end_g.at[rows(row0)], layout=BY_ROW, optimized=False)
-            k, v = k_s.at[wg], v_s.at[wg]
-            plgpu.barrier_wait(own_bar.at[wg])
 
-            def skip(step, _):
-                slot = rem(step, stages)
-                plgpu.barrier_wait(q_bar.at[slot])
-                plgpu.barrier_wait(do_bar.at[slot])
-                plgpu.barrier_arrive(free_bar.at[slot])
+            def item(number, block, head, begin, num, step0):
+                place = rem(number, places)
+                row0 = block * KEYS + wg * TILE
+                own_first, own_last = begin + wg, div(end_g[row0 + (TILE - 1)] + (TILE - 1), TILE)
+                first_end = end_g[row0]
+                ends = plgpu.load(end_g.at[rows(row0)], layout=BY_ROW, optimized=False)
+                k, v = k_s.at[place, wg], v_s.at[place, wg]
+                plgpu.barrier_wait(own_bar.at[place * WARPGROUPS + wg])
 
-            @functools.partial(
-                pl.run_scoped, dk=plgpu.ACC((TILE, C), jnp.float32), dv=plgpu.ACC((TILE, C), jnp.float32)
-            )
-            def _(dk, dv):
-                def visit(step, tile_number):
+                def skip(step, _):
                     slot = rem(step, stages)
-                    query0 = tile_number * TILE
-                    other_documents = query0 + (TILE - 1) >= first_end
-                    unclean = is_dirty & other_documents
-
-                    def masked(x):
-                        seen = seen_by(
-                            row0,
-                            query0,
-                            shape,
-                            lambda key, query: (key <= query) & (query < across(ends, shape, 0)),
-                        )
-                        return jnp.where(seen, x, jnp.zeros_like(x))
-
-                    @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
-                    def _(s, dp):
-                        q, do = q_s.at[slot], do_s.at[slot]
-                        plgpu.barrier_wait(q_bar.at[slot])
-                        pl.when(unclean)(functools.partial(_clean, q))
-                        plgpu.wgmma(s, k, q.transpose((1, 0)))
-                        plgpu.barrier_wait(do_bar.at[slot])
-                        pl.when(unclean)(functools.partial(_clean, do))
-                        plgpu.wgmma(dp, v, do.transpose((1, 0)))
-                        lse = plgpu.load(lse_s.at[slot], layout=BY_COLUMN)
-                        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-                        p = jnp.exp2(scores * (scale * LOG2E) - across(lse, shape, 1))
-                        p = lax.cond((tile_number == own_first) | other_documents, masked, lambda x: x, p)
-                        multiply(dv, p.astype(dtype), do, spares[0])
-                        delta = plgpu.load(delta_s.at[slot], layout=BY_COLUMN)
-                        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
-                        ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
-                        multiply(dk, ds.astype(dtype), q, spares[1])
-                        plgpu.wgmma_wait(0)
-
+                    plgpu.barrier_wait(q_bar.at[slot])
+                    plgpu.barrier_wait(do_bar.at[slot])
                     plgpu.barrier_arrive(free_bar.at[slot])
 
-                def of_head(member, _):
-                    base = member * num - begin
-                    lax.fori_loop(base + begin, base + own_first, skip, None)
-                    lax.fori_loop(own_first, own_last, lambda number, _: visit(base + number, number), None)
-                    lax.fori_loop(base + own_last, base + begin + num, skip, None)
+                @functools.partial(
+                    pl.run_scoped, dk=plgpu.ACC((TILE, C), jnp.float32), dv=plgpu.ACC((TILE, C), jnp.float32)
+                )
+                def _(dk, dv):
+                    def visit(step, tile_number):
+                        slot = rem(step, stages)
+                        query0 = tile_number * TILE
+                        other_documents = query0 + (TILE - 1) >= first_end
+                        unclean = is_dirty & other_documents
 
-                lax.fori_loop(0, group, of_head, None)
-                k[...] = (dk[...] * scale).astype(dtype)
-                v[...] = dv[...].astype(dtype)
+                        def masked(x):
+                            seen = seen_by(
+                                row0,
+                                query0,
+                                shape,
+                                lambda key, query: (key <= query) & (query < across(ends, shape, 0)),
+                            )
+                            return jnp.where(seen, x, jnp.zeros_like(x))
 
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k, dk_g.at[rows(row0), head])
-            plgpu.copy_smem_to_gmem(v, dv_g.at[rows(row0), head])
+                        @functools.partial(
+                            pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32)
+                        )
+                        def _(s, dp):
+                            q, do = q_s.at[slot], do_s.at[slot]
+                            plgpu.barrier_wait(q_bar.at[slot])
+                            pl.when(unclean)(functools.partial(_clean, q))
+                            plgpu.wgmma(s, k, q.transpose((1, 0)))
+                            plgpu.barrier_wait(do_bar.at[slot])
+                            pl.when(unclean)(functools.partial(_clean, do))
+                            plgpu.wgmma(dp, v, do.transpose((1, 0)))
+                            lse = plgpu.load(lse_s.at[slot], layout=BY_COLUMN)
+                            scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+                            p = jnp.exp2(scores * (scale * LOG2E) - across(lse, shape, 1))
+                            p = lax.cond((tile_number == own_first) | other_documents, masked, lambda x: x, p)
+                            multiply(dv, p.astype(dtype), do, spares[0])
+                            delta = plgpu.load(delta_s.at[slot], layout=BY_COLUMN)
+                            ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
+                            ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
+                            multiply(dk, ds.astype(dtype), q, spares[1])
+                            plgpu.wgmma_wait(0)
+
+                        plgpu.barrier_arrive(free_bar.at[slot])
+
+                    def of_head(member, _):
+                        base = step0 + member * num - begin
+                        lax.fori_loop(base + begin, base + own_first, skip, None)
+                        lax.fori_loop(
+                            own_first, own_last, lambda tile_number, _: visit(base + tile_number, tile_number), None
+                        )
+                        lax.fori_loop(base + own_last, base + begin + num, skip, None)
+
+                    lax.fori_loop(0, group, of_head, None)
+                    k[...] = (dk[...] * scale).astype(dtype)
+                    v[...] = dv[...].astype(dtype)
+
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(k, dk_g.at[rows(row0), head])
+                plgpu.copy_smem_to_gmem(v, dv_g.at[rows(row0), head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(own_free.at[place * WARPGROUPS + wg])
+
+            walk(table_g, item)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [
-        tile(WARPGROUPS, TILE, C, dtype=dtype),
-        tile(WARPGROUPS, TILE, C, dtype=dtype),
+        tile(places, WARPGROUPS, TILE, C, dtype=dtype),
+        tile(places, WARPGROUPS, TILE, C, dtype=dtype),
         tile(stages, TILE, C, dtype=dtype),
         tile(stages, TILE, C, dtype=dtype),
         plgpu.SMEM((stages, TILE), jnp.float32),
         plgpu.SMEM((stages, TILE), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
+        plgpu.Barrier(num_barriers=places * WARPGROUPS),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -180,7 +199,7 @@ def dkv(
     if config.through_smem:
         scratch += [tile(WARPGROUPS, *shape, dtype=dtype)] * 2
     out = jax.ShapeDtypeStruct((T, num_keys, C), dtype)
-    run = kernel(body, (out, out), sms=T // KEYS * num_keys, scratch=scratch)
+    run = kernel(body, (out, out), sms=sms, scratch=scratch)
     return vary_like(run(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty), q_THC)
 
 

@@ -101,18 +101,9 @@ def dq(
             plgpu.set_max_registers(config.compute_registers, action="increase")
             spare_s = spare[0].at[wg] if spare else None
 
-            def release(unit):
-                """Frees the place of the unit before, once its results are out of it."""
-
-                @pl.when(unit > 0)
-                def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(own_free.at[rem(unit - 1, places) * WARPGROUPS + wg])
-
             def item(number, block, head, begin, num, step0):
                 def one_unit(turn, _):
-                    unit = number * units.rounds + turn
-                    place = rem(unit, places)
+                    place = rem(number * units.rounds + turn, places)
                     at = place * WARPGROUPS + wg
                     own, query_head = units.place(head, block, turn * WARPGROUPS + wg)
                     query0 = own.start
@@ -128,7 +119,6 @@ def dq(
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(o_free.at[wg])
                     delta_g[query_head, own] = delta
-                    release(unit)
 
                     @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, C), jnp.float32))
                     def _(acc):
@@ -168,11 +158,12 @@ def dq(
 
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(q, dq_g.at[own, query_head])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(own_free.at[at])
 
                 lax.fori_loop(0, units.rounds, one_unit, None)
 
-            items, _ = walk(table_g, item)
-            release(items * units.rounds)
+            walk(table_g, item)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [

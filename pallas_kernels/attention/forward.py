@@ -2,17 +2,14 @@
 
 S = Q Kᵀ,   P = exp(S · scale − lse),   O = P V   by the running softmax of flash attention
 
-Items, units, rounds and the stream of (K, V) tiles are those of `dq`. The scores of a tile are under way while the last
-tile's weights meet their values, and the softmax runs beside that product.
+Items, units, rounds and the stream of (K, V) tiles are those of `dq`.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,6 +24,7 @@ from .common import (
     LOG2E,
     TILE,
     WARPGROUPS,
+    WGMMA,
     AttentionConfig,
     Units,
     Walk,
@@ -93,29 +91,22 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
         @pl.when(wg < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            accumulator = functools.partial(_InSmem, *(ref.at[wg] for ref in spare)) if spare else _InRegisters
-
-            def release(unit):
-                """Frees the place of the unit before, once its results are out of it."""
-
-                @pl.when(unit > 0)
-                def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(own_free.at[rem(unit - 1, places) * WARPGROUPS + wg])
+            spare_s = spare[0].at[wg] if spare else None
 
             def item(number, block, head, begin, num, step0):
                 def one_unit(turn, _):
-                    unit = number * units.rounds + turn
-                    at = rem(unit, places) * WARPGROUPS + wg
+                    place = rem(number * units.rounds + turn, places)
+                    at = place * WARPGROUPS + wg
                     own, query_head = units.place(head, block, turn * WARPGROUPS + wg)
-                    query0, base = own.start, step0 + turn * num
+                    query0 = own.start
                     last_first = first_g[query0 + (TILE - 1)]
-                    q = q_s.at[rem(unit, places), wg]
+                    q = q_s.at[place, wg]
                     plgpu.barrier_wait(own_bar.at[at])
-                    firsts = plgpu.load(first_s.at[rem(unit, places), wg], layout=BY_ROW)
+                    firsts = plgpu.load(first_s.at[place, wg], layout=BY_ROW)
 
-                    def softmax(tile_number, scores, top, total):
-                        """Weights of one tile, and the running maximum and sum, and by how much the old ones fade."""
+                    def visit(tile_number, carry):
+                        top, total, o = carry
+                        slot = rem(step0 + turn * num + tile_number, stages)
                         key0 = (begin + tile_number) * TILE
 
                         def masked(x):
@@ -127,62 +118,40 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
                             )
                             return jnp.where(seen, x, jnp.full_like(x, -jnp.inf))
 
+                        @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32))
+                        def scores(s):
+                            plgpu.barrier_wait(k_bar.at[slot])
+                            plgpu.wgmma(s, q, k_s.at[slot].transpose((1, 0)))
+                            return s[...]
+
                         scores = lax.cond((key0 >= query0) | (key0 < last_first), masked, lambda x: x, scores)
                         new_top = jnp.maximum(top, scores.max(axis=1) * (scale * LOG2E))
                         fade = jnp.exp2(top - new_top)
                         p = jnp.exp2(scores * (scale * LOG2E) - across(new_top, shape, 0))
-                        return new_top, total * fade + p.sum(axis=1), fade, p.astype(dtype)
+                        total = total * fade + p.sum(axis=1)
+                        o = o * across(fade, (TILE, C), 0)
+                        plgpu.barrier_wait(v_bar.at[slot])
+                        o = _accumulated(o, p.astype(dtype), v_s.at[slot], spare_s)
+                        plgpu.barrier_arrive(free_bar.at[slot])
+                        return new_top, total, o
 
-                    @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32))
-                    def first_weights(s):
-                        slot = rem(base, stages)
-                        plgpu.barrier_wait(k_bar.at[slot])
-                        plgpu.wgmma(s, q, k_s.at[slot].transpose((1, 0)))
-                        # The last unit's results leave shared memory meanwhile; then its place is free.
-                        release(unit)
-                        top = plgpu.layout_cast(jnp.full((TILE,), _FLOOR, jnp.float32), BY_ROW)
-                        total = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
-                        top, total, _, p = softmax(0, s[...], top, total)
-                        return top, total, p
-
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((TILE, C), jnp.float32))
-                    def sums(acc):
-                        o = accumulator(acc)
-
-                        def visit(tile_number, carry):
-                            top, total, p = carry
-                            slot, last = rem(base + tile_number, stages), rem(base + tile_number - 1, stages)
-
-                            @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32))
-                            def weights(s):
-                                plgpu.barrier_wait(k_bar.at[slot])
-                                plgpu.wgmma(s, q, k_s.at[slot].transpose((1, 0)))
-                                plgpu.barrier_wait(v_bar.at[last])
-                                o.add(p, v_s.at[last])
-                                scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-                                return softmax(tile_number, scores, top, total)
-
-                            top, total, fade, p = weights
-                            o.fade(across(fade, (TILE, C), 0))
-                            plgpu.barrier_arrive(free_bar.at[last])
-                            return top, total, p
-
-                        top, total, p = lax.fori_loop(1, num, visit, first_weights)
-                        last = rem(base + num - 1, stages)
-                        plgpu.barrier_wait(v_bar.at[last])
-                        o.add(p, v_s.at[last])
-                        lse_s[wg] = top + jnp.log(total) * LOG2E
-                        q[...] = (o.value() * across(1 / total, (TILE, C), 0)).astype(dtype)
-                        plgpu.barrier_arrive(free_bar.at[last])
-
+                    empty = (
+                        plgpu.layout_cast(jnp.full((TILE,), _FLOOR, jnp.float32), BY_ROW),
+                        plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW),
+                        plgpu.layout_cast(jnp.zeros((TILE, C), jnp.float32), WGMMA),
+                    )
+                    top, total, o = lax.fori_loop(0, num, visit, empty)
+                    q[...] = (o / across(total, (TILE, C), 0)).astype(dtype)
+                    lse_s[wg] = top + jnp.log(total) * LOG2E
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(q, o_g.at[own, query_head])
                     plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[query_head, own])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(own_free.at[at])
 
                 lax.fori_loop(0, units.rounds, one_unit, None)
 
-            items, _ = walk(table_g, item)
-            release(items * units.rounds)
+            walk(table_g, item)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [
@@ -198,50 +167,22 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     ]
     if config.through_smem:
-        scratch += [tile(WARPGROUPS, *shape, dtype=dtype), plgpu.SMEM((WARPGROUPS, TILE, C), jnp.float32)]
+        scratch.append(tile(WARPGROUPS, *shape, dtype=dtype))
     out = jax.ShapeDtypeStruct((T, H, C), dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)
     run = kernel(body, out, sms=sms, scratch=scratch)
     return vary_like(run(q_THC, k_TKC, v_TKC, first_T, table), q_THC)
 
 
-@dataclasses.dataclass(frozen=True)
-class _InRegisters:
-    """The running sum of weights times values: an accumulator of wgmma that starts at zero."""
+def _accumulated(o, p, v, spare):
+    """o + p v. Interpret mode knows no accumulator with an initial value, hence the second way."""
+    if spare is None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(o))
+    spare[...] = p
+    plgpu.commit_smem()
 
-    acc: Any
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC(o.shape, jnp.float32))
+    def product(acc):
+        plgpu.wgmma(acc, spare, v)
+        return acc[...]
 
-    def add(self, p, v) -> None:
-        plgpu.wgmma(self.acc, p, v)
-
-    def fade(self, by) -> None:
-        self.acc[...] = self.acc[...] * by
-
-    def value(self):
-        return self.acc[...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _InSmem:
-    """The same for interpret mode, which can neither take p from registers nor store into an accumulator."""
-
-    p_s: Any
-    sum_s: Any
-    acc: Any
-
-    def __post_init__(self):
-        self.sum_s[...] = jnp.zeros(self.sum_s.shape, jnp.float32)
-
-    def add(self, p, v) -> None:
-        self.p_s[...] = p
-        plgpu.commit_smem()
-
-        @functools.partial(pl.run_scoped, product=plgpu.ACC(self.acc.shape, jnp.float32))
-        def _(product):
-            plgpu.wgmma(product, self.p_s, v)
-            self.sum_s[...] += product[...]
-
-    def fade(self, by) -> None:
-        self.sum_s[...] *= by
-
-    def value(self):
-        return self.sum_s[...]
+    return o + product
