@@ -30,7 +30,8 @@ class Evaluator:
         plan, index = self._plans[name], self._index[name]
         sums = [self._executor.evaluate(self._rows(plan, slot)) for slot in plan.slots]  # all issued before one is read
         tokens = int(self._sets[name].loss_mask.sum())
-        total = sum(float(local(each)[index]) for each in sums)
+        with self._executor.blaming(None, None, [name]):
+            total = sum(float(local(each.result())[index]) for each in sums)
         return total / max(tokens, 1), tokens
 
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
