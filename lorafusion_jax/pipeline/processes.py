@@ -9,6 +9,7 @@ from jax._src import distributed  # no public way to its client; tests with seve
 
 from lorafusion_jax.errors import RunError
 
+LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/agreed"
 _questions = counting()
@@ -28,7 +29,7 @@ def join(
         RunError: `processes.join`, nobody tells where the others are, or they do not come.
     """
     try:
-        jax.distributed.initialize(coordinator, num_processes, process)
+        jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
     except (ValueError, RuntimeError) as problem:
         raise RunError(
             "processes.join",
