@@ -180,3 +180,14 @@ def test_resumed_runs_say_from_where():
     started = story()[1]
     resumed = Event(kind="started", slot=40, values=started.values)
     assert any("resumed at microbatch 40" in line for line in log_of([resumed]))
+
+
+def test_a_run_on_several_devices_says_what_runs_where():
+    def told(**values) -> list[str]:
+        return log_of([Event(kind="started", values=story()[1].values | values)])
+
+    one, split = {"stages": 1, "data": 1, "fsdp": 1}, {"stages": 2, "data": 1, "fsdp": 2}
+    assert told(mesh=one, layers=[32], keep="everything") == told()  # nothing to say
+    assert told(mesh=one, layers=[32], keep="nothing")[-1] == "  kept for backward: nothing"
+    line = "  2 stages (17 + 15 layers) × 2 replicas, 2 share a copy of the base"
+    assert told(mesh=split, layers=[17, 15], keep="everything")[-1] == line
