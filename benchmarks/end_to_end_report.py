@@ -68,7 +68,15 @@ def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """A panel per model, a group per workload, a bar per variant; published figures hatched."""
     models = [model for model in ("8b", "32b", "70b") if any(row["model"] == model for row in rows)]
-    figure, axes = plt.subplots(1, len(models), figsize=(6.5 * len(models), 4.2), squeeze=False, layout="constrained")
+    groups = [len({row["workload"] for row in rows if row["model"] == model}) for model in models]
+    figure, axes = plt.subplots(
+        1,
+        len(models),
+        figsize=(3 * len(models) + 1.2 * sum(groups), 4.6),
+        width_ratios=[2 + count for count in groups],
+        squeeze=False,
+        layout="constrained",
+    )
     for axis, model in zip(axes[0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
         workloads = [name for name in ("xsum", "cnn", "wiki", "mix", "het") if any(r["workload"] == name for r in own)]
@@ -80,12 +88,13 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
             bars(axis, place * width, width, [found.get(w, 0) for w in workloads], LABELS[name], name == "ours")
         for place, (who, figures) in enumerate(published, start=len(variants)):
             heights = [figures[w] for w in workloads]
-            bars(axis, place * width, width, heights, f"{who}, published, H100", False, hatch="//")
+            hatch = "//" if who == "LoRAFusion" else "xx"
+            bars(axis, place * width, width, heights, f"{who}, published, H100", False, hatch=hatch)
         axis.set_xticks([n + 0.42 for n in range(len(workloads))], workloads)
-        gpus = len(json.loads(json.dumps(own[0]["peak_gb"])))
+        gpus = len(own[0]["peak_gb"])
         axis.set_title(f"{model.upper()} on {gpus} × {own[0]['device'].removeprefix('NVIDIA ')}")
         axis.set_ylabel("useful tokens/s")
-        axis.legend(fontsize=7, loc="lower right")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.savefig(file, dpi=130)
 
 
