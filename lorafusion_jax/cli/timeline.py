@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,10 @@ import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table, say
-from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.report.format import duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
-from lorafusion_jax.report.prediction import measured_costs
-from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
+from lorafusion_jax.report.recorder import read_rows
+from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
 
 NAME = "timeline"
 
@@ -58,9 +57,10 @@ def command(
 
 def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
     """(measured, predicted) of the same slots."""
-    folder = RunFolder(run)
-    plan, config = folder.read_plan(), folder.read_config()
-    costs = measured_costs(config, ModelConfig.from_hf(base_directory(config)), cost_model)
+    stages = measured.num_stages  # of that sitting: a resumed run may have had fewer than its plan
+    plan = replace(RunFolder(run).read_plan(), num_stages=stages)
+    layers = [event["layers"] for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
+    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), [own for own in layers if len(own) == stages][-1])
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
     return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)

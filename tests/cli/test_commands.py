@@ -236,7 +236,8 @@ def test_mistyped_commands_are_usage_errors(lorafusion, arguments):
 
 
 def test_every_command_has_help_with_an_example(lorafusion):
-    for command in ("demo", "init", "check", "plan", "train", "resume", "status", "export", "doctor", "data preview"):
+    names = "demo, init, check, plan, train, resume, status, timeline, export, profile, tune, doctor, data preview"
+    for command in names.split(", "):
         outcome = lorafusion(*command.split(), "--help")
         assert outcome.code == 0
         assert f"Example: lorafusion {command}" in " ".join(outcome.out.split())
@@ -261,7 +262,7 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     assert weights(run) == weights(finished[1])
 
 
-def test_planning_does_not_import_jax(job, finished):
+def test_planning_does_not_import_jax(job, finished, tmp_path):
     """One new interpreter for all: importing jax takes longer than planning, and a backend may hold a GPU."""
     code = """
 import sys
@@ -276,6 +277,7 @@ print("none")
         ["check", str(job.path)],
         ["plan", str(job.path), "--compare"],
         ["status", str(finished[1])],
+        ["timeline", str(finished[1]), "--out", str(tmp_path / "timeline.html")],
         ["data", "preview", str(job.path)],
     ]
     done = subprocess.run(

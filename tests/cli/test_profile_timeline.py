@@ -85,6 +85,24 @@ def test_timeline_compares_with_a_prediction(lorafusion, two_stages, tmp_path):
     assert shown["slots"][1] == whole["slots"][1]
 
 
+def test_timeline_follows_a_run_that_went_on_with_fewer_stages(lorafusion, two_stages, tmp_path):
+    _, costs, finished = two_stages
+    shutil.copytree(finished, tmp_path / "run")
+    state = tmp_path / "run" / "state"
+    latest = max(state.iterdir(), key=lambda folder: int(folder.name))
+    shutil.rmtree(latest)
+    assert lorafusion("resume", tmp_path / "run", "mesh.stages=1").code == 0
+    outcome = lorafusion("timeline", tmp_path / "run", "--cost-model", costs, "-o", tmp_path / "t.html")
+    assert (outcome.code, outcome.errors) == (2, ["plan.cost"])  # those of two stages
+    one = tmp_path / "one.json"
+    one.write_text(CostModel(stages=CostModel.from_json(costs.read_text()).stages[:1]).to_json())
+    outcome = lorafusion("timeline", tmp_path / "run", "--cost-model", one, "-o", tmp_path / "t.html", "--json")
+    assert outcome.code == 0, outcome.err
+    numbers = json.loads(outcome.out)
+    assert numbers["slots"][0] > 0  # the last sitting began later
+    assert len(numbers["predicted"]["bubble_shares"]) == 1
+
+
 def test_timeline_of_one_device_needs_no_prediction(lorafusion, finished, tmp_path):
     _, out = finished
     trace = tmp_path / "trace.json"
