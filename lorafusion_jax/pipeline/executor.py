@@ -102,18 +102,22 @@ class Executor:
         return self.stages[0].mesh.local_replicas
 
     def warm_up(self, rows: Microbatch) -> None:
-        """Compiles forward and backward of all stages side by side, by running an empty microbatch on each of them.
+        """Compiles what all stages run, side by side: an empty microbatch on each of them, and every kind of step.
 
-        A microbatch without samples adds zero to every sum, so nothing changes.
+        A microbatch without samples adds zero to every sum and steps run on copies, so nothing changes.
 
         Args:
             rows: padding only, [replicas of this process, ...].
         """
         with ThreadPoolExecutor(len(self.stages), "compile") as threads:
-            all_done = [threads.submit(stage.run_alone, to_stage(rows, stage.mesh)) for stage in self.stages]
+            all_done = [threads.submit(self._try_out, stage, to_stage(rows, stage.mesh)) for stage in self.stages]
             for stage, done in enumerate(all_done):
                 with self.blaming(stage, None):
                     done.result()
+
+    def _try_out(self, stage: Stage, batch: Any) -> None:
+        stage.run_alone(batch)
+        stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
         """Hands a microbatch in; waits until there is room for it in the queue.

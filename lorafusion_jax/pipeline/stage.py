@@ -19,7 +19,7 @@ from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import everywhere
-from lorafusion_jax.pipeline.optim import Hyper
+from lorafusion_jax.pipeline.optim import Hyper, hyper
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
 
@@ -188,6 +188,31 @@ class Stage:
         jax.block_until_ready(self.backward(ALONE, received))
         return between - began, time.perf_counter() - between
 
+    def compile_steps(self, num_stages: int) -> None:
+        """Compiles the optimizer steps of all adapters by running them on copies that are thrown away."""
+        seen = set()
+        for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
+            kind = (spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0)
+            if kind in seen:
+                continue
+            seen.add(kind)
+            lora, sums, loss, optimizer, alive = _copied(
+                (self.lora, self.sums, self.loss, self.optimizers[spec.name], self.alive)
+            )
+            gradient, verdict, *_ = self.programs.finish(spec, self._index[index], sums, loss)
+            numbers = hyper(settings.optim, 0.0)
+            self.programs.step(
+                spec,
+                settings.optim,
+                self._index[index],
+                lora,
+                gradient,
+                optimizer,
+                alive,
+                [verdict] * num_stages,
+                numbers,
+            )
+
     def zeros(self, batch: Microbatch) -> Array:
         """Activations of a microbatch, all zero."""
         shape = (*batch.tokens.shape, self._parts.model.hidden_size)
@@ -206,3 +231,8 @@ class Stage:
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `finish` reports them."""
         return sorted(name for name in self.lora if lv.projection(name) in spec.targets)
+
+
+def _copied(arrays: Any) -> Any:
+    places = jax.tree.map(lambda leaf: leaf.sharding, arrays)
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(arrays)

@@ -108,7 +108,8 @@ class Loop:
         program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
         order = issue_order(program, self._plan.num_stages)
         todo = [event for event in order if event.slot >= self._progress.slot]
-        self._compile()
+        if todo:
+            self._compile()
         with self._interruptible(), self._executor.blaming(None, None):
             while True:
                 todo = self._issue(todo)
