@@ -72,7 +72,7 @@ def prepare_machine() -> None:
 
     Most of a GPU's memory may be used: jax's own default of 75 % leaves 35 GB of an H200 idle, and what fits decides
     what has to be computed twice. Compiled programs are kept between runs, unless jax was told of another place; only
-    what takes a second to compile is worth the disk. Anything the user has told jax stays.
+    what takes a fifth of a second to compile is worth the disk. Anything the user has told jax stays.
     """
     import jax
     import platformdirs
@@ -82,4 +82,4 @@ def prepare_machine() -> None:
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("lorafusion") + "/programs")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lorafusion_jax.cli.common import next_command, out, plain_table, say
+from lorafusion_jax.cli.common import next_command, out, plain_table, prepare_machine, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.report.format import count, duration, percent
@@ -30,6 +30,7 @@ def command(
     from lorafusion_jax.training import train
     from lorafusion_jax.training.verify import verify_exports
 
+    prepare_machine()
     jobs = examples_directory() / "demo.yaml"
     folder, console = out_dir or _new_folder(Path("runs/demo")), out()
     config = load_config(jobs)
