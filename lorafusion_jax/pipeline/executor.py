@@ -3,6 +3,9 @@
 A device takes 32 programs ahead and then holds up the thread that offers more. With one thread for all stages, a stage
 whose queue is full keeps the others waiting: two stages of a 32B model on H200s were idle 11 to 14 % of the time. What
 an event needs from another stage is the future of an event issued before it, so nobody waits for anybody in a circle.
+
+Several processes must offer programs that talk across processes in one order, or each may wait for what the other has
+behind it (on CPU devices: a run of two stages on two processes hung). They share one thread for all stages.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, process_count
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.pipeline.failures import stage_failed
@@ -71,6 +74,13 @@ class _FailedEvent(Exception):
         self.problem, self.stage, self.slot, self.adapters = problem, stage, slot, adapters
 
 
+def _lanes(stages: int) -> list[ThreadPoolExecutor]:
+    """Per stage, the thread that hands work to its devices."""
+    if process_count() > 1:
+        return [ThreadPoolExecutor(1, "stages")] * stages
+    return [ThreadPoolExecutor(1, f"stage-{stage}") for stage in range(stages)]
+
+
 class Executor:
     """Runs the events of a plan.
 
@@ -85,7 +95,7 @@ class Executor:
 
     def __init__(self, stages: Sequence[Stage], names: Sequence[str], spans: Spans | None = None):
         self.stages, self._spans = tuple(stages), spans
-        self._lanes = [ThreadPoolExecutor(1, f"stage-{number}") for number in range(len(self.stages))]
+        self._lanes = _lanes(len(self.stages))
         self._index = {name: number for number, name in enumerate(names)}
         self._batches: dict[int, list[Any]] = {}  # slot -> per stage
         self._arrived: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
@@ -109,7 +119,7 @@ class Executor:
         Args:
             rows: padding only, [replicas of this process, ...].
         """
-        with ThreadPoolExecutor(len(self.stages), "compile") as threads:
+        with ThreadPoolExecutor(1 if process_count() > 1 else len(self.stages), "compile") as threads:
             all_done = [threads.submit(self._try_out, stage, to_stage(rows, stage.mesh)) for stage in self.stages]
             for stage, done in enumerate(all_done):
                 with self.blaming(stage, None):
@@ -198,7 +208,7 @@ class Executor:
         try:
             yield
         except (jax.errors.JaxRuntimeError, _FailedEvent) as problem:
-            for lane in self._lanes:
+            for lane in set(self._lanes):
                 lane.shutdown(wait=True, cancel_futures=True)
             if isinstance(problem, _FailedEvent):
                 stage, slot, adapters = problem.stage, problem.slot, problem.adapters
