@@ -10,6 +10,33 @@ from pydantic import BaseModel
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError
 
+LISTS: dict[Keys, tuple[str, str]] = {  # told as a whole: what one value has to be, and how one types it
+    ("mesh", "layers"): ("a list of numbers, each 1 or more", "[20, 12]"),
+    ("lora", "targets"): ("a text or a list of texts", "[q_proj, v_proj]"),
+}
+EXPECTED = {  # pydantic's findings in words of a job file
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number of few digits",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "literal_error": "{expected}",
+    "string_type": "a text",
+    "string_pattern_mismatch": "at most 100 letters, digits and . _ @ = + -, the first a letter or digit",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list of numbers",
+    "dict_type": "a table",
+    "invalid_key": "a text, as every name of a setting",
+    "model_type": "a table of settings",
+}
+
 
 def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
     """Builds the error for a key that does not exist, with the nearest one that does."""
@@ -25,7 +52,7 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
 
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
     """Builds the error for one finding of pydantic below `section`."""
-    location: Keys = tuple(key for key in detail["loc"] if key not in ("str", "list[str]"))  # branches of a union
+    location: Keys = detail["loc"]
     keys = (*section, *(("batch", "global_samples") if location[:1] == ("global_samples",) else location))
     if detail["type"] == "extra_forbidden":
         return unknown_key(source, keys, _fields(model, location[:-1]))
@@ -36,10 +63,24 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             where=source.where(keys),
             fix=_example(str(location[-1])),
         )
-    message = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    expected, example = _expected(detail), ""
+    for n in range(len(keys) - 1):
+        if keys[n : n + 2] in LISTS:
+            (expected, example), keys = LISTS[keys[n : n + 2]], keys[: n + 2]
+            break
+    typed = source.typed(keys)
     return ConfigError(
-        "config.value", f"'{dotted(keys)}' {message}, not {detail['input']!r}.", where=source.where(keys)
+        "config.override" if typed else "config.value",
+        f"'{dotted(keys)}' must be {expected}.",
+        where=source.where(keys),
+        fix=f"e.g. {dotted(keys)}{'=' if typed else ': '}{example}" if example else "",
     )
+
+
+def _expected(detail) -> str:
+    found = "null" if detail["input"] is None else repr(detail["input"])
+    known = EXPECTED.get(detail["type"])
+    return f"{known.format(**detail.get('ctx', {}))}, not {found}" if known else detail["msg"]
 
 
 def _fields(model: type[BaseModel], location: Keys) -> list[str]:

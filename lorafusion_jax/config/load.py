@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain, unknown_key
-from lorafusion_jax.config.read import Source, parse_value, read_source
+from lorafusion_jax.config.read import Keys, Source, parse_value, read_source
 from lorafusion_jax.config.sweep import expand
 from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
@@ -51,9 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
 def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:
     """Validates a parsed job file; see `load_config`."""
     errors: list[LoraFusionError] = list(source.problems)
-    values = copy.deepcopy(source.values)
-    for override in overrides:
-        errors += _override(values, override)
+    source, values = _overridden(source, overrides, errors)
     errors += [
         unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
         for key in values
@@ -65,6 +64,9 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
     for key, model in DEFAULTS.items():
         for single in expand({key: values.get(key, {})}):
             _section(source, (key,), model, single[key], errors, partial=True)
+    for single in expand({key: values[key] for key in SINGLE_DEFAULTS if key in values}):
+        own = {key: single[key] for key in SINGLE_DEFAULTS if key in single}
+        _section(source, (), schema.AdapterConfig, own, errors, partial=True)
     adapters = _adapters(source, values, errors)
     if shared["batch"] is not None:
         errors += _lengths_fit(shared["batch"], adapters, source)
@@ -92,46 +94,60 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     Raises:
         ConfigError, ErrorList: a setting that does not exist, or a value that it cannot have.
     """
-    values = config.model_dump(mode="json")
-    raise_all([error for override in overrides for error in _override(values, override)])
+    errors: list[LoraFusionError] = []
+    source, values = _overridden(
+        Source(path=Path("config.yaml"), values=config.model_dump(mode="json")), overrides, errors
+    )
+    raise_all(errors)
     try:
         return schema.JobConfig.model_validate(values)
     except ValidationError as problem:
-        raise_all(
-            [
-                ConfigError("config.override", f"{'.'.join(map(str, error['loc']))}: {error['msg']}.")
-                for error in problem.errors()
-            ]
-        )
+        raise_all(_unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise
 
 
-def _override(values: dict, override: str) -> list[LoraFusionError]:
+def _overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[Source, dict]:
+    """Applies settings to a copy of the file's values; the source remembers who set what."""
+    values, typed = copy.deepcopy(source.values), []
+    for override in overrides:
+        try:
+            typed.append((_override(values, override), override))
+        except ConfigError as problem:
+            errors.append(problem)
+    return dataclasses.replace(source, overrides=tuple(typed)), values
+
+
+def _override(values: dict, override: str) -> Keys:
+    """Sets one value; returns its keys, adapters by number."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        return [ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")]
-    keys = key.split(".")
-    place = values
-    for name in keys[:-1]:
-        if isinstance(place, list):
-            place = next((item for item in place if isinstance(item, dict) and item.get("name") == name), None)
-        elif isinstance(place, dict):
-            place = place.setdefault(name, {})
+        raise ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")
+    *path, last = key.split(".")
+    place, keys = values, ()
+    for name in path:
+        inside, place = _inside(place, name)
         if not isinstance(place, dict | list):
-            return [ConfigError("config.override", f"'{override}': there is no '{name}' to set something in.")]
+            raise ConfigError("config.override", f"'{override}': there is no '{name}' to set something in.")
+        keys += (inside,)
     if not isinstance(place, dict):
-        return [
-            ConfigError(
-                "config.override",
-                f"'{override}' does not name one value.",
-                fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
-            )
-        ]
+        raise ConfigError(
+            "config.override",
+            f"'{override}' does not name one value.",
+            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
+        )
     try:
-        place[keys[-1]] = parse_value(text)
+        place[last] = parse_value(text)
     except yaml.YAMLError:
-        return [ConfigError("config.override", f"'{override}': the value is not YAML.")]
-    return []
+        raise ConfigError("config.override", f"'{override}': the value is not YAML.") from None
+    return (*keys, last)
+
+
+def _inside(place, name: str) -> tuple[str | int, Any]:
+    """What a table or a list of named tables holds under a name, and the key that leads there."""
+    if isinstance(place, dict):
+        return name, place.setdefault(name, {})
+    named = ((n, item) for n, item in enumerate(place) if isinstance(item, dict) and item.get("name") == name)
+    return next(named, (name, None))
 
 
 def _section(source: Source, keys, model: type[BaseModel], values, errors: list, *, partial: bool = False):
@@ -246,6 +262,7 @@ def _lengths_fit(
     batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig], source: Source
 ) -> list[LoraFusionError]:
     capacity, tile = batch.capacity_tokens, batch.tile_tokens
+    typed = [text for keys, text in source.overrides if keys[-1] in ("max_length", "capacity_tokens")]
     errors: list[LoraFusionError] = []
     if capacity % tile:
         errors.append(
@@ -261,7 +278,7 @@ def _lengths_fit(
             "config.max-length",
             f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
             f"microbatch of {capacity} tokens.",
-            where=str(source.path),
+            where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
             fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   data.max_length: {capacity}",
         )
         for adapter in adapters

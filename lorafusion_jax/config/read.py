@@ -15,14 +15,25 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A parsed job file: its values, the line of every key, and keys given twice."""
+    """A parsed job file: its values, the line of every key, keys given twice, and settings typed beside it."""
 
     path: Path
     values: dict
     lines: dict[Keys, int] = field(default_factory=dict)
     problems: tuple[LoraFusionError, ...] = ()
+    overrides: tuple[tuple[Keys, str], ...] = ()
+
+    def typed(self, keys: Keys) -> str:
+        """The `key=value` of the command line that gave this key its value; empty if it stands in the file."""
+        for given, text in reversed(self.overrides):
+            opened = given[: len(keys)] == keys and keys[0] not in self.values  # a section that only an override names
+            if keys[: len(given)] == given or opened:
+                return text
+        return ""
 
     def where(self, keys: Keys) -> str:
+        if text := self.typed(keys):
+            return f"{text} on the command line"
         while keys and keys not in self.lines:
             keys = keys[:-1]
         return f"{self.path}, line {self.lines[keys]}" if keys else str(self.path)

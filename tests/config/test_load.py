@@ -1,11 +1,14 @@
 """Job files: defaults, sweeps, overrides, and every mistake at once."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lorafusion_jax.config import dump_config, load_config
-from lorafusion_jax.config.load import ineffective, read_resolved
+from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS, ineffective, parse_config, read_resolved
+from lorafusion_jax.config.read import Source
 from lorafusion_jax.errors import ConfigError, ErrorList
 
 SMALL = """
@@ -94,6 +97,62 @@ def test_overrides_reach_sections_and_adapters(tmp_path):
 @pytest.mark.parametrize("override", ["train.max_steps", "adapters.nobody.optim.lr=1", "adapters=3=4,[", "=3"])
 def test_an_override_that_names_nothing_is_refused(tmp_path, override):
     assert errors_of(write(tmp_path, SMALL), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("mesh.stages=none", "'mesh.stages'", "must be a whole number, not 'none'"),
+        ("mesh.layers=none", "'mesh.layers'", "must be a list of numbers"),
+        ("mesh={stages: 0}", "'mesh.stages'", "must be 1 or more, not 0"),
+        ("mehs.stages=2", "'mehs'", "did you mean 'mesh'"),
+        ("mesh.stags=2", "'mesh.stags'", "did you mean 'stages'"),
+        ("adapters.law.lora.rank=x", "'adapters[0].lora.rank'", "must be a whole number, not 'x'"),
+        ("lora.targets=[1, 2]", "'lora.targets'", "must be a text or a list of texts"),
+        ("adapters.law.data.max_length=9000", "law", "does not fit"),
+        ("batch.capacity_tokens=8200", "capacity_tokens=8200", "multiple of"),
+        ("adapters=3", "'adapters'", "must be a list"),
+    ],
+)
+def test_a_wrong_override_is_named_as_it_was_typed(tmp_path, override, key, expected):
+    path = write(tmp_path, SMALL + "mesh: {stages: 1}\nlora: {rank: 4}\n")
+    (text,) = errors_of(path, [override]).values()
+    assert f"{override} on the command line" in text
+    assert key in text
+    assert expected in text
+    assert str(path) not in text
+
+
+def test_the_last_setting_of_a_key_is_to_blame_and_the_file_for_its_own(tmp_path):
+    path = write(tmp_path, SMALL + "mesh: {stages: 1}\nlora: {rank: 0}\n")
+    errors = errors_of(path, ["mesh.stages=2", "mesh.stages=x"])
+    assert "mesh.stages=x on the command line" in errors["config.override"]
+    assert "line 6" in errors["config.value"]
+
+
+def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
+    assert "mesh.layers=[20, 12]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
+    assert "mesh.layers: [20, 12]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]
+
+
+JUNK = (None, "x", -1, 0.5, float("nan"), 1e300, [], [0], [None], {}, {"a": 1}, {1: 2})
+
+
+def complaints(values: dict) -> str:
+    try:
+        parse_config(Source(path=Path("jobs.yaml"), values=values))
+    except (ConfigError, ErrorList) as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.parametrize("section", [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS])
+def test_no_mistake_is_told_in_words_of_the_validator(section):
+    model = SHARED.get(section) or DEFAULTS.get(section)
+    sections = [{field: value} for field in model.model_fields for value in JUNK] if model else JUNK
+    texts = [complaints(yaml.safe_load(SMALL) | {section: values}) for values in sections]
+    assert sum(map(bool, texts)) >= len(texts) / 2
+    assert not [text for text in texts if re.search(r"\b([Ii]nput|valid|tuple|string|integer|dictionary|Keys)\b", text)]
 
 
 def test_five_mistakes_are_reported_in_one_go_with_lines_and_suggestions(tmp_path):
