@@ -1,4 +1,4 @@
-"""lorafusion check: job file and data only, every mistake at once."""
+"""lorafusion check: job file, data and layers of the stages, every mistake at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import json
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, typed, warn
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
-from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import base_directory, prepare
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
 
@@ -20,8 +24,14 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     Example: lorafusion check jobs.yaml
     """
     config = load_config(jobs, overrides or ())
-    prepared = prepare(config)
-    notes = ineffective(config) + data_notes(config, prepared)
+    unchecked, errors = _stages(config)
+    try:
+        prepared = prepare(config)
+    except LoraFusionError as problem:
+        raise_all([*errors, *getattr(problem, "errors", [problem])])
+        raise
+    raise_all(errors)
+    notes = unchecked + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(
             json.dumps(
@@ -50,6 +60,23 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     console.print(table)
     warn(console, notes)
     next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
+
+
+def _stages(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
+    """What is wrong with the layers of each stage, or why that cannot be said; a base of no known kind is no mistake
+    of the job file."""
+    mesh = config.mesh
+    if mesh.stages == 1 and mesh.layers is None:
+        return [], []
+    try:
+        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+    except CheckpointError as problem:
+        return [f"the layers of each stage are not checked: {problem.what}"], []
+    except ConfigError as problem:
+        return [], [problem]
+    except ErrorList as problem:
+        return [], list(problem.errors)
+    return [], []
 
 
 def summary(report) -> dict:

@@ -187,17 +187,37 @@ def test_damaged_and_missing_plan(lorafusion, job):
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "fix"),
+    ("settings", "codes", "fix"),
     [
-        (["mesh.stages=2", "mesh.data=8"], "mesh.devices", "lower mesh.stages, mesh.data or mesh.fsdp"),
-        (["mesh.stages=4"], "mesh.stages", "mesh.stages: 1 to 2"),
-        (["mesh.stages=2", "mesh.layers=[1, 2]"], "mesh.layers", "mesh.layers"),
+        (["mesh.stages=4"], ["mesh.stages"], "mesh.stages: 1 to 2"),
+        (["mesh.layers=[1]"], ["mesh.layers"], "mesh.layers: [2]"),
+        (["mesh.stages=2", "mesh.layers=[1, 2]"], ["mesh.layers"], "mesh.layers: [1, 1]"),
+        (["mesh.stages=2", "mesh.layers=[3]"], ["mesh.layers", "mesh.layers"], "mesh.layers: [1, 1]"),
     ],
 )
-def test_a_mesh_that_the_machine_or_the_model_does_not_have(lorafusion, job, settings, code, fix):
+def test_stages_that_the_model_does_not_have(lorafusion, job, settings, codes, fix):
+    for command in (("check",), ("plan",), ("train", "--out", job.folder / "run")):
+        outcome = lorafusion(command[0], job.path, *command[1:], *settings)
+        assert (outcome.code, outcome.errors) == (2, codes), command
+        assert fix in outcome.err
+    assert not (job.folder / "run").exists()
+    (job.folder / "law.jsonl").write_text("")
+    assert lorafusion("check", job.path, *settings).errors == [*codes, "data.empty-file"]
+
+
+def test_stages_of_a_base_that_is_not_known_are_not_checked(lorafusion, job, own_base):
+    (own_base.parent / "config.json").unlink()
+    outcome = lorafusion("check", job.path, "mesh.stages=4")
+    assert outcome.code == 0, outcome.err
+    assert "the layers of each stage are not checked: there is no model here" in outcome.out
+    assert "not checked" not in lorafusion("check", job.path).out
+
+
+def test_a_mesh_that_the_machine_does_not_have(lorafusion, job):
+    settings = ["mesh.stages=2", "mesh.data=8"]
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", *settings)
-    assert (outcome.code, outcome.errors) == (2, [code])
-    assert fix in outcome.err
+    assert (outcome.code, outcome.errors) == (2, ["mesh.devices"])
+    assert "lower mesh.stages, mesh.data or mesh.fsdp" in outcome.err
     assert not (job.folder / "run").exists()
     checked = lorafusion("check", job.path, *settings)  # asks no device: it may be another machine
     assert checked.code == 0, checked.err
