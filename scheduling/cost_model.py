@@ -75,6 +75,19 @@ class CostModel:
     def stage(self, index: int) -> StageCost:
         return self.stages[index % len(self.stages)]
 
+    def check_stages(self, num_stages: int) -> None:
+        """Refuses a pipeline of other stages.
+
+        Raises:
+            PlanError: `plan.cost`.
+        """
+        if len(self.stages) not in (1, num_stages):
+            raise PlanError(
+                "plan.cost",
+                f"costs of {len(self.stages)} stages for a plan of {num_stages} stage{'s' if num_stages > 1 else ''}",
+                fix="measure again with this mesh.stages, or give costs of parts, which serve any mesh",
+            )
+
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 

@@ -141,12 +141,7 @@ def read_cost_model(text: str, layers: Sequence[int]) -> CostModel:
             fix="write one with lorafusion profile",
         )
     model = CostModel.from_json(text)
-    if len(model.stages) not in (1, len(layers)):
-        raise PlanError(
-            "plan.cost",
-            f"costs of {len(model.stages)} stages for a plan of {len(layers)} stages",
-            fix="measure again with this mesh.stages, or give costs of parts, which serve any mesh",
-        )
+    model.check_stages(len(layers))
     return model
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from scheduling.cost_model import CostModel
-from scheduling.errors import PlanError
 from scheduling.pipeline import Event, Program, one_forward_one_backward, play
 from scheduling.timeline import Span, Timeline
 from scheduling.types import Plan
@@ -27,8 +26,7 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     >>> len(timeline.spans) == 2 * (2 * 64 + 8)
     True
     """
-    if len(cost_model.stages) not in (1, plan.num_stages):
-        raise PlanError("plan.cost", f"costs of {len(cost_model.stages)} stages for a plan of {plan.num_stages} stages")
+    cost_model.check_stages(plan.num_stages)
     program = one_forward_one_backward(plan) if program is None else program
     loads = _loads(plan)
     transfer_s = cost_model.transfer_s + cost_model.transfer_token_s * plan.capacity_tokens

@@ -70,7 +70,12 @@ CASES = {
     "costs of other stages": (
         lambda: simulate(make_plan([GOOD], **LIMITS), CostModel(stages=(StageCost(forward=PASS, backward=PASS),) * 3)),
         "plan.cost",
-        "3 stages for a plan of 2",
+        "3 stages for a plan of 2 stages",
+    ),
+    "costs of stages for one": (
+        lambda: CostModel(stages=(StageCost(forward=PASS, backward=PASS),) * 2).check_stages(1),
+        "plan.cost",
+        "costs of 2 stages for a plan of 1 stage\n",
     ),
     "replan nobody": (
         lambda: replan(make_plan([GOOD], **LIMITS), at_slot=0, cancel=["x"]),
