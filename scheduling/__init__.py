@@ -52,6 +52,7 @@ from scheduling.statistics import speed_up_over_one_after_another as speed_up_ov
 from scheduling.timeline import Span as Span
 from scheduling.timeline import Timeline as Timeline
 from scheduling.types import AdapterJob as AdapterJob
+from scheduling.types import Layout as Layout
 from scheduling.types import Plan as Plan
 from scheduling.types import SampleRef as SampleRef
 from scheduling.types import Slot as Slot

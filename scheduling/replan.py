@@ -1,4 +1,4 @@
-"""Changing one's mind while a plan runs: what has run stays, the rest is planned again."""
+"""Changing one's mind while a plan runs, or the devices: what has run stays, the rest is planned again."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def replan(
     pause: Sequence[str] = (),
     resume: Sequence[str] = (),
     weights: Mapping[str, float] | None = None,
+    num_stages: int | None = None,
+    data_parallel: int | None = None,
     time_limit_s: float = 0.5,
     seed: int = 0,
     search_evaluations: int | None = None,
@@ -41,6 +43,8 @@ def replan(
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
         resume: adapters that go on where they were paused.
         weights: new weights of adapters.
+        num_stages, data_parallel: of the devices that the rest runs on, if the run moves there. It stops for that: all
+            steps of slots [0, at_slot) have been taken, so nothing that follows needs to keep a distance to them.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -50,6 +54,9 @@ def replan(
     >>> shorter = replan(plan, at_slot=4, cancel=["b"])
     >>> shorter.slots[:4] == plan.slots[:4], shorter.num_slots < plan.num_slots
     (True, True)
+    >>> wider = replan(plan, at_slot=4, data_parallel=2)
+    >>> [len(slot.replicas) for slot in wider.slots]
+    [1, 1, 1, 1, 2, 2, 2]
     """
     deadline = time.monotonic() + SEARCH_SHARE * check_time_limit(time_limit_s)
     _check_request(plan, at_slot, [*cancel, *finish, *pause, *resume, *(weights or {})], resume)
@@ -62,19 +69,31 @@ def replan(
     limits = check_jobs(
         jobs,
         capacity_tokens=plan.capacity_tokens,
-        num_stages=plan.num_stages,
-        data_parallel=plan.data_parallel,
+        num_stages=plan.num_stages if num_stages is None else num_stages,
+        data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
         tile_tokens=plan.tile_tokens,
     )
     left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
-    ready = [progress[job.name].ready if job.name in progress else 0 for job in jobs]
+    moves = (limits.num_stages, limits.data_parallel) != (plan.num_stages, plan.data_parallel)
+    moves |= any(layout.end > at_slot for layout in plan.earlier)  # back to before a move
+    ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
     bound, slots = at_slot, plan.slots[:at_slot]
     if any(len(positions) for positions in left):
         problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
         evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
         rest, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
         bound, slots = at_slot + rest, slots + to_slots(problem, filling)
-    again = replace(plan, jobs=tuple(jobs), slots=slots, seed=seed, lower_bound=bound, stopped=tuple(stopped.items()))
+    again = replace(
+        plan,
+        jobs=tuple(jobs),
+        slots=slots,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        seed=seed,
+        lower_bound=bound,
+        stopped=tuple(stopped.items()),
+        earlier=plan.layouts_before(at_slot) if moves else plan.earlier,
+    )
     verify_plan(again)
     return again
 

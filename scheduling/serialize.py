@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Plan, SampleRef, Slot
+from scheduling.types import AdapterJob, Layout, Plan, SampleRef, Slot
 
 SCHEMA = "lorafusion.plan/1"
 _SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
@@ -50,6 +50,7 @@ def plan_from_json(text: str) -> Plan:
             jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
             slots=tuple(_slot_from(replicas) for replicas in data["slots"]),
             stopped=tuple((name, slot) for name, slot in data["stopped"]),
+            earlier=tuple(Layout(*map(int, layout)) for layout in data.get("earlier", ())),
             **{name: _whole(data["settings"], name) for name in _SETTINGS},
         )
     except PlanError:
@@ -73,6 +74,7 @@ def _content_lines(plan: Plan) -> list[str]:
         for job in plan.jobs
     ]
     lines = [f'"settings": {_dump({name: getattr(plan, name) for name in _SETTINGS})},']
+    lines += [f'"earlier": {_dump(plan.earlier)},'] if plan.earlier else []  # few runs move
     lines += [f'"stopped": {_dump(plan.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
     lines += ["],", '"slots": [']

@@ -80,14 +80,13 @@ class Limit:
 def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
     """Counts a plan, and predicts it with the cost model (or takes a timeline made before)."""
     timeline = simulate(plan, cost_model) if timeline is None else timeline
-    room = plan.num_slots * plan.capacity_tokens * plan.data_parallel
     return PlanStatistics(
         slots=plan.num_slots,
         microbatches=plan.num_slots - plan.num_noops,
         noops=plan.num_noops,
         tokens=plan.tokens,
         density=plan.density,
-        tile_share=_tile_padding(plan) / room if room else 0.0,
+        tile_share=_tile_padding(plan) / plan.room if plan.room else 0.0,
         lower_bound=plan.lower_bound,
         gap=plan.gap,
         duration_s=timeline.duration_s,

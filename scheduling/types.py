@@ -123,6 +123,14 @@ class Slot:
         return not any(self.replicas)
 
 
+class Layout(NamedTuple):
+    """What a stretch of slots runs on. Between two stretches the pipeline is empty: every step has been taken."""
+
+    end: int  # first slot that is not part of it
+    num_stages: int
+    data_parallel: int
+
+
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class Plan:
     """Which sample runs in which slot; carries its jobs, so that it can be simulated and drawn alone.
@@ -132,6 +140,7 @@ class Plan:
         slots: in the order of execution.
         lower_bound: no plan for these jobs can have fewer slots.
         stopped: (adapter, slot): nothing of that adapter runs from that slot on (cancelled or paused).
+        earlier: what slots ran on before the run moved to this number of stages and replicas, in order.
     """
 
     jobs: tuple[AdapterJob, ...]
@@ -143,6 +152,7 @@ class Plan:
     seed: int = 0
     lower_bound: int = 0
     stopped: tuple[tuple[str, int], ...] = ()
+    earlier: tuple[Layout, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -156,6 +166,17 @@ class Plan:
             data_parallel=self.data_parallel,
             tile_tokens=self.tile_tokens,
         )
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """What every stretch of slots runs on, in order; one stretch unless the run has moved."""
+        return (*self.earlier, Layout(self.num_slots, self.num_stages, self.data_parallel))
+
+    def layouts_before(self, slot: int) -> tuple[Layout, ...]:
+        """The stretches of the slots before `slot` alone."""
+        cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
+        starts = [0, *(layout.end for layout in cut)]
+        return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
 
     @cached_property
     def num_noops(self) -> int:
@@ -173,9 +194,17 @@ class Plan:
 
     @property
     def density(self) -> float:
-        """Real tokens / (slots · capacity · replicas)."""
-        room = self.num_slots * self.capacity_tokens * self.data_parallel
-        return self.tokens / room if room else 0.0
+        """Real tokens / room."""
+        return self.tokens / self.room if self.room else 0.0
+
+    @property
+    def room(self) -> int:
+        """Tokens that the slots could hold: slots · replicas · capacity."""
+        starts = [0, *(layout.end for layout in self.earlier)]
+        microbatches = sum(
+            (layout.end - start) * layout.data_parallel for start, layout in zip(starts, self.layouts, strict=True)
+        )
+        return microbatches * self.capacity_tokens
 
     @property
     def gap(self) -> float:

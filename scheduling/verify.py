@@ -23,7 +23,8 @@ class Violation:
 def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
     """Checks that the plan trains exactly these jobs and keeps every rule.
 
-    Each sample exactly once; batches in order; first slot of batch j+1 ≥ last slot of batch j + S;
+    Each sample exactly once; batches in order; first slot of batch j+1 ≥ last slot of batch j + S, unless the run moved
+    to another layout between them, which empties the pipeline;
     Σ over adapters of ⌈tokens / tile⌉ · tile ≤ capacity in every microbatch; an adapter's samples side by side.
 
     Raises:
@@ -52,7 +53,7 @@ def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> lis
     index_of = {name: index for index, name in enumerate(names)}
     if len(index_of) < len(names):
         found.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
-    found += _replica_counts(plan)
+    found += _layouts(plan)
     table = _Table.of(plan, index_of, found)
     found += _capacity(plan, wanted, table)
     for index, job in enumerate(wanted):
@@ -95,14 +96,20 @@ class _Table:
         return _Table(**{name: getattr(self, name)[keep] for name in self.__dataclass_fields__})
 
 
-def _replica_counts(plan: Plan) -> list[Violation]:
-    return [
-        Violation(
-            code="plan.replicas", what=f"slot {index} has {len(slot.replicas)} microbatches, not {plan.data_parallel}"
-        )
-        for index, slot in enumerate(plan.slots)
-        if len(slot.replicas) != plan.data_parallel
-    ]
+def _layouts(plan: Plan) -> list[Violation]:
+    """Stretches that do not follow each other, and slots that have not one microbatch for each of their replicas."""
+    found = []
+    start = 0
+    for end, _, replicas in plan.layouts:
+        if end < start or (end == start and end < plan.num_slots):
+            found.append(Violation(code="plan.layouts", what=f"a layout ends at slot {end}, the one before at {start}"))
+        found += [
+            Violation(code="plan.replicas", what=f"slot {at} has {len(slot.replicas)} microbatches, not {replicas}")
+            for at, slot in enumerate(plan.slots[start:end], start)
+            if len(slot.replicas) != replicas
+        ]
+        start = end
+    return found
 
 
 def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
@@ -114,20 +121,21 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     lengths = np.concatenate([np.asarray(job.sample_tokens, np.int64) for job in jobs])
     within = (table.sample >= 0) & (table.sample < np.diff(starts)[table.job])
     tokens = np.where(within, lengths[np.where(within, starts[table.job] + table.sample, 0)], 0)
-    microbatch = table.slot * plan.data_parallel + table.replica
+    width = int(table.replica.max()) + 1
+    microbatch = table.slot * width + table.replica
     new_run = np.r_[True, (np.diff(table.job) != 0) | (np.diff(microbatch) != 0)]
     run = np.cumsum(new_run) - 1
     run_microbatch, run_job = microbatch[new_run], table.job[new_run]
     runs, counts = np.unique(np.stack([run_microbatch, run_job]), axis=1, return_counts=True)
     for at, job in runs[:, counts > 1].T:
-        where = f"slot {at // plan.data_parallel}"
+        where = f"slot {at // width}"
         found.append(
             Violation(code="plan.scattered", what=f"{where}: samples of {jobs[job].name} are not side by side")
         )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
     rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
     for at in np.flatnonzero(rows > plan.capacity_tokens):
-        where = f"slot {at // plan.data_parallel}, replica {at % plan.data_parallel}"
+        where = f"slot {at // width}, replica {at % width}"
         found.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {plan.capacity_tokens}"))
     return found
 
@@ -161,7 +169,7 @@ def _counts(plan: Plan, job: AdapterJob, position: np.ndarray) -> list[Violation
 
 
 def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> list[Violation]:
-    """Batches in order, S slots apart; nothing after a stop."""
+    """Batches in order, as many slots apart as there are stages; nothing after a stop."""
     found: list[Violation] = []
     stop = dict(plan.stopped).get(job.name)
     if stop is not None and slot.size and slot.max() >= stop:
@@ -175,12 +183,15 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     np.minimum.at(first, batch, slot)
     np.maximum.at(last, batch, slot)
     present = np.flatnonzero(last >= 0)
+    ends, stages = [layout.end for layout in plan.layouts], [layout.num_stages for layout in plan.layouts]
+    here, there = (np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first))  # of which stretch
     for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
-        if distance < plan.num_stages:
+        needed = stages[here[earlier]] if here[earlier] == there[later] else 1
+        if distance < needed:
             what = (
                 f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"
             )
             code = "plan.order" if distance < 1 else "plan.distance"
-            found.append(Violation(code=code, what=f"{what}; {plan.num_stages} slots are needed between them"))
+            found.append(Violation(code=code, what=f"{what}; {needed} slots are needed between them"))
     return found
