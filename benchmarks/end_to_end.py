@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
-    parser.add_argument("--layers-per-stage", type=int, nargs="+", help="default by cost")
+    parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
     parser.add_argument("--until", type=float, help="seconds after which no further run starts")
@@ -185,7 +185,7 @@ class Bench:
         row = {
             "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
-            "layers_per_stage": [len(stage.layers) for stage in stages],
+            "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
             "keep": stages[0].keep, "settings": options.set,
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
@@ -281,7 +281,7 @@ class Bench:
         stages = [
             Stage(
                 parts, own, here, config.adapters, keep=keep,
-                block=block_layers(config.train.block_layers, len(own.layers), fsdp=here.fsdp),
+                block=block_layers(config.train.block_layers, len(own.pieces), fsdp=here.fsdp),
             )
             for own, here in self._weights
         ]  # fmt: skip
@@ -301,8 +301,10 @@ class Bench:
             result.append(
                 (
                     StageWeights(
-                        first=own.start,
-                        layers=[{n: draw(n, s) for n, s in parts.frozen_shapes().items()} for _ in own],
+                        extent=own,
+                        pieces=[
+                            {n: draw(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in own.pieces
+                        ],
                         embed=draw("embed.kernel", table) if stage == 0 else None,
                         norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
                         head=draw("head.kernel", table) if stage == len(layers) - 1 else None,

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.
 
 from lorafusion_jax.models import ModelConfig  # noqa: E402
 from lorafusion_jax.modules.spec import AdapterSpec  # noqa: E402
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers  # noqa: E402
+from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers  # noqa: E402
 from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory  # noqa: E402
 from scheduling import (  # noqa: E402
     AdapterJob,
@@ -158,7 +158,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     backward = _backward(parts.layer, problem.keep)
     layer = replace(parts.layer, backward=backward, update_s=28 * trainable / MEMORY_RATE)
     gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp, overlapped=False)
-    counts = [len(stage) for stage in problem.layers]
+    counts = worth_in_layers(model, problem.layers)
     model_costs = stages_from_parts(replace(parts, layer=layer), counts, gather=gather if mesh.fsdp > 1 else None)
     stages = tuple(
         replace(stage, update_s=stage.update_s + all_reduce_s(4 * trainable * count, mesh))

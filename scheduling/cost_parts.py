@@ -62,13 +62,13 @@ class CostParts:
             raise PlanError("plan.cost-format", "these are not costs of a model's parts", why=repr(error)) from None
 
 
-def stages_from_parts(parts: CostParts, layers: Sequence[int], *, gather: GatherCost | None = None) -> CostModel:
+def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: GatherCost | None = None) -> CostModel:
     """Adds parts up to stages.
 
     pass(s) = call + layers(s) · layer + embed on the first + head on the last
 
     Args:
-        layers: of each stage.
+        layers: of each stage; half a layer counts as what it costs, e.g. 20.2.
         gather: frozen weights are split over devices (FSDP) and collected before use.
 
     >>> one = StageCost(forward=PassCost(fixed_s=1), backward=PassCost(fixed_s=2))
@@ -113,7 +113,7 @@ class GatherCost:
     link_bytes: float = 369e9
     overlapped: bool = True
 
-    def added_to(self, cost: PassCost, layers: int, with_table: bool) -> PassCost:
+    def added_to(self, cost: PassCost, layers: float, with_table: bool) -> PassCost:
         received = (layers * self.layer_bytes + with_table * self.table_bytes) * (1 - 1 / self.devices)
         seconds = received / self.link_bytes
         if self.overlapped:
@@ -121,7 +121,7 @@ class GatherCost:
         return replace(cost, fixed_s=cost.fixed_s + seconds)
 
 
-def read_cost_model(text: str, layers: Sequence[int]) -> CostModel:
+def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
     """Reads a file of stages or of parts; parts are added up to these layers per stage.
 
     Raises:
@@ -205,7 +205,7 @@ def fit_cost_parts(
     )
 
 
-def _sum(shares: Sequence[tuple[int, PassCost]], call_s: float) -> PassCost:
+def _sum(shares: Sequence[tuple[float, PassCost]], call_s: float) -> PassCost:
     return PassCost(
         fixed_s=call_s + sum(n * cost.fixed_s for n, cost in shares),
         token_s=float(sum(n * cost.token_s for n, cost in shares)),

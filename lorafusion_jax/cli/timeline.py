@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,10 @@ import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table, say
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.pipeline.extent import extents
+from lorafusion_jax.pipeline.layout import worth_in_layers
 from lorafusion_jax.report.format import duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
@@ -60,10 +65,19 @@ def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tu
     stages = measured.num_stages  # of that sitting: a resumed run may have had fewer than its plan
     plan = replace(RunFolder(run).read_plan(), num_stages=stages)
     layers = [event["layers"] for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
-    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), [own for own in layers if len(own) == stages][-1])
+    worth = _worth(run, [own for own in layers if len(own) == stages][-1])
+    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), worth)
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
     return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)
+
+
+def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
+    """Layers of each stage; half a layer counts as what it costs."""
+    if all(isinstance(count, int) for count in layers):
+        return layers
+    model = ModelConfig.from_hf(base_directory(RunFolder(run).read_config()))
+    return worth_in_layers(model, extents(layers))
 
 
 def timeline_numbers(measured: Timeline, predicted: Timeline | None) -> dict:

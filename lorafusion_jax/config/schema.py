@@ -12,6 +12,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
 
 class Section(BaseModel):
@@ -80,8 +81,8 @@ class MeshSettings(Section):
     stages: Count = Field(default=1, description="pipeline stages: the layers are cut into so many parts")
     data: Count = Field(default=1, description="replicas, each with its own microbatches")
     fsdp: Count = Field(default=1, description="replicas that also share one copy of the frozen base between them")
-    layers: tuple[Count, ...] | None = Field(
-        default=None, description="layers of each stage, e.g. [20, 20, 20, 20]; default by cost"
+    layers: tuple[Layers, ...] | None = Field(
+        default=None, description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost"
     )
 
     @property

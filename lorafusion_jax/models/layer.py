@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -109,18 +109,36 @@ class DecoderLayer(nnx.Module):
 
     Tensors from which backward can make everything else without repeating a product carry names for rematerialisation
     policies: "qk_in", "attention", "o_out", "gate", "up", and the LoRA ops' "lora_s" and "lora_bits".
+
+    Args:
+        half: only this half, where two pipeline stages share a layer: "attention" is the first sum, "mlp" the second.
     """
 
-    def __init__(self, config: ModelConfig, adapters: Sequence[AdapterSpec], *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        adapters: Sequence[AdapterSpec],
+        *,
+        half: Literal["attention", "mlp"] | None = None,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
         linear = _Linears(adapters=adapters, dtype=dtype, rngs=rngs)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, linear)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config, linear)
+        self.half = half
+        if half != "mlp":
+            self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+            self.self_attn = Attention(config, linear)
+        if half != "attention":
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+            self.mlp = MLP(config, linear)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
-        o_TD = checkpoint_name(self.self_attn(self.input_layernorm(x_TD), inputs, implementation), "o_out")
-        x_TD, h_TD = self.post_attention_layernorm.of_sum(x_TD, o_TD)
+        if self.half == "mlp":
+            return x_TD + self.mlp(self.post_attention_layernorm(x_TD), inputs.lora)
+        o_TD = self.self_attn(self.input_layernorm(x_TD), inputs, implementation)
+        if self.half == "attention":
+            return x_TD + o_TD
+        x_TD, h_TD = self.post_attention_layernorm.of_sum(x_TD, checkpoint_name(o_TD, "o_out"))
         return x_TD + self.mlp(h_TD, inputs.lora)

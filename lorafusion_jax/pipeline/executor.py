@@ -234,8 +234,8 @@ class Executor:
         for stage, closed in zip(self.stages, result.closed, strict=True):
             bad = [n for n, good in zip(stage.leaf_names(spec), local(closed.finite), strict=True) if not good]
             if bad:
-                here = f" of layers {stage.layers[0]} to {stage.layers[-1]}"
-                return bad[0] + (here if len(self.stages) > 1 else "")
+                here = stage.extent.layers_of(bad[0])
+                return bad[0] + (f" of layers {here[0]} to {here[-1]}" if len(self.stages) > 1 else "")
         return None
 
     def evaluate(self, rows: Microbatch) -> Future[Array]:

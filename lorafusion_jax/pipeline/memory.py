@@ -15,7 +15,8 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, resolve_targets
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
-from lorafusion_jax.pipeline.layout import layer_shapes, linear_shapes, stage_layers
+from lorafusion_jax.pipeline.extent import Extent, Half
+from lorafusion_jax.pipeline.layout import half_of_linear, layer_shapes, linear_shapes, stage_layers
 
 Keep = Literal["everything", "gemm_inputs", "nothing"]
 KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
@@ -59,7 +60,7 @@ class MemoryProblem:
     model: ModelConfig
     adapters: tuple[AdapterSpec, ...]
     optimizers: tuple[str, ...]
-    layers: tuple[range, ...]
+    layers: tuple[Extent, ...]
     capacity_tokens: int
     fsdp: int = 1
     keep: Keep = "gemm_inputs"
@@ -125,41 +126,59 @@ def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
     return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
 
 
-def kept_per_layer(problem: MemoryProblem) -> dict[str, int]:
-    """Bytes that one layer keeps for one microbatch, tensor by tensor.
+def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str, int]:
+    """Bytes that one layer or half of it keeps for one microbatch, tensor by tensor.
 
     `nothing` keeps the layer's input; `gemm_inputs` what no elementwise work can make again; `everything` all that a
     derivative wants.
     """
+    attention, mlp = _kept_by_half(problem)
+    if half == "attention":
+        return attention
+    if half == "mlp":
+        return mlp
+    if problem.keep == "nothing":
+        return attention
+    mlp = {"o_out": mlp.pop("x_in")} | mlp  # a whole layer makes the input of its MLP again from these two
+    return attention | mlp
+
+
+def _kept_by_half(problem: MemoryProblem) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the attention and of the MLP."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
     D, F = m.hidden_size, m.intermediate_size
     query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    nothing = {"x_in": item * T * D}
-    gemm_inputs = nothing | {
+    x_in = {"x_in": item * T * D}
+    if problem.keep == "nothing":
+        return x_in, dict(x_in)
+    lora = {f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank}
+    lora |= {f"dropout bits of {site}": size for site, size in _bits(problem).items()}
+    attention = x_in | {
         "q": item * T * query,  # rotated, as attention takes it
         "k": item * T * key,
         "v": item * T * key,
         "attention": item * T * query,
         "attention log-sum-exp": FLOAT32 * T * m.num_heads,
-        "o_out": item * T * D,
+        **{name: size for name, size in lora.items() if name.endswith((" qkv", " o"))},
+    }
+    mlp = x_in | {
         "gate": item * T * F,
         "up": item * T * F,
-        **{f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank},
-        **{f"dropout bits of {site}": size for site, size in _bits(problem).items()},
+        **{name: size for name, size in lora.items() if name.endswith((" gate_up", " down"))},
     }
     if m.qk_norm:
-        gemm_inputs |= {"q, k before their norms": item * T * (query + key)}
-    everything = gemm_inputs | {
+        attention |= {"q, k before their norms": item * T * (query + key)}
+    if problem.keep == "gemm_inputs":
+        return attention, mlp
+    attention |= {
         "attention, for o_proj": item * T * query,  # rows that attention isolated are put back: another array
         "norm 1 out": item * T * D,
         "norm 1 scale": FLOAT32 * T,
-        "norm 2 out": item * T * D,
-        "norm 2 scale": FLOAT32 * T,
-        "silu(gate) · up": item * T * F,
     }
+    mlp |= {"norm 2 out": item * T * D, "norm 2 scale": FLOAT32 * T, "silu(gate) · up": item * T * F}
     if m.qk_norm:
-        everything |= {"scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads)}
-    return everything if problem.keep == "everything" else gemm_inputs if problem.keep == "gemm_inputs" else nothing
+        attention |= {"scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads)}
+    return attention, mlp
 
 
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
@@ -172,8 +191,10 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
         kept_per_layer(problem).values()
     )
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    attention = item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query  # cuDNN sums dq in float32
-    fresh = _lora_bytes(problem, stage) // len(problem.layers[stage])  # one layer's gradients, then added to the sums
+    attention = (
+        item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
+    )  # cuDNN sums dq in float32, ours does not
+    fresh = _layer_lora_bytes(problem)  # one layer's gradients, then added to the sums
     gathered = 2 * _layer_bytes(m, item) if problem.fsdp > 1 else 0  # the layer that runs and the next one
     programs = {
         "forward": hand_over + made_again + gathered,
@@ -236,7 +257,7 @@ def largest_capacity(problem: MemoryProblem, device_bytes: int, *, tile_tokens: 
 
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     in_flight = problem.num_stages - stage
-    layers = len(problem.layers[stage])
+    kept = sum(sum(kept_per_layer(problem, piece.half).values()) for piece in problem.layers[stage].pieces)
     lora = _lora_bytes(problem, stage)
     slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
     return StageMemory(
@@ -246,7 +267,7 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
         optimizers=sum(
             STATES[name] * own for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
         ),
-        kept=in_flight * layers * sum(kept_per_layer(problem).values()) + slopes,
+        kept=in_flight * kept + slopes,
         # eight int32 or float32 a row, and rotary tables
         batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * problem.model.head_dim),
         working=max(working_memory(problem, stage).values()),
@@ -264,9 +285,11 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     tables = int(stage == 0) + int(_is_last(problem, stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
-    layer = sum(_share(shape, problem.fsdp) for shape in layer_shapes(m))
+    layers = sum(
+        _share(shape, problem.fsdp) for piece in problem.layers[stage].pieces for shape in layer_shapes(m, piece.half)
+    )
     norm = m.hidden_size if _is_last(problem, stage) else 0
-    return problem.item * (len(problem.layers[stage]) * layer + tables * table + norm)
+    return problem.item * (layers + tables * table + norm)
 
 
 def _layer_bytes(model: ModelConfig, item: int) -> int:
@@ -281,16 +304,25 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
 
 def _lora_bytes(problem: MemoryProblem, stage: int) -> int:
     """[A, K, R] and [A, R, N] float32 of a stage's layers, padded to the largest rank of each projection."""
-    shapes = linear_shapes(problem.model)
+    return sum(_layer_lora_bytes(problem, piece.half) for piece in problem.layers[stage].pieces)
+
+
+def _layer_lora_bytes(problem: MemoryProblem, half: Half | None = None) -> int:
+    shapes = _linears(problem, half)
     padded = sum(bank_rank(problem.adapters, name) * (k + n) for name, (k, n) in shapes.items())
-    return FLOAT32 * len(problem.layers[stage]) * len(problem.adapters) * padded
+    return FLOAT32 * len(problem.adapters) * padded
+
+
+def _linears(problem: MemoryProblem, half: Half | None) -> dict[str, tuple[int, int]]:
+    shapes = linear_shapes(problem.model)
+    return {name: shape for name, shape in shapes.items() if half in (None, half_of_linear(name))}
 
 
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
     """The same per adapter, at its own rank and targets: what its optimizer sees."""
-    shapes = linear_shapes(problem.model)
+    pieces = [_linears(problem, piece.half) for piece in problem.layers[stage].pieces]
     return [
-        FLOAT32 * len(problem.layers[stage]) * spec.rank * sum(sum(shapes[name]) for name in spec.targets)
+        FLOAT32 * spec.rank * sum(sum(shapes[name]) for shapes in pieces for name in spec.targets if name in shapes)
         for spec in problem.adapters
     ]
 

@@ -57,10 +57,19 @@ def clipped(gradient: Any, norm: Any, largest: Any) -> Any:
 
 def _per_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Treats each layer of a stacked leaf as a parameter of its own: adafactor factors and clips whole parameters, and
-    the stack of a stage is no parameter of anybody's model."""
-    return optax.GradientTransformation(
-        jax.vmap(optimizer.init), lambda updates, state, params=None: jax.vmap(optimizer.update)(updates, state, params)
-    )
+    the stack of a stage is no parameter of anybody's model. A state per leaf, because leaves of a stage may differ in
+    their number of layers."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        steps = {name: jax.vmap(optimizer.update)(updates[name], state[name], params[name]) for name in updates}
+        return {name: change for name, (change, _) in steps.items()}, {
+            name: state for name, (_, state) in steps.items()
+        }
+
+    def init(params: Any) -> Any:
+        return {name: jax.vmap(optimizer.init)(leaf) for name, leaf in params.items()}
+
+    return optax.GradientTransformation(init, update)
 
 
 def _optimizer(name: str, numbers: Hyper) -> optax.GradientTransformation:

@@ -22,6 +22,7 @@ from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective import adapter_losses
+from lorafusion_jax.pipeline.extent import HALVES, Extent, Half, half_of
 from pallas_kernels.norm import rms_norm
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
@@ -32,20 +33,20 @@ class StageWeights:
     """Frozen arrays of one stage.
 
     Attributes:
-        first: number of its first layer in the model.
-        layers: by name, for each of its layers.
+        extent: its layers.
+        pieces: by name, for each of its layers or halves of them.
         embed: [V, D], on the first stage.
         norm, head: final norm [D] and [V, D] table, on the last stage.
     """
 
-    first: int
-    layers: list[Weights]
+    extent: Extent
+    pieces: list[Weights]
     embed: Array | None = None
     norm: Array | None = None
     head: Array | None = None
 
     def arrays(self) -> list[Any]:
-        return [self.layers, self.embed, self.norm, self.head]
+        return [self.pieces, self.embed, self.norm, self.head]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +63,36 @@ class Parts:
     specs: tuple[AdapterSpec, ...]
     settings: TrainSettings
     dtype: Any = jnp.bfloat16
-    _layer: tuple = field(init=False, repr=False)
+    _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
-        layer = nnx.eval_shape(lambda: DecoderLayer(self.model, self.specs, dtype=self.dtype, rngs=nnx.Rngs(0)))
-        object.__setattr__(self, "_layer", nnx.split(layer, nnx.LoRAParam, ...))
+        modules = {
+            half: nnx.split(
+                nnx.eval_shape(
+                    lambda half=half: DecoderLayer(
+                        self.model, self.specs, half=half, dtype=self.dtype, rngs=nnx.Rngs(0)
+                    )
+                ),
+                nnx.LoRAParam,
+                ...,
+            )
+            for half in (None, *HALVES)
+        }
+        object.__setattr__(self, "_modules", modules)
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the trainable leaves of that many layers: "layers.self_attn.q_proj.lora_a" → (L, A, K, R)."""
-        _, lora, _ = self._layer
+        _, lora, _ = self._modules[None]
         return {f"layers.{_name(path)}": (num_layers, *leaf.shape) for path, leaf in nnx.to_flat_state(lora)}
 
-    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one layer's frozen tensors."""
-        _, _, frozen = self._layer
+    def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
+        """Shapes of the frozen tensors of one layer, or of half of it."""
+        _, _, frozen = self._modules[half]
         return {_name(path): leaf.shape for path, leaf in nnx.to_flat_state(frozen)}
+
+    def half(self, frozen: Weights) -> Half | None:
+        """Which half of a layer these tensors are; None: a whole one."""
+        return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 
     def first_lora(self) -> dict[str, Any]:
         """Initial weights of all adapters and layers, numpy float32 [L, A, K, R]."""
@@ -97,14 +113,14 @@ class Parts:
         return table[tokens]
 
     def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: LayerInputs, number: Array) -> Array:
-        """Runs one layer.
+        """Runs one layer, or the half of it whose tensors are given.
 
         Args:
             frozen: its tensors by name.
             lora: its trainable leaves by name, [A, K, R] and [A, R, N].
             number: of the layer in the model; dropout depends on it.
         """
-        graph, lora_state, frozen_state = self._layer
+        graph, lora_state, frozen_state = self._modules[self.half(frozen)]
         module = nnx.merge(graph, _filled(lora_state, lora), _filled(frozen_state, frozen))
         if inputs.lora is not None:
             inputs = replace(inputs, lora=inputs.lora.at_layer(number))
@@ -123,7 +139,7 @@ class Parts:
         )
 
 
-def cut(model: Decoder, stages: Sequence[range]) -> list[StageWeights]:
+def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:
     """Takes a loaded decoder of unrolled layers apart; tied embeddings serve both ends."""
     last = len(stages) - 1
     assert isinstance(model.layers, nnx.List), "a pipeline takes a decoder whose layers are unrolled"
@@ -131,8 +147,8 @@ def cut(model: Decoder, stages: Sequence[range]) -> list[StageWeights]:
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     return [
         StageWeights(
-            first=own.start,
-            layers=[_weights(each[number]) for number in own],
+            extent=own,
+            pieces=[_weights(each[number], half) for number, half in own.pieces],
             embed=model.embed_tokens.weight[...] if stage == 0 else None,
             norm=model.norm.weight[...] if stage == last else None,
             head=head.weight[...] if stage == last else None,
@@ -141,8 +157,9 @@ def cut(model: Decoder, stages: Sequence[range]) -> list[StageWeights]:
     ]
 
 
-def _weights(layer: DecoderLayer) -> Weights:
-    return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
+def _weights(layer: DecoderLayer, half: Half | None) -> Weights:
+    named = {_name(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
+    return {name: leaf[...] for name, leaf in named.items() if half in (None, half_of(name))}
 
 
 def _filled(state: Any, arrays: Weights) -> Any:

@@ -1,7 +1,8 @@
 """The compiled programs of one stage. Shapes are the same in every slot, so each program compiles once.
 
-A program runs one block: one or a few layers. Compiling one layer and calling it 32 times costs as much host time as
-the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every layer's weights.
+A program runs one block: one or a few layers, or half of one. Compiling one layer and calling it 32 times costs as much
+host time as the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every
+layer's weights.
 Every array of a microbatch has a leading axis of replicas; inside a program each device sees its own row.
 A adapters · L layers of the stage · R replicas
 """
@@ -22,6 +23,7 @@ from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.extent import Extent, Half, half_of
 from lorafusion_jax.pipeline.keep import Keep, Split
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
@@ -29,6 +31,7 @@ from lorafusion_jax.pipeline.optim import Hyper, clipped, transformation
 from lorafusion_jax.pipeline.parts import Parts, Weights
 
 ROWS, WHOLE = P(REPLICAS), P()
+LAYERS = "layers."  # in front of the names of trainable leaves
 
 
 class Verdict(NamedTuple):
@@ -45,25 +48,26 @@ class StagePrograms:
     Args:
         parts: what the model computes.
         stage: where.
+        extent: the layers that it has.
         keep: what forward leaves for backward.
     """
 
-    def __init__(self, parts: Parts, stage: StageMesh, keep: Keep):
-        self._parts, self._stage = parts, stage
+    def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, keep: Keep):
+        self._parts, self._stage, self._extent = parts, stage, extent
         self._keep: Keep = keep
-        self._splits: list[Split] = []
+        self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
         self._steps: dict[tuple, Any] = {}
         weights = {name: P(*stage.split(shape)) for name, shape in parts.frozen_shapes().items()}
         self._frozen_axes = {name: _axis(spec) for name, spec in weights.items()}
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
-        block = ([weights], WHOLE, WHOLE, WHOLE, ROWS, ROWS)  # a list: the same for each layer of the block
+        block = ([weights], WHOLE, WHOLE, ROWS, ROWS)  # a list: the same for each piece of the block
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
         self.forward = self._jit(self._forward, block, (ROWS, ROWS))
-        self.backward = self._jit(self._backward, (*block, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(7, 8))
+        self.backward = self._jit(self._backward, (*block, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(6, 7))
         self.evaluate = self._jit(self._evaluate, block, ROWS)
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
@@ -109,7 +113,7 @@ class StagePrograms:
 
         def mapped(*operands: Any) -> Any:
             specs = tuple(
-                tuple(spec) * len(operand) if isinstance(spec, list) else spec
+                tuple({name: spec[0][name] for name in piece} for piece in operand) if isinstance(spec, list) else spec
                 for spec, operand in zip(in_specs, operands, strict=True)
             )
             # Checks of varying axes off: sums and losses differ by replica, and that is how they are declared.
@@ -125,37 +129,52 @@ class StagePrograms:
     def _embed(self, table: Array, batch: Microbatch) -> Array:
         return self._parts.embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
 
-    def _forward(self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any):
+    def _forward(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
-        while len(self._splits) < len(frozen):
-            self._splits.append(Split(self._layer, self._keep))
         kept = []
         for place, weights in enumerate(frozen):
             before = x
             given = (self._whole(weights), inputs, number + place)
-            x, rest = self._splits[place].forward(given, _at(lora, first + place), x)
+            x, rest = self._split(weights, place).forward(given, self._at(lora, weights, number + place), x)
             kept.append(((before,) if place else (), rest))
         return x[None], _row(kept)
 
     def _backward(
-        self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any, kept: Any,
-        dy: Array, sums: Leaves,
+        self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any, kept: Any, dy: Array,
+        sums: Leaves,
     ):  # fmt: skip
         x, inputs, kept, dy = x[0], _own(inputs), _own(kept), dy[0]
         for place in reversed(range(len(frozen))):
-            before, rest = kept[place]
-            given = (self._whole(frozen[place]), inputs, number + place)
-            gradient, dy = self._splits[place].backward(
-                given, _at(lora, first + place), before[0] if place else x, rest, dy
+            weights, (before, rest) = frozen[place], kept[place]
+            given = (self._whole(weights), inputs, number + place)
+            gradient, dy = self._split(weights, place).backward(
+                given, self._at(lora, weights, number + place), before[0] if place else x, rest, dy
             )
-            sums = {name: leaf.at[0, first + place].add(gradient[_in_layer(name)]) for name, leaf in sums.items()}
+            sums = sums | {
+                name: sums[name].at[0, number + place - self._extent.layers_of(name).start].add(own)
+                for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
+            }
         return dy[None], sums
 
-    def _evaluate(self, frozen: Sequence[Weights], lora: Leaves, first: Array, number: Array, x: Array, inputs: Any):
+    def _evaluate(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
-            x = self._layer((self._whole(weights), inputs, number + place), _at(lora, first + place), x)
+            x = self._layer((self._whole(weights), inputs, number + place), self._at(lora, weights, number + place), x)
         return x[None]
+
+    def _split(self, weights: Weights, place: int) -> Split:
+        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._keep))
+
+    def _at(self, lora: Leaves, weights: Weights, number: Array) -> Weights:
+        """Trainable leaves of one layer, or of the half of it whose frozen tensors these are, under its own names."""
+        half = self._parts.half(weights)
+        return {
+            name.removeprefix(LAYERS): lax.dynamic_index_in_dim(
+                leaf, number - self._extent.layers_of(name).start, 0, keepdims=False
+            )
+            for name, leaf in lora.items()
+            if half in (None, half_of(name))
+        }
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
         frozen, inputs, number = given
@@ -211,15 +230,6 @@ def _own(rows: Any) -> Any:
 
 def _row(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
-
-
-def _at(lora: Leaves, place: Array) -> Weights:
-    """One layer's trainable leaves under the layer's own names."""
-    return {_in_layer(name): lax.dynamic_index_in_dim(leaf, place, 0, keepdims=False) for name, leaf in lora.items()}
-
-
-def _in_layer(name: str) -> str:
-    return name.removeprefix("layers.")
 
 
 def _axis(spec: P) -> int | None:

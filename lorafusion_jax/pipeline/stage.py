@@ -15,6 +15,7 @@ from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.extent import Extent, Piece
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
@@ -58,12 +59,12 @@ class Stage:
         block: int,
     ):
         self.mesh, self.weights, self.keep = mesh, weights, keep
-        self.programs = StagePrograms(parts, mesh, keep)
+        self.programs = StagePrograms(parts, mesh, weights.extent, keep)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
-        count = len(weights.layers)
-        starts = range(0, count, block)
-        self._blocks = [tuple(weights.layers[start : start + block]) for start in starts]
-        self._places = [everywhere((np.int32(start), np.int32(weights.first + start)), mesh) for start in starts]
+        groups = _groups(weights.extent.pieces, block)
+        self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]
+        firsts = [weights.extent.pieces[group[0]].layer for group in groups]
+        self._numbers = [everywhere(np.int32(first), mesh) for first in firsts]  # of each block's first layer
         self._index = [everywhere(np.int32(number), mesh) for number in range(len(adapters))]
         self._live: dict[int, _Live] = {}
         self._gradients: dict[int, Leaves] = {}
@@ -74,8 +75,8 @@ class Stage:
         self.alive: Array = everywhere(np.ones(len(adapters), bool), mesh)
 
     @property
-    def layers(self) -> range:
-        return range(self.weights.first, self.weights.first + len(self.weights.layers))
+    def extent(self) -> Extent:
+        return self.weights.extent
 
     @property
     def live_slots(self) -> int:
@@ -90,7 +91,7 @@ class Stage:
 
     def start(self, lora: dict[str, np.ndarray]) -> None:
         """Takes initial weights of all layers of the model, [L, A, K, R]; sums are empty, optimizers new."""
-        own = {name: leaf[self.layers.start : self.layers.stop] for name, leaf in lora.items()}
+        own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
         self.lora = everywhere(own, self.mesh)
         rows = self.mesh.by_replica
         shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
@@ -125,9 +126,9 @@ class Stage:
         assert here is not None, "only the first stage begins with tokens"
         xs: list[Array] = []
         kept: list[Any] = []
-        for block, (first, number) in zip(self._blocks, self._places, strict=True):
+        for block, number in zip(self._blocks, self._numbers, strict=True):
             xs.append(here)
-            here, rest = programs.forward(block, self.lora, first, number, here, inputs)
+            here, rest = programs.forward(block, self.lora, number, here, inputs)
             kept.append(rest)
         if weights.head is None:
             self._live[slot] = _Live(inputs, xs, kept, None)
@@ -142,9 +143,9 @@ class Stage:
         gradient: Any = own if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del own  # given away below
-        for block, (first, number) in zip(reversed(self._blocks), reversed(self._places), strict=True):
+        for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
             gradient, self.sums = self.programs.backward(
-                block, self.lora, first, number, xs.pop(), inputs, kept.pop(), gradient, self.sums
+                block, self.lora, number, xs.pop(), inputs, kept.pop(), gradient, self.sums
             )
         return gradient
 
@@ -224,13 +225,22 @@ class Stage:
         inputs = programs.inputs_without_dropout(batch)
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
         assert here is not None, "only the first stage begins with tokens"
-        for block, (first, number) in zip(self._blocks, self._places, strict=True):
-            here = programs.evaluate(block, self.lora, first, number, here, inputs)
+        for block, number in zip(self._blocks, self._numbers, strict=True):
+            here = programs.evaluate(block, self.lora, number, here, inputs)
         return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `finish` reports them."""
         return sorted(name for name in self.lora if lv.projection(name) in spec.targets)
+
+
+def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:
+    """Places of the pieces that run in one program: so many layers, or a half alone."""
+    groups: list[list[int]] = []
+    for place, piece in enumerate(pieces):
+        joins = groups and piece.half is None and pieces[groups[-1][0]].half is None and len(groups[-1]) < block
+        groups[-1].append(place) if joins else groups.append([place])
+    return groups
 
 
 def _copied(arrays: Any) -> Any:

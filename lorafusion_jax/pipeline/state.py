@@ -6,15 +6,16 @@ L layers · A adapters · R replicas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import DictKey
 
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
@@ -45,11 +46,11 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     sums = {name: _for_replicas(leaf, replicas) for name, leaf in arrays["sums"].items()}
     loss = _for_replicas(arrays["loss"], replicas)
     for stage in stages:
-        here, mesh = slice(stage.layers.start, stage.layers.stop), stage.mesh
+        mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
-        stage.lora = everywhere({name: np.asarray(leaf)[here] for name, leaf in arrays["lora"].items()}, mesh)
-        stage.sums = to_stage({name: leaf[mine][:, here] for name, leaf in sums.items()}, mesh)
-        stage.optimizers = everywhere(jax.tree.map(partial(_rows, here), arrays["optimizers"]), mesh)
+        stage.lora = everywhere(_of_stage(extent, arrays["lora"]), mesh)
+        stage.sums = to_stage({name: leaf[mine][:, extent.layers_of(name)] for name, leaf in sums.items()}, mesh)
+        stage.optimizers = everywhere(_of_stage(extent, arrays["optimizers"]), mesh)
         stage.alive = everywhere(np.asarray(arrays["alive"]), mesh)
         if stage.loss is not None:
             stage.loss = to_stage(loss[mine], mesh)
@@ -83,8 +84,16 @@ def adapter_arrays(stages: Sequence[Stage], spec: AdapterSpec, index: int) -> di
     return _joined([lv.take(stage.lora, spec, index) for stage in stages], axis=0)
 
 
-def _rows(here: slice, leaf: Any) -> np.ndarray:
-    return np.asarray(leaf)[here] if np.ndim(leaf) else np.asarray(leaf)  # scalars count steps
+def _of_stage(extent: Extent, tree: Any) -> Any:
+    """Cuts a stage's layers out of every array, whose path names its leaf; scalars count steps."""
+
+    def own(path: tuple, leaf: Any) -> np.ndarray:
+        if not np.ndim(leaf):
+            return np.asarray(leaf)
+        name = next(key.key for key in path if isinstance(key, DictKey) and key.key.startswith("layers."))
+        return np.asarray(leaf)[extent.layers_of(name)]
+
+    return jax.tree_util.tree_map_with_path(own, tree)
 
 
 def _joined(trees: list[Any], axis: int) -> Any:

@@ -65,7 +65,7 @@ def rate(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
-def layout(mesh: Mapping[str, int], layers: Sequence[int], keep: str) -> str:
+def layout(mesh: Mapping[str, int], layers: Sequence[int | float], keep: str) -> str:
     """What runs where, in words; empty for one device that keeps everything.
 
     >>> layout({"stages": 2, "data": 4, "fsdp": 1}, [17, 15], "everything")

@@ -9,7 +9,8 @@ from typing import Any
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.pipeline import memory
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers
+from lorafusion_jax.pipeline.extent import counts_of
+from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, default_cost_parts, read_cost_model, stages_from_parts
 
@@ -42,7 +43,7 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
     # A program holds one layer of a large model and gathers its weights first: nothing to hide that behind.
     gather = GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
-    costs = stages_from_parts(parts, [len(stage) for stage in layers], gather=gather if mesh.fsdp > 1 else None)
+    costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
@@ -58,7 +59,7 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     if model is None:
         return read_cost_model(file.read_text(encoding="utf-8"), [1] * config.mesh.stages)
     layers = stage_layers(model, config.mesh.stages, config.mesh.layers, capacity_tokens=config.batch.capacity_tokens)
-    return read_cost_model(file.read_text(encoding="utf-8"), [len(stage) for stage in layers])
+    return read_cost_model(file.read_text(encoding="utf-8"), worth_in_layers(model, layers))
 
 
 def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | 
         problem = dataclasses.replace(problem, keep=memory.choose_keep(problem, device_bytes))
     stages = memory.stage_memory(problem)
     return {
-        "layers": [len(stage) for stage in problem.layers],
+        "layers": counts_of(problem.layers),
         "keep": problem.keep,
         "stages": [{"total": stage.total} | dataclasses.asdict(stage) for stage in stages],
         "device_bytes": device_bytes,

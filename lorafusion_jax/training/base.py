@@ -11,6 +11,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, choose_keep, memory_problem
@@ -56,7 +57,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
             here,
             config.adapters,
             keep=keep,
-            block=block_layers(train.block_layers, len(own.layers), fsdp=here.fsdp),
+            block=block_layers(train.block_layers, len(own.pieces), fsdp=here.fsdp),
         )
         for own, here in zip(weights, meshes, strict=True)
     ]
@@ -81,9 +82,9 @@ def block_layers(wanted: int | None, num_layers: int, *, fsdp: int = 1) -> int:
     return 1 if fsdp == 1 else GATHERED_TOGETHER
 
 
-def _stage_of(name: str, layers: Sequence[range]) -> int:
+def _stage_of(name: str, layers: Sequence[Extent]) -> int:
     head, _, rest = name.partition(".")
     if head == "layers":
-        number = int(rest.partition(".")[0])
-        return next(stage for stage, own in enumerate(layers) if number in own)
+        number, _, leaf = rest.partition(".")
+        return next(stage for stage, own in enumerate(layers) if own.holds(int(number), leaf))
     return 0 if head == "embed_tokens" else len(layers) - 1

@@ -264,7 +264,7 @@ class _Run:
                 values={
                     "device": device.device_kind,
                     "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
-                    "layers": [len(stage.layers) for stage in self._stages],
+                    "layers": [stage.extent.count for stage in self._stages],
                     "keep": self._stages[0].keep,
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),

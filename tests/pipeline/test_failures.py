@@ -86,7 +86,7 @@ def test_a_program_that_cannot_run(method, stage, text, code, config, healthy, t
     failing, original = late_slot(plan), getattr(Stage, method)
 
     def broken(self, slot, *arguments):
-        if slot == failing and (self.layers.start > 0) == (stage > 0):
+        if slot == failing and (self.extent.start > 0) == (stage > 0):
             raise jax.errors.JaxRuntimeError(text)
         return original(self, slot, *arguments)
 

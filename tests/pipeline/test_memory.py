@@ -7,6 +7,7 @@ import pytest
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.extent import extents
 from lorafusion_jax.pipeline.layout import split_layers
 from lorafusion_jax.pipeline.memory import (
     ALLOCATOR_USABLE,
@@ -95,6 +96,18 @@ def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
     table = 2 * 96 * 24
     assert sum(stage.frozen for stage in three) == one.frozen + table
     assert sum(stage.adapters for stage in three) == one.adapters
+
+
+def test_stages_that_share_a_layer_hold_what_one_stage_holds():
+    (one,) = stage_memory(problem(keep="everything"))
+    table = 2 * 96 * 24
+    for counts in ([2.5, 2.5], [1.5, 3.5]):
+        two = stage_memory(replace(problem(keep="everything"), layers=extents(counts)))
+        for name in ("adapters", "sums", "optimizers"):
+            assert sum(getattr(stage, name) for stage in two) == getattr(one, name)
+        assert sum(stage.frozen for stage in two) == one.frozen + table
+        slopes = 2 * 64 * 24  # the loss's, on the last stage only; the first holds two microbatches
+        assert two[0].kept / 2 + two[1].kept - slopes == one.kept - slopes
 
 
 def test_fsdp_divides_what_divides():
