@@ -103,6 +103,11 @@ class Trained:
     losses: dict[tuple[str, str, int], float]
     weights: dict[str, dict[str, np.ndarray]]
 
+    def of(self, names) -> Trained:
+        """Of these adapters only: who else trained makes no difference to them."""
+        losses = {key: loss for key, loss in self.losses.items() if key[0] in names}
+        return Trained(losses=losses, weights={name: self.weights[name] for name in names})
+
 
 def read_trained(folder: Path) -> Trained:
     rows = read_rows(folder / "metrics.jsonl")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from mixed import assert_equal, read_trained, write_mixed_job
+from mixed import ADAPTERS, assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.report.recorder import read_rows
@@ -12,6 +14,7 @@ from lorafusion_jax.training import train
 # float32: sums over replicas and packings come in another order, about 1e-7 each; few steps carry them on
 TOLERANCE = 1e-5
 
+FEWER = ("law", "chat")  # for meshes of many stages, each of which compiles the steps of every adapter
 LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "2 stages, a block and a rest": (
         True,
@@ -19,7 +22,7 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
         {"block_layers": 2, "keep": "gemm_inputs"},
         128,
     ),
-    "2 stages that share a layer": (False, {"stages": 2, "layers": [2.5, 2.5]}, {"keep": "gemm_inputs"}, 128),
+    "2 stages that share a layer": (True, {"stages": 2, "layers": [2.5, 2.5]}, {"keep": "gemm_inputs"}, 128),
     "4 uneven stages, some slots empty": (True, {"stages": 4, "layers": [1, 1.5, 1, 1.5]}, {"keep": "nothing"}, 256),
     "2 data": (True, {"data": 2}, {"block_layers": 1, "keep": "gemm_inputs"}, 128),
     "2 fsdp": (True, {"fsdp": 2}, {"block_layers": 2, "keep": "everything"}, 128),
@@ -50,10 +53,11 @@ def one_device(tmp_path_factory, deep_base, quick_compiles):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_does_not_change_the_run(layout, one_device, mixed_job, tmp_path):
     tied, mesh, settings, capacity = LAYOUTS[layout]
-    config = mixed_job(tied, mesh=mesh, train=settings, batch={"capacity_tokens": capacity})
+    names = FEWER if math.prod(mesh.get(axis, 1) for axis in ("stages", "data", "fsdp")) > 4 else tuple(ADAPTERS)
+    config = mixed_job(tied, names, mesh=mesh, train=settings, batch={"capacity_tokens": capacity})
     result = train(config, tmp_path / "run")
     assert result.exit_code == 0
-    assert_equal(one_device(tied), read_trained(tmp_path / "run"), TOLERANCE)
+    assert_equal(one_device(tied).of(names), read_trained(tmp_path / "run"), TOLERANCE)
     last = {name: max(slot for slot, n, _ in result.plan.batches_ending() if n == name) for name in result.adapters}
     assert min(last.values()) < result.plan.num_slots - 1, "no adapter ends early, so the comparison says less"
     if "empty" in layout:
