@@ -19,6 +19,7 @@ from scheduling.timeline import Span, Timeline
 
 MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure
+RECENT = 50  # slots
 
 
 class Issued(NamedTuple):
@@ -72,6 +73,19 @@ class Spans:
             tokens=sum(lengths[ref.adapter][ref.sample] for slot in seen for ref in plan.slots[slot].samples),
             host=tuple(self._host),
         )
+
+    def bubble_share(self, first: int) -> float | None:
+        """Idle share of the stages over the recent slots, not earlier than `first`, without fill and drain.
+
+        None while those are fewer than twice the stages, with one stage, and when nothing is recorded any more.
+        """
+        with self._lock:
+            last = self._spans[-2 * RECENT * self._num_stages :]
+        spans = tuple(span for span in last if span.slot >= first)
+        enough = len({span.slot for span in spans}) > 2 * self._num_stages
+        if self._num_stages == 1 or not enough or len(self._host) >= MOST:
+            return None
+        return Timeline(spans=spans, num_stages=self._num_stages).bubble_share
 
     def first_failure(self) -> Event | None:
         """The event that failed first in order of issue; to be asked after something failed and nothing more is issued.

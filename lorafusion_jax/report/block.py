@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lorafusion_jax.report.format import count, duration, rate, whole
+from lorafusion_jax.report.format import count, duration, percent, rate, whole
 
 COLUMNS = ("steps", "share", "loss", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "held-out", "speed")  # where the terminal is too narrow for all
@@ -42,14 +42,28 @@ def head_line(name: str, slot: int, slots: int, speed: Mapping[str, Any], width:
         tokens = f"{count(speed['processed_tokens_per_s'])} tok/s"
         eta = f"eta {duration(speed['eta_s'])}"
         ends = time.strftime("%H:%M", time.localtime(time.time() + speed["eta_s"]))
+        useful = f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)"
+        idle, beside_plan = _bubbles(speed)
         choices = (
-            [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", f"{eta}, at {ends}"],
-            [f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)", eta],
+            [useful, beside_plan, f"{eta}, at {ends}"],
+            [useful, beside_plan, eta],
+            [tokens, beside_plan, eta],  # what is useful of them is the plan's density and never changes
+            [tokens, idle, eta],
             [tokens, eta],
             [eta],
         )
+        choices = ([text for text in texts if text] for texts in choices)
         parts = next(([*parts, *more] for more in choices if len("  ·  ".join([*parts, *more])) <= width), parts)
     return Text("  ·  ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
+
+
+def _bubbles(speed: Mapping[str, Any]) -> tuple[str, str]:
+    """Idle share of the stages, alone and beside the prediction; empty where there is none."""
+    measured, predicted = speed.get("bubble_share"), speed.get("predicted_bubble_share")
+    if measured is None:
+        return "", ""
+    idle = f"bubbles {percent(measured)}"
+    return idle, idle if predicted is None else f"{idle} (plan {100 * predicted:.1f})"
 
 
 def adapter_lines(rows: Mapping[str, Row], speed: Mapping[str, Any], width: int) -> list[Text]:

@@ -4,10 +4,10 @@ Rows of metrics.jsonl:
     {"kind": "step", "slot", "adapter", "step", "loss", "grad_norm", "lr", "loss_tokens", "time"}
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
     {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
-     "adapter_eta_s", "adapter_tokens_per_s", "time"}
+     "adapter_eta_s", "adapter_tokens_per_s", "bubble_share", "time"}
 `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss
-tokens of the adapter's global batch. Rates are null before there is something to measure, and so are numbers that are
-not finite.
+tokens of the adapter's global batch. Rates and the idle share of the stages are null before there is something to
+measure, the latter always with one stage, and so are numbers that are not finite.
 """
 
 from __future__ import annotations

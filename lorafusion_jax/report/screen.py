@@ -33,6 +33,7 @@ class Screen:
         self._rows: dict[str, Row] = {}
         self._slots, self._slot = 0, 0
         self._speed: dict[str, Any] = {}
+        self._predicted_bubbles: float | None = None
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
         self._started = False
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -87,6 +88,7 @@ class Screen:
     def _on_started(self, event: Event) -> None:
         values = event.values
         self._started, self._slots, self._slot, self._phase = True, values["slots"], event.slot, ""
+        self._predicted_bubbles = values.get("predicted_bubble_share")
         self._rows = {name: Row(steps) for name, steps in values["adapters"].items()}
         devices = layout(values["mesh"], values["layers"], values["keep"]) if "mesh" in values else ""
         for text in (
@@ -103,7 +105,7 @@ class Screen:
         self._line(f"compiled the {event.values['program']} in {duration(event.values['seconds'])}", always=True)
 
     def _on_slot(self, event: Event) -> None:
-        self._slot, self._speed = event.slot, event.values
+        self._slot, self._speed = event.slot, event.values | {"predicted_bubble_share": self._predicted_bubbles}
         if event.values["eta_s"] is not None:
             self._phase = ""
         now = time.monotonic()

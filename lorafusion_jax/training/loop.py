@@ -47,11 +47,13 @@ class Hooks:
         save: writes a checkpoint of the state.
         evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
         finish: (adapter, slots done); an adapter took its last step.
+        bubble_share: first slot → measured idle share of the recent slots from it on; None: nothing to say.
     """
 
     save: Callable[[], None]
     evaluate: Callable[[str, int, int], None]
     finish: Callable[[str, int], None]
+    bubble_share: Callable[[int], float | None] = lambda first: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Loop:
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
+        self._next = self._undisturbed = progress.slot  # to be admitted; the first one after a pause
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -122,7 +125,7 @@ class Loop:
                 break
         self._progress.seconds += self._meter.seconds
         done = self._progress.slot
-        self._emit(Event(kind="slot", slot=done, values=self._meter.snapshot(done)))
+        self._emit(Event(kind="slot", slot=done, values=self._figures(done)))
         self._hooks.save()
         if todo:
             raise Interrupted
@@ -152,6 +155,7 @@ class Loop:
             return
         if event.kind == "forward" and event.stage == 0:
             self._executor.admit(event.slot, next(batches))
+            self._next = event.slot + 1
             self._notice(self._executor.finished_slots())
         self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
 
@@ -175,7 +179,7 @@ class Loop:
         self._executor.warm_up(self._batches.empty())
         values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
         self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
-        self._meter.pause()
+        self._paused()
 
     def _step(self, name: str, slot: int) -> None:
         number = self._batch_of[slot, name]
@@ -197,7 +201,7 @@ class Loop:
         if last or (every and (number + 1) % every == 0):  # what follows needs the weights of exactly this step
             while self._taken:
                 self._look()
-            self._meter.pause()
+            self._paused()
 
     def _look(self) -> None:
         """Reads the result of the oldest step that nobody has looked at; waits for it."""
@@ -242,13 +246,21 @@ class Loop:
     def _save(self) -> None:
         self._hooks.save()
         self._steps_since_save, self._saved_at = 0, time.monotonic()
+        self._paused()
+
+    def _paused(self) -> None:
+        """Stages stood still for something that is no microbatch: rates and bubbles are measured afresh."""
         self._meter.pause()
+        self._undisturbed = self._next
+
+    def _figures(self, slots_done: int) -> dict:
+        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share(self._undisturbed)}
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(Event(kind="slot", slot=slots_done, values=self._meter.snapshot(slots_done)))
+            self._emit(Event(kind="slot", slot=slots_done, values=self._figures(slots_done)))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

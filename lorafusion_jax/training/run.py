@@ -22,6 +22,7 @@ from lorafusion_jax.pipeline.processes import is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder
 from lorafusion_jax.training.base import load_stages
@@ -200,7 +201,7 @@ class _Run:
             executor,
             self._progress,
             self._tell,
-            Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish),
+            Hooks(save=self._save, evaluate=self._evaluate, finish=self._finish, bubble_share=spans.bubble_share),
         )
         try:
             loop.run()
@@ -268,6 +269,7 @@ class _Run:
                     "keep": self._stages[0].keep,
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
+                    "predicted_bubble_share": predicted_bubbles(self._config, self._executed) if is_first() else None,
                     "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
                     "capacity_tokens": self._plan.capacity_tokens,
                     "trainable": trainable,

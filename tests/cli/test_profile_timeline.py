@@ -11,6 +11,7 @@ from cli_helpers import make_job
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.report.measured import read_timeline, settled_slots
+from lorafusion_jax.report.recorder import read_rows
 from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan
 
 TWO = "mesh.stages=2"
@@ -66,6 +67,23 @@ def test_a_run_leaves_a_timeline_of_every_event_of_its_plan(two_stages):
     }
     steps = sum(job.num_batches for job in plan.jobs)
     assert sum(len(span.adapters) for span in timeline.spans if span.kind == "update") == 2 * steps
+
+
+def test_a_run_shows_its_bubbles_beside_those_of_its_plan(lorafusion, job):
+    def told(*settings) -> tuple[float | None, list[float | None]]:
+        out = job.folder / f"run-{len(settings)}"
+        assert lorafusion("train", job.path, "--out", out, "save.every_steps=1000", *settings).code == 0
+        started = next(row for row in read_rows(out / "events.jsonl") if row["kind"] == "started")
+        rows = [row for row in read_rows(out / "metrics.jsonl") if row["kind"] == "slot"]
+        return started["predicted_bubble_share"], [row["bubble_share"] for row in rows]
+
+    predicted, measured = told(TWO)
+    plan = json.loads(lorafusion("plan", job.path, TWO, "--json").out)
+    assert predicted == plan["predicted"]["bubble_share"] > 0
+    assert any(share is not None and 0 < share < 1 for share in measured)
+    predicted, measured = told()
+    assert predicted is None
+    assert set(measured) == {None}
 
 
 def test_timeline_compares_with_a_prediction(lorafusion, two_stages, tmp_path):

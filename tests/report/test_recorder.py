@@ -39,7 +39,8 @@ def test_rows_are_the_documented_ones(tmp_path):
     meter = Meter([{"law": 30}, {"law": 20, "med": 10}], 64, {"law": 1, "med": 1})
     meter.slots_done([0])
     write = Recorder(tmp_path)
-    for event in (step(1), evaluation(1, 1, 1.5), Event(kind="slot", slot=1, values=meter.snapshot(1))):
+    slot = Event(kind="slot", slot=1, values=meter.snapshot(1) | {"bubble_share": 0.04})
+    for event in (step(1), evaluation(1, 1, 1.5), slot):
         write(event)
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert {row["kind"]: set(row) for row in rows} == documented()

@@ -151,6 +151,40 @@ def test_head_gives_up_details_before_it_is_cut():
     assert "eta 44m10" in short
 
 
+def screenshot(width: int, started: dict, slot: dict) -> str:
+    """The block of a run as text."""
+    screen = Screen("exp1", console(width, terminal=True))
+    for event in story():
+        more = {"started": started, "slot": slot}.get(event.kind, {})
+        screen(
+            Event(kind=event.kind, slot=event.slot, adapter=event.adapter, step=event.step, values=event.values | more)
+        )
+    shown = Console(record=True, file=io.StringIO(), width=width, force_terminal=True, legacy_windows=False)
+    shown.print(screen.block())
+    return shown.export_text()
+
+
+def test_bubbles_of_a_pipeline_stand_beside_the_plan():
+    text = screenshot(120, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
+    first = text.splitlines()[0]
+    assert re.fullmatch(
+        r"exp1  112/412 mb  27 %  ·  41\.2 k tok/s \(38\.9 k useful\)  ·  bubbles 4\.1 % \(plan 3\.8\)  ·  "
+        r"eta 44m10, at \d\d:\d\d *",
+        first,
+    )
+    assert "bubbles 4.1 %  ·" in screenshot(80, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
+    assert "eta 44m10" in screenshot(50, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
+
+
+def test_bubbles_are_not_shown_before_they_are_measured_and_never_of_one_stage():
+    for started, slot in (
+        ({"predicted_bubble_share": 0.038}, {"bubble_share": None}),
+        ({}, {}),
+        ({}, {"bubble_share": None}),
+    ):
+        assert "bubbles" not in screenshot(200, started, slot)
+
+
 def test_a_log_has_one_line_per_thing_and_no_codes():
     lines = log_of(story(), line_every_s=0)
     text = "\n".join(lines)

@@ -1,0 +1,49 @@
+"""What is measured while a run goes on is what its timeline says afterwards."""
+
+from __future__ import annotations
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from lorafusion_jax.pipeline.spans import RECENT, Spans
+from scheduling import AdapterJob, Plan, issue_order, make_plan
+from scheduling.pipeline import one_forward_one_backward
+
+
+def plan_of(slots: int, stages: int) -> Plan:
+    return make_plan([AdapterJob("law", [100] * slots, slots)], capacity_tokens=128, num_stages=stages)
+
+
+def play(spans: Spans, plan: Plan) -> None:
+    """Every event takes no time, and now and then the host is late."""
+    for event in issue_order(one_forward_one_backward(plan), plan.num_stages):
+        if event.slot % 3 == 0:
+            time.sleep(0.001)
+        spans.follow(spans.issued(event), jnp.zeros(()))
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_the_share_of_bubbles_is_that_of_the_timeline(first):
+    plan, spans = plan_of(20, 2), Spans(2)
+    play(spans, plan)
+    timeline = spans.close(plan)
+    assert spans.bubble_share(first) == timeline.of_slots(range(first, 20)).bubble_share
+    assert 0 < timeline.bubble_share < 1
+
+
+def test_only_recent_slots_count():
+    plan, spans = plan_of(3 * RECENT, 2), Spans(2)
+    play(spans, plan)
+    timeline, share = spans.close(plan), spans.bubble_share(0)
+    assert share == pytest.approx(timeline.of_slots(range(2 * RECENT, 3 * RECENT)).bubble_share, rel=0.1)
+    assert share != timeline.bubble_share
+
+
+@pytest.mark.parametrize(("slots", "stages", "first"), [(20, 1, 0), (4, 2, 0), (20, 2, 16)])
+def test_one_stage_and_a_few_slots_have_no_share_of_bubbles(slots, stages, first):
+    plan, spans = plan_of(slots, stages), Spans(stages)
+    play(spans, plan)
+    spans.close(plan)
+    assert spans.bubble_share(first) is None
