@@ -24,7 +24,7 @@ from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
-from lorafusion_jax.report.recorder import Recorder
+from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
@@ -97,14 +97,30 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
     folder = RunFolder(Path(out))
     plan, record = folder.read_plan(), folder.read_record()
     config = go_on_with(folder.read_config(), plan, overrides)
-    prepared = prepare(config)
-    check_record(record, prepared, plan)
     store = StateStore(folder.state)
     slot = store.latest()
     store.close()
+    if slot == len(plan.slots):
+        return _finished(folder, plan, Progress.of(store.position()), listeners)
+    prepared = prepare(config)
+    check_record(record, prepared, plan)
     after = -1 if slot is None else slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
     return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None)
+
+
+def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
+    """What a run came to that has nothing left to do; neither data nor model are read."""
+    result = RunResult(folder=folder.path, adapters=progress.adapters, seconds=progress.seconds, plan=plan)
+    told = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:]
+    if told != ["finished"]:  # it was cut off between its last checkpoint and the news of it
+        _fan_out(_heard(listeners, lambda: Recorder(folder.path)))(_end(result, None))
+    return result
+
+
+def _end(result: RunResult, peak_bytes: int | None) -> Event:
+    values = {"exit_code": result.exit_code, "seconds": round(result.seconds, 3), "peak_bytes": peak_bytes}
+    return Event(kind="finished", slot=len(result.plan.slots), values=values)
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
@@ -220,17 +236,7 @@ class _Run:
         result = RunResult(
             folder=self._folder.path, adapters=self._progress.adapters, seconds=self._progress.seconds, plan=self._plan
         )
-        self._tell(
-            Event(
-                kind="finished",
-                slot=self._progress.slot,
-                values={
-                    "exit_code": result.exit_code,
-                    "seconds": round(result.seconds, 3),
-                    "peak_bytes": _peak_bytes(),
-                },
-            )
-        )
+        self._tell(_end(result, _peak_bytes()))
         return result
 
     def _start(self, starts: dict) -> None:

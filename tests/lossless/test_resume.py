@@ -12,6 +12,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
+from lorafusion_jax.training import run as run_module
 from lorafusion_jax.training.loop import Loop
 
 ADAPTERS = {
@@ -59,6 +60,10 @@ def rows_of(folder):
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def weights_of(folder):
     return {name: read_adapter(RunFolder(folder).latest(name))[1] for name in ADAPTERS}
 
@@ -92,8 +97,19 @@ def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_lo
     assert resume(tmp_path / "crashed").exit_code == 0
     assert_same_run(tmp_path / "whole", tmp_path / "crashed")
 
-    assert resume(tmp_path / "whole").exit_code == 0  # finished: nothing is left to do
-    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+
+def test_a_finished_run_has_nothing_left_to_do(config, tmp_path, monkeypatch):
+    """The model is not even loaded; and a run that ended before it could say so says so now."""
+    out = tmp_path / "run"
+    whole, files = train(config, out), snapshot(out)
+    monkeypatch.setattr(run_module, "load_stages", None)
+    assert resume(out) == whole
+    assert resume(out, ["mesh.stages=1"]).adapters == whole.adapters
+    assert snapshot(out) == files
+    events = (out / "events.jsonl").read_text().splitlines(keepends=True)
+    (out / "events.jsonl").write_text("".join(events[:-1]))
+    assert resume(out) == whole
+    assert [row["kind"] for row in read_rows(out / "events.jsonl")][-2:] == ["saved", "finished"]
 
 
 def test_changed_data_is_refused_and_nothing_is_lost(config, tmp_path, write_rows, reachable_loop):
