@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from scheduling.pipeline import Event
 TOLERANCE = 1e-5  # as in test_layouts
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
+FIRST_PORT = 2**16 - 2**12  # of those from which jax picks by a job's number
 GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's lines
 
 
@@ -50,25 +53,53 @@ class Left:
     err: str
 
 
-def start(count: int, devices: int, *arguments: str) -> list[subprocess.Popen]:
-    """Starts the command once per process; they find each other by plain variables, as without a launcher."""
+def plain(process: int, count: int, port: int) -> dict[str, str]:
+    """What a user sets who has no launcher."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(process),
+    }
+
+
+def slurm(process: int, count: int, port: int) -> dict[str, str]:
+    """What srun sets; jax makes a port of the job's number."""
+    names = {"JOB_ID": port - FIRST_PORT, "NTASKS": count, "PROCID": process, "LOCALID": process}
+    return {"SLURM_STEP_NODELIST": "localhost"} | {f"SLURM_{name}": str(value) for name, value in names.items()}
+
+
+def open_mpi(process: int, count: int, port: int) -> dict[str, str]:
+    """What mpirun of Open MPI 4 sets; jax makes a port of the job's number, which is a multiple of 4096."""
+    names = {"SIZE": count, "RANK": process, "LOCAL_RANK": process}
+    job = (port - FIRST_PORT) * 4096
+    return {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_VERSION": "4.1.6"} | {
+        f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()
+    }
+
+
+def free_port() -> int:
+    for port in random.SystemRandom().sample(range(FIRST_PORT, 2**16), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise RuntimeError("no port is free")
+
+
+def start(count: int, devices: int, *arguments: str, launcher=plain) -> list[subprocess.Popen]:
+    """Starts the command once per process; they find each other by the variables of a launcher."""
     import jax
 
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     same = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-        "JAX_NUM_PROCESSES": str(count),
     }
     return [
         subprocess.Popen(
             [sys.executable, "-m", "lorafusion_jax", *arguments, "--distributed"],
-            env=os.environ | same | {"JAX_PROCESS_ID": str(process)},
+            env=os.environ | same | launcher(process, count, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -92,15 +123,15 @@ def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("count", "devices", "mesh"),
+    ("count", "devices", "mesh", "launcher"),
     [
-        (2, 4, ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2")),
-        (4, 1, ("mesh.data=4",)),
+        (2, 4, ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2"), slurm),
+        (4, 1, ("mesh.data=4",), open_mpi),
     ],
-    ids=["2 with 2 stages x 2 fsdp each", "4"],
+    ids=["2 with 2 stages x 2 fsdp each, SLURM", "4, Open MPI"],
 )
-def test_processes_do_not_change_the_run(count, devices, mesh, job, one_device, tmp_path):
-    left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh))
+def test_processes_do_not_change_the_run(count, devices, mesh, launcher, job, one_device, tmp_path):
+    left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh, launcher=launcher))
     assert [each.code for each in left] == [0] * count, left[0].err + left[-1].err
     assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
     assert "next: lorafusion export" in left[0].out
