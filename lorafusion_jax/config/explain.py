@@ -11,7 +11,7 @@ from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError
 
 LISTS: dict[Keys, tuple[str, str]] = {  # told as a whole: what one value has to be, and how one types it
-    ("mesh", "layers"): ("a list of numbers, each 1 or more", "[20, 12]"),
+    ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
     ("lora", "targets"): ("a text or a list of texts", "[q_proj, v_proj]"),
 }
 EXPECTED = {  # pydantic's findings in words of a job file

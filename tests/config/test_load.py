@@ -104,6 +104,7 @@ def test_an_override_that_names_nothing_is_refused(tmp_path, override):
     [
         ("mesh.stages=none", "'mesh.stages'", "must be a whole number, not 'none'"),
         ("mesh.layers=none", "'mesh.layers'", "must be a list of numbers"),
+        ("mesh.layers=[20.3, 11.7]", "mesh.layers", "must be a list of numbers, each 1 or more, whole or with a half"),
         ("mesh={stages: 0}", "'mesh.stages'", "must be 1 or more, not 0"),
         ("mehs.stages=2", "'mehs'", "did you mean 'mesh'"),
         ("mesh.stags=2", "'mesh.stags'", "did you mean 'stages'"),
@@ -131,8 +132,8 @@ def test_the_last_setting_of_a_key_is_to_blame_and_the_file_for_its_own(tmp_path
 
 
 def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
-    assert "mesh.layers=[20, 12]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
-    assert "mesh.layers: [20, 12]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]
+    assert "mesh.layers=[20.5, 11.5]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
+    assert "mesh.layers: [20.5, 11.5]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]
 
 
 JUNK = (None, "x", -1, 0.5, float("nan"), 1e300, [], [0], [None], {}, {"a": 1}, {1: 2})
