@@ -1,6 +1,6 @@
 """The folder of a run: where everything lies, and what must be there before a run goes on.
 
-config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests
+config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests; all as of now: a run may move
 metrics.jsonl  events.jsonl            numbers and changes of state
 state/<slot>/                          checkpoints
 adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
@@ -71,11 +71,9 @@ class RunFolder:
         """Starts a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        self.record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        self.plan_file.write_text(
-            plan.to_json(), encoding="utf-8"
-        )  # last: its presence means that the folder is complete
+        self.write_config(config)
+        self.write_record(record)
+        _write(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
 
     def read_config(self) -> JobConfig:
         self._need("config.yaml")
@@ -83,9 +81,19 @@ class RunFolder:
 
     def write_config(self, config: JobConfig) -> None:
         """Notes the settings that a run goes on with."""
-        part = self.path / "config.part"
-        part.write_text(dump_config(config), encoding="utf-8")
-        part.replace(self.path / "config.yaml")
+        _write(self.path / "config.yaml", dump_config(config))
+
+    def write_move(self, plan: Plan, slot: int) -> None:
+        """Replaces the plan of a run that goes on elsewhere from its checkpoint at `slot`.
+
+        The checkpoints up to `slot` belong to both plans, which are equal until there. run.json knows the new plan
+        before it is there, so the run can go on wherever this ends; without the new plan, it plans again.
+        """
+        record = self.read_record()
+        move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
+        self.write_record(record | {"moves": [*record.get("moves", ()), move]})
+        (self.path / "timeline.json").unlink(missing_ok=True)  # its slots may be others in the new plan
+        _write(self.plan_file, plan.to_json())
 
     def read_plan(self) -> Plan:
         """Reads the plan.
@@ -107,9 +115,7 @@ class RunFolder:
             raise CheckpointError("run.record", f"{self.record_file} is damaged.", why=str(problem)) from None
 
     def write_record(self, record: dict) -> None:
-        part = self.record_file.with_suffix(".part")
-        part.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        part.replace(self.record_file)
+        _write(self.record_file, json.dumps(record, indent=1))
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Points `latest` to the newest exported folder and removes all but the newest few."""
@@ -129,3 +135,13 @@ class RunFolder:
                 f"{self.path} is no run folder: {file} is not there.",
                 fix="lorafusion train jobs.yaml --out runs/NAME starts one",
             )
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a whole file or nothing; what is written later comes after it on the disk, too."""
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

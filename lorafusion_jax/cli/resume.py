@@ -30,18 +30,17 @@ def command(
 ) -> int:
     """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
 
-    mesh.data · mesh.fsdp must stay what the run was planned for, and mesh.stages may not exceed what its plan allows.
+    What is left is planned again for another number of stages or replicas (mesh.data · mesh.fsdp).
 
     Example: lorafusion resume runs/exp1
 
-    Example: lorafusion resume runs/exp1 mesh.stages=1
+    Example: lorafusion resume runs/exp1 mesh.stages=1 mesh.data=2
     """
     from lorafusion_jax.cli.running import follow
     from lorafusion_jax.training import RunFolder, resume
     from lorafusion_jax.training.relayout import go_on_with
 
-    folder = RunFolder(run)
-    config = go_on_with(folder.read_config(), folder.read_plan(), overrides or ())
+    config = go_on_with(RunFolder(run).read_config(), overrides or ())
     if distributed:
         join_processes(config.mesh, coordinator, num_processes, process_id)
     prepare_machine()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -62,8 +61,7 @@ def command(
 
 def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
     """(measured, predicted) of the same slots."""
-    stages = measured.num_stages  # of that sitting: a resumed run may have had fewer than its plan
-    plan = replace(RunFolder(run).read_plan(), num_stages=stages)
+    plan, stages = RunFolder(run).read_plan(), measured.num_stages
     layers = [event["layers"] for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
     worth = _worth(run, [own for own in layers if len(own) == stages][-1])
     costs = read_cost_model(cost_model.read_text(encoding="utf-8"), worth)

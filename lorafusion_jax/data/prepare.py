@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,15 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         num_stages=config.mesh.stages,
         data_parallel=config.mesh.replicas,
         tile_tokens=config.batch.tile_tokens,
-        time_limit_s=CLOCK_SLACK * config.train.plan_seconds,
-        search_evaluations=round(EVALUATIONS_PER_S * config.train.plan_seconds),
         seed=0,
+        **search_effort(config),
     )
+
+
+def search_effort(config: JobConfig) -> dict[str, Any]:
+    """How long the planner may look for a shorter plan."""
+    seconds = config.train.plan_seconds
+    return {
+        "time_limit_s": CLOCK_SLACK * seconds,
+        "search_evaluations": round(EVALUATIONS_PER_S * seconds),
+    }

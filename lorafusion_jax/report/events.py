@@ -9,6 +9,7 @@ from typing import Any, Literal
 Kind = Literal[
     "phase",  # text: what is being done before the first step
     "compiled",  # program, seconds
+    "moved",  # to other devices, and planned again for them: stages, replicas, slots_left, slots_left_before
     "started",  # the run's sizes
     "slot",  # a microbatch is done: throughput and time left
     "step",  # an adapter took an optimizer step: loss, grad_norm, lr

@@ -37,17 +37,23 @@ def make_record(config: JobConfig, prepared: Prepared, plan: Plan) -> dict:
     }
 
 
-def check_record(record: dict, prepared: Prepared, plan: Plan) -> None:
-    """Makes sure that a resumed run meets the data and plan that it started with.
+def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str | None = None) -> None:
+    """Makes sure that a resumed run meets the data that it started with, and a plan of its own.
+
+    Args:
+        saved_with: digest of the plan that its newest checkpoint belongs to. A plan that the run has had since then
+            will do as well, because a move to other devices keeps what has run; an earlier one will not.
 
     Raises:
         CheckpointError: `run.other-plan` or `run.data-changed`.
     """
-    if record.get("plan") != plan.digest:
+    plans = [record.get("plan"), *(move["plan"] for move in record.get("moves", ()))]
+    until = len(plans) - plans[::-1].index(plan.digest) if plan.digest in plans else 0
+    if (saved_with or plan.digest) not in plans[:until]:
         raise CheckpointError(
             "run.other-plan",
-            "plan.json is not the plan that this run was started with.",
-            why=f"the run has {record.get('plan')}, the file {plan.digest}",
+            "plan.json is not the plan of this run.",
+            why=f"the run has {saved_with or plans[-1]}, the file {plan.digest}",
         )
     changed = [name for name, digest in prepared.digests().items() if record.get("data", {}).get(name) != digest]
     if changed:

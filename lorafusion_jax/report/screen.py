@@ -100,6 +100,14 @@ class Screen:
         ):
             self._line(text, always=True)
 
+    def _on_moved(self, event: Event) -> None:
+        left, before = (whole(event.values[key]) for key in ("slots_left", "slots_left_before"))
+        there = " and ".join(
+            f"{count} {what}{'' if count == 1 else 's'}"
+            for what, count in (("stage", event.values["stages"]), ("replica", event.values["replicas"]))
+        )
+        self._line(f"planned again for {there}: {left} slots left instead of {before}", always=True)
+
     def _on_compiled(self, event: Event) -> None:
         self._phase, self._phase_since = "first steps (optimizers compile)", time.monotonic()
         self._line(f"compiled the {event.values['program']} in {duration(event.values['seconds'])}", always=True)

@@ -23,8 +23,13 @@ def final_rows(folder: Path) -> dict[str, dict]:
 
 
 def throughput(folder: Path) -> dict[str, float] | None:
-    """Medians over the run of useful and processed tokens/s and seconds per slot; None before there are any."""
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "slot" and row["slot_seconds"]]
+    """Medians of useful and processed tokens/s and seconds per slot since the run is on this mesh; None without any."""
+    began, mesh = 0.0, None
+    for event in read_rows(folder / "events.jsonl"):
+        if event["kind"] == "started" and event["mesh"] != mesh:
+            began, mesh = event["time"], event["mesh"]
+    metrics = read_rows(folder / "metrics.jsonl")
+    rows = [row for row in metrics if row["kind"] == "slot" and row["slot_seconds"] and row["time"] >= began]
     if not rows:
         return None
     keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")

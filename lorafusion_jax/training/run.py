@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
@@ -29,7 +29,7 @@ from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.relayout import go_on_with
+from lorafusion_jax.training.relayout import go_on_with, plan_on
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -87,7 +87,7 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
     Args:
         out: run folder.
         overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
-            layout sums come in another order, so results are equal to rounding.
+            layout what is left is planned again and sums come in another order, so results are equal to rounding.
         listeners: called with every `Event`.
 
     Raises:
@@ -95,18 +95,18 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
         ConfigError: a setting that a begun run cannot change.
     """
     folder = RunFolder(Path(out))
-    plan, record = folder.read_plan(), folder.read_record()
-    config = go_on_with(folder.read_config(), plan, overrides)
-    store = StateStore(folder.state)
-    slot = store.latest()
-    store.close()
-    if slot == len(plan.slots):
-        return _finished(folder, plan, Progress.of(store.position()), listeners)
+    before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
+    config = go_on_with(folder.read_config(), overrides)
+    position = read_position(folder.state) or {}
+    slot = position.get("slot")
+    if slot == before.num_slots:
+        return _finished(folder, before, Progress.of(position), listeners)
     prepared = prepare(config)
-    check_record(record, prepared, plan)
+    check_record(record, prepared, before, position.get("plan"))
+    plan = plan_on(before, config, slot or 0)
     after = -1 if slot is None else slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None)
+    return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None, before=before)
 
 
 def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
@@ -149,13 +149,13 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             why=str(problem).splitlines()[0],
             fix="lorafusion plan jobs.yaml -o plan.json",
         ) from None
-    of_plan = (plan.capacity_tokens, plan.tile_tokens, plan.num_stages, plan.data_parallel)
-    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, config.mesh.stages, config.mesh.replicas)
+    of_plan = (plan.capacity_tokens, plan.tile_tokens, *(layout[1:] for layout in plan.layouts))
+    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, (config.mesh.stages, config.mesh.replicas))
     if of_plan != of_job:
         raise CheckpointError(
             "plan.mismatch",
             "the plan was made for another capacity, tile or mesh.",
-            why=f"capacity, tile, stages and replicas are {of_plan} in the plan, {of_job} in the job file",
+            why=f"capacity, tile, (stages, replicas) are {of_plan} in the plan, {of_job} in the job file",
             fix="train with the settings that it was planned with, or lorafusion plan jobs.yaml -o plan.json again",
         )
 
@@ -183,22 +183,20 @@ class _Run:
         self._tell = _fan_out(listeners)
         self._store = StateStore(folder.state, config.save.keep)
         self._specs = adapter_specs(config)
-        # A resumed run may have other stages than it was planned for; the plan file stays what the run began with.
-        self._executed = dataclasses.replace(plan, num_stages=config.mesh.stages)
 
-    def go(self, *, resume: bool) -> RunResult:
+    def go(self, *, resume: bool, before: Plan | None = None) -> RunResult:
+        """Runs to the end; `before` is the plan that the folder holds, if there is one."""
         starts = read_starts(self._config, self._specs)
         self._phase(f"loading {Path(self._config.base.model).name}")
         self._stages = load_stages(self._config, self._prepared, self._specs)
         self._start(starts)
         if resume:
             self._restore()
-        elif not self._folder.plan_file.exists() and is_first():
-            # not before the model has loaded: a failed start leaves nothing behind
-            self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
         if is_first():
-            self._folder.write_config(self._config)  # a resumed run may have moved to other devices
+            self._write(before)  # not before the model has loaded: a failed start leaves everything as it was
         meet("folder is there")
+        if not is_first():
+            self._plan = self._folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         self._store.check_space(
             sum(size.nbytes for size in jax.tree.leaves([stage.changing() for stage in self._stages]))
         )
@@ -213,7 +211,7 @@ class _Run:
         loop = Loop(
             self._config,
             self._prepared,
-            self._executed,
+            self._plan,
             executor,
             self._progress,
             self._tell,
@@ -239,6 +237,29 @@ class _Run:
         self._tell(_end(result, _peak_bytes()))
         return result
 
+    def _write(self, before: Plan | None) -> None:
+        if before is None:
+            self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
+            return
+        self._folder.write_config(self._config)
+        if self._plan is before:
+            return
+        slot = self._progress.slot
+        self._folder.write_move(self._plan, slot)
+        self._tell(
+            Event(
+                kind="moved",
+                slot=slot,
+                values={
+                    "stages": self._plan.num_stages,
+                    "replicas": self._plan.data_parallel,
+                    "slots_left": self._plan.num_slots - slot,
+                    "slots_left_before": before.num_slots - slot,
+                    "plan": self._plan.digest,
+                },
+            )
+        )
+
     def _start(self, starts: dict) -> None:
         lora = start_from(self._stages[0].first_lora(), starts)
         for stage in self._stages:
@@ -250,12 +271,15 @@ class _Run:
         self._progress = Progress(
             adapters={name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()},
             replicas=self._config.mesh.replicas,
+            plan=self._plan.digest,
         )
 
     def _restore(self) -> None:
         position = self._store.position()
         scatter(self._stages, self._store.restore(like(self._stages, position["replicas"])))
-        self._progress = dataclasses.replace(Progress.of(position), replicas=self._config.mesh.replicas)
+        self._progress = dataclasses.replace(
+            Progress.of(position), replicas=self._config.mesh.replicas, plan=self._plan.digest
+        )
 
     def _announce(self) -> None:
         device = jax.devices()[0]
@@ -275,7 +299,7 @@ class _Run:
                     "keep": self._stages[0].keep,
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
-                    "predicted_bubble_share": predicted_bubbles(self._config, self._executed) if is_first() else None,
+                    "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,
                     "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
                     "capacity_tokens": self._plan.capacity_tokens,
                     "trainable": trainable,
@@ -345,7 +369,7 @@ class _Run:
             )
 
     def _timeline(self, spans: Spans) -> None:
-        timeline = spans.close(self._executed)
+        timeline = spans.close(self._plan)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk has its own error
                 (self._folder.path / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")

@@ -31,12 +31,14 @@ class Progress:
 
     Attributes:
         slot: slots of the plan that are done.
+        plan: its digest.
         replicas: of the layout that ran; sums under way are kept per replica.
     """
 
     adapters: dict[str, AdapterProgress]
     replicas: int = 1
     slot: int = 0
+    plan: str = ""
     seconds: float = 0.0
     first_losses: dict[str, float] = field(default_factory=dict)  # held-out loss before training, per adapter
 

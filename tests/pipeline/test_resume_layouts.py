@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 
+from lorafusion_jax.checkpoint import folder as run_folder
 from lorafusion_jax.config import load_config
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
-from lorafusion_jax.training.relayout import go_on_with
+from lorafusion_jax.training.relayout import go_on_with, plan_on
 
 TOLERANCE = 1e-5  # as in test_layouts
 NAMES = ("law", "code")  # code has batches of 8 samples in 3 or more slots, so a save falls into the middle of one
@@ -20,32 +25,32 @@ class PowerCut(RuntimeError):
     pass
 
 
-def cut_at(step: int):
-    """A listener that ends the run as a power cut would, some steps after a checkpoint."""
+def power_cut(after: str):
+    """A listener that ends the run as a power cut would: at the first step after some event."""
+    seen = set()
 
     def listen(event):
-        if event.kind == "step" and event.adapter == "law" and event.step == step:
+        if event.kind == "step" and after in seen:
             raise PowerCut
+        seen.add(event.kind)
 
     return listen
 
 
 @pytest.fixture(scope="module")
 def cut_runs(tmp_path_factory, deep_base, quick_compiles):
-    """cut_runs(mesh) → a fresh run on that mesh that was cut after a checkpoint, and what it had become uncut."""
-    whole = {}
+    """cut_runs(mesh, uncut) → a fresh run that was cut after its first checkpoint; an uncut run, maybe elsewhere."""
+    wholes = {}
 
-    def make(mesh: dict):
-        key = str(mesh)
+    def make(mesh: dict, uncut: dict):
         folder = tmp_path_factory.mktemp("cut")
-        job = write_mixed_job(folder, deep_base(True), NAMES, mesh=mesh, train=SMALL, save={"every_steps": 1})
-        config = load_config(job)
-        if key not in whole:
-            assert train(config, folder / "whole").exit_code == 0
-            whole[key] = read_trained(folder / "whole")
+        write = partial(write_mixed_job, folder, deep_base(True), NAMES, train=SMALL, save={"every_steps": 1})
+        if str(uncut) not in wholes:
+            assert train(load_config(write(mesh=uncut)), folder / "whole").exit_code == 0
+            wholes[str(uncut)] = read_trained(folder / "whole")
         with pytest.raises(PowerCut):
-            train(config, folder / "run", listeners=[cut_at(2)])
-        return folder / "run", whole[key]
+            train(load_config(write(mesh=mesh)), folder / "run", listeners=[power_cut(after="saved")])
+        return folder / "run", wholes[str(uncut)]
 
     return make
 
@@ -63,20 +68,28 @@ def in_the_middle_of_a_batch(run) -> bool:
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
-        ({"stages": 2, "layers": [3, 2]}, []),
-        ({"stages": 2, "layers": [3, 2]}, ["mesh.layers=[1, 4]"]),
-        ({"stages": 2, "layers": [3, 2]}, ["mesh.stages=1", "train.keep=nothing"]),
-        ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.fsdp=2", "mesh.stages=1"]),
-        ({"fsdp": 2}, ["mesh.data=2", "mesh.fsdp=1"]),
+        ({"stages": 2, "data": 2}, []),
+        ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
+        ({}, ["mesh.data=2", "mesh.fsdp=2"]),
+        ({}, ["mesh.stages=3", "mesh.layers=[1, 3, 1]", "train.keep=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )
 def test_a_run_goes_on_elsewhere(cut_runs, mesh, overrides):
-    run, whole = cut_runs(mesh)
+    run, whole = cut_runs(mesh, {} if overrides else mesh)
     assert in_the_middle_of_a_batch(run), "no sums are under way, so the comparison says less"
+    before = RunFolder(run).read_plan()
     assert resume(run, overrides).exit_code == 0
     assert_equal(whole, read_trained(run), TOLERANCE if overrides else 0.0)
-    settings = RunFolder(run).read_config()
+    settings, after = RunFolder(run).read_config(), RunFolder(run).read_plan()
+    moves = [row for row in read_rows(run / "events.jsonl") if row["kind"] == "moved"]
+    if before.layouts[0][1:] == (settings.mesh.stages, settings.mesh.replicas):
+        assert (after, moves) == (before, [])
+    else:
+        (move,) = moves
+        assert after.slots[: move["slot"]] == before.slots[: move["slot"]] != ()
+        assert after.num_slots == move["slot"] + move["slots_left"]
+        assert max(row["slot"] for row in read_rows(run / "metrics.jsonl")) == after.num_slots
     for override in overrides:  # and stays there
         section, key = override.partition("=")[0].split(".")
         value = getattr(getattr(settings, section), key)
@@ -86,33 +99,81 @@ def test_a_run_goes_on_elsewhere(cut_runs, mesh, overrides):
     assert resume(run).exit_code == 0  # nothing is left to do, there as here
 
 
+def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
+    """Killed after each file that a move writes, then after a step that no checkpoint has seen."""
+    run, whole = cut_runs({}, {})
+    folder, overrides = RunFolder(run), ["mesh.data=2", "mesh.fsdp=2"]
+    slot = max(int(path.name) for path in folder.state.iterdir())
+    wanted = plan_on(folder.read_plan(), go_on_with(folder.read_config(), overrides), slot)
+    (run / "timeline.json").write_text("of the sitting before")
+
+    write, written = run_folder._write, []
+
+    def killed(count: int):
+        def write_and_die(path, text):
+            write(path, text)
+            written.append(path.name)
+            if len(written) == count:
+                raise PowerCut
+
+        written.clear()
+        monkeypatch.setattr(run_folder, "_write", write_and_die)
+        with pytest.raises(PowerCut):
+            resume(run, overrides)
+        monkeypatch.setattr(run_folder, "_write", write)
+
+    for count in (1, 2, 3):
+        killed(count)
+    assert written == ["config.yaml", "run.json", "plan.json"]
+    assert folder.read_plan() == wanted
+    assert not (run / "timeline.json").exists(), "its slots are not those of this plan"
+
+    with pytest.raises(PowerCut):
+        resume(run, listeners=[power_cut(after="started")])
+    assert resume(run).exit_code == 0
+    assert folder.read_plan() == wanted
+    assert_equal(whole, read_trained(run), TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory, deep_base):
-    """Configuration and plan of a job for 2 stages and 2 replicas; nothing is trained."""
-    from lorafusion_jax.data.prepare import plan_training, prepare
-
+    """Configuration, data and plan of a job for 2 stages and 2 replicas; nothing is trained."""
     config = load_config(
         write_mixed_job(tmp_path_factory.mktemp("planned"), deep_base(True), mesh={"stages": 2, "data": 2})
     )
-    return config, plan_training(config, prepare(config))
+    prepared = prepare(config)
+    return config, prepared, plan_training(config, prepared)
 
 
-def test_a_plan_for_few_stages_is_not_run_on_more(planned):
-    config, plan = planned
-    with pytest.raises(ConfigError) as caught:
-        go_on_with(config, plan, ["mesh.stages=5"])
-    assert caught.value.code == "resume.stages"
-    most = int(caught.value.fix.rsplit(" ", 1)[1])
-    assert 2 <= most < 5
-    assert go_on_with(config, plan, [f"mesh.stages={most}"]).mesh.stages == most
-    assert go_on_with(config, plan, ["mesh.stages=1"]).mesh.stages == 1
+def test_a_plan_changes_only_where_it_must(planned):
+    config, _, plan = planned
+    assert plan_on(plan, go_on_with(config, ["mesh.data=1", "mesh.fsdp=2", "train.keep=nothing"]), 3) is plan
+    elsewhere = go_on_with(config, ["mesh.stages=1"])
+    moved = plan_on(plan, elsewhere, 3)
+    assert moved.slots[:3] == plan.slots[:3]
+    assert plan_on(moved, elsewhere, 3) is plan_on(moved, elsewhere, 5) is moved
+    assert plan_on(moved, config, moved.num_slots) is moved, "nothing is left to plan"
+    back = plan_on(moved, elsewhere, 2)  # slot 2 was run for 2 stages, and the checkpoint after it is gone
+    assert [layout.end for layout in back.layouts] == [2, back.num_slots]
+
+
+def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
+    config, prepared, plan = planned
+    moved = plan_on(plan, go_on_with(config, ["mesh.stages=1"]), 3)
+    record = make_record(config, prepared, plan)
+    with pytest.raises(CheckpointError, match=r"run\.other-plan"):
+        check_record(record, prepared, moved)
+    record |= {"moves": [{"plan": moved.digest}]}
+    check_record(record, prepared, plan, plan.digest)  # killed before the new plan was there
+    check_record(record, prepared, moved, plan.digest)
+    check_record(record, prepared, moved, moved.digest)
+    with pytest.raises(CheckpointError, match=r"run\.other-plan"):
+        check_record(record, prepared, plan, moved.digest)
 
 
 @pytest.mark.parametrize(
     ("overrides", "code", "fix"),
     [
-        (["mesh.data=4"], "resume.replicas", "mesh.data · mesh.fsdp = 2"),
-        (["mesh.data=1"], "resume.replicas", "lora.init_from"),
         (["batch.capacity_tokens=128"], "resume.fixed", "starts a new run"),
         (["adapters.law.optim.lr=1"], "resume.fixed", "starts a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
@@ -122,14 +183,13 @@ def test_a_plan_for_few_stages_is_not_run_on_more(planned):
 )
 def test_what_a_begun_run_cannot_change(planned, overrides, code, fix):
     with pytest.raises(ConfigError) as caught:
-        go_on_with(*planned, overrides)
+        go_on_with(planned[0], overrides)
     assert caught.value.code == code
     assert fix in caught.value.fix
 
 
 def test_layers_belong_to_their_number_of_stages(planned):
-    config, plan = planned
-    config = go_on_with(config, plan, ["mesh.layers=[1, 4]"])
+    config = go_on_with(planned[0], ["mesh.layers=[1, 4]"])
     assert config.mesh.layers == (1, 4)
-    assert go_on_with(config, plan, ["mesh.stages=1"]).mesh.layers is None
-    assert go_on_with(config, plan, ["train.keep=nothing"]).mesh.layers == (1, 4)
+    assert go_on_with(config, ["mesh.stages=1"]).mesh.layers is None
+    assert go_on_with(config, ["train.keep=nothing"]).mesh.layers == (1, 4)

@@ -100,6 +100,18 @@ def test_no_files_are_no_rows(tmp_path):
     assert throughput(tmp_path) is None
 
 
+def test_speed_is_that_of_the_devices_that_a_run_is_on(tmp_path, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(recorder.time, "time", lambda: float(next(clock)))
+    write = Recorder(tmp_path)
+    keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
+    for sitting, (data, speeds) in enumerate([(1, [10, 10]), (2, [20]), (2, [30, 40])]):
+        write(Event(kind="started", slot=sitting, values={"mesh": {"stages": 1, "data": data}}))
+        for speed in speeds:
+            write(Event(kind="slot", slot=sitting, values=dict.fromkeys(keys, speed)))
+    assert throughput(tmp_path) == dict.fromkeys(keys, 30)
+
+
 def test_summary_takes_the_newest_numbers_of_each_adapter(tmp_path):
     write = Recorder(tmp_path)
     write(evaluation(0, 0, 3.0))

@@ -198,6 +198,12 @@ def test_a_log_has_one_line_per_thing_and_no_codes():
     assert lines[-1].endswith("law 112/250 loss 1.214  |  med failed  |  chat@lr=1e-4 7/1563 loss 11.500")
 
 
+def test_a_run_that_moved_says_what_is_left():
+    values = {"stages": 1, "replicas": 4, "slots_left": 1310, "slots_left_before": 62, "plan": PLAN}
+    line = "planned again for 1 stage and 4 replicas: 1 310 slots left instead of 62"
+    assert log_of([Event(kind="moved", slot=9, values=values)]) == [line]
+
+
 def test_a_log_of_a_long_run_stays_short():
     progress = [Event(kind="slot", slot=slot, values=SPEED) for slot in range(113, 413)]
     lines = log_of([*story(), *progress], line_every_s=3600)
