@@ -48,11 +48,11 @@ MEMORY_RATE = 4.3e12
 RANK = 16
 ASSUMPTIONS = """\
 samples: log-normal, 950 +- 430 tokens (32 to 4096), seed 0; batches per adapter as in BATCHES; LoRA r 16 on all linears
-compute: default rates of one H200 (scheduling/rates.py: 8B at 700 TFLOP/s, LoRA 1.09 of frozen); bfloat16
+compute: default rates of one H200 (scheduling/rates.py: 8B in 0.48 s for 8192 tokens, as in whole runs); bfloat16
 keep: fastest that fits 140 GiB by the memory model; gemm_inputs adds 2 % to backward, nothing a whole forward
 stages: inside a host of 8 GPUs, activations 112 GB/s and 20 us; layers by modelled cost
-fsdp: inside a host, a layer's weights gathered at 369 GB/s before it runs, not behind the layer before (a program
-  holds one layer); replicas of their own
+fsdp: inside a host, a layer's weights gathered at 369 GB/s before it runs; programs of four layers may hide some of
+  it behind the layer before, which is not measured and counts as none; replicas of their own
 all-reduce of an adapter's float32 gradients when its batch ends: ring inside the host (369 GB/s), then each GPU its
   share across hosts (400 Gb/s), 20 us a hop; nothing overlaps it
 optimizer step: 28 bytes a parameter at 4.3 TB/s
@@ -153,6 +153,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
         table_parameters=table,
         hidden_size=model.hidden_size,
         attention_width=model.num_heads * model.head_dim,
+        mlp_width=model.intermediate_size,
     )
     trainable = RANK * sum(rows + columns for rows, columns in linears.values())  # one adapter, one layer
     backward = _backward(parts.layer, problem.keep)

@@ -39,9 +39,10 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         table_parameters=table,
         hidden_size=model.hidden_size,
         attention_width=model.num_heads * model.head_dim,
+        mlp_width=model.intermediate_size,
     )
     item = 4 if config.base.dtype == "float32" else 2
-    # A program holds one layer of a large model and gathers its weights first: nothing to hide that behind.
+    # Programs of four layers may hide some of it behind the layer before; nobody has measured how much.
     gather = GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)

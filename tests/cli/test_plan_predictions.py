@@ -58,7 +58,7 @@ def test_memory_is_that_of_the_model_in_whole_and_in_parts(lorafusion, large):
     assert [row["total"] for row in memory["stages"]] == [stage.total for stage in stage_memory(problem)]
     for row in memory["stages"]:
         assert row["total"] == sum(size for name, size in row.items() if name != "total")
-    assert memory["layers"] == [8, 9, 9, 6]
+    assert memory["layers"] == [8, 8.5, 8.5, 7]
     assert (memory["keep"], memory["fits"], memory["advice"]) == ("everything", True, "")
 
 

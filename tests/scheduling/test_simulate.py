@@ -9,12 +9,14 @@ from scheduling import (
     PassCost,
     StageCost,
     default_cost_model,
+    default_cost_parts,
     fit_cost_model,
     make_plan,
     one_forward_one_backward,
     plan_statistics,
     simulate,
     speed_up_over_one_after_another,
+    stages_from_parts,
 )
 
 JOBS = [AdapterJob("law", [300, 200, 250, 100] * 6, 4), AdapterJob("med", [400, 30, 20, 500] * 6, 2)]
@@ -96,11 +98,14 @@ def test_default_costs_round_trip(device):
     assert "not measured" in costs.source
 
 
-def test_h200_default_is_near_the_measured_layer():
-    # Measured: 8192 packed tokens, one layer of an 8B model with LoRA, 12.4 to 13.4 ms forward + backward on an H200.
-    costs = default_cost_model("h200", parameters=8e9 / 32, num_layers=1).stages[0]
+def test_h200_default_is_near_the_measured_runs():
+    # Measured on an H200: 467 to 487 ms a slot of 8192 tokens, five workloads, 8B with four adapters.
+    parts = default_cost_parts(
+        "h200", layer_parameters=218e6, table_parameters=525e6, hidden_size=4096, mlp_width=14336
+    )
     squares = 13 * 630**2
-    assert 0.010 < costs.forward.seconds(8192, squares) + costs.backward.seconds(8192, squares) < 0.015
+    for costs in (stages_from_parts(parts, [32]).stages[0], default_cost_model("h200").stages[0]):
+        assert 0.46 < costs.forward.seconds(8192, squares) + costs.backward.seconds(8192, squares) < 0.50
 
 
 def test_statistics_add_up():
