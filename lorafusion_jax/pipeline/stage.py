@@ -90,7 +90,9 @@ class Stage:
         return self._specs[index]
 
     def start(self, lora: dict[str, np.ndarray]) -> None:
-        """Takes initial weights of all layers of the model, [L, A, K, R]; sums are empty, optimizers new."""
+        """Takes initial weights of all layers of the model, [L, A, K, R]; everything else is as new, too."""
+        self._live, self._gradients = {}, {}
+        self.alive = everywhere(np.ones(len(self._adapters), bool), self.mesh)
         own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
         self.lora = everywhere(own, self.mesh)
         rows = self.mesh.by_replica
@@ -181,13 +183,14 @@ class Stage:
         Returns:
             Seconds of either, waited for.
         """
+        sent = None if self.weights.embed is not None else jax.block_until_ready(self.zeros(batch))
         began = time.perf_counter()
-        sent = None if self.weights.embed is not None else self.zeros(batch)
         out = jax.block_until_ready(self.forward(ALONE, batch, sent))
-        between = time.perf_counter()
-        received = None if self.weights.head is not None else jnp.zeros_like(out)
+        forward_s = time.perf_counter() - began
+        received = None if self.weights.head is not None else jax.block_until_ready(jnp.zeros_like(out))
+        began = time.perf_counter()
         jax.block_until_ready(self.backward(ALONE, received))
-        return between - began, time.perf_counter() - between
+        return forward_s, time.perf_counter() - began
 
     def compile_steps(self, num_stages: int) -> None:
         """Compiles the optimizer steps of all adapters by running them on copies that are thrown away."""

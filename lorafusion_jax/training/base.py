@@ -14,10 +14,11 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, choose_keep, memory_problem
+from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, KEEPS, choose_keep, memory_problem
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import across
 from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.pipeline.stage import Stage
 
 # Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
@@ -66,7 +67,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
     size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return "everything" if size is None else choose_keep(memory_problem(config, model), size, usable=ALLOCATOR_USABLE)
+    mine = "everything" if size is None else choose_keep(memory_problem(config, model), size, usable=ALLOCATOR_USABLE)
+    # Replicas must compile the same programs, so processes take what fits on all of them.
+    return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
 
 
 def block_layers(wanted: int | None, num_layers: int, *, fsdp: int = 1) -> int:

@@ -125,6 +125,24 @@ def test_a_program_that_fails_while_it_runs(config, healthy, tmp_path, monkeypat
     assert_goes_on(tmp_path / "run", whole)
 
 
+def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
+    """Nobody waits for an optimizer step of a stage by itself; a run must not go on without it."""
+    original, steps = Stage.step, []
+
+    def broken(self, *arguments):
+        steps.append(self)
+        if self.extent.start > 0 and len(steps) > 3:
+            raise KeyError("a bug")
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "step", broken)
+        with pytest.raises(KeyError, match="a bug"):
+            train(config, tmp_path / "run")
+    assert resume(tmp_path / "run").exit_code == 0
+    assert_equal(healthy[0], read_trained(tmp_path / "run"), 0.0)
+
+
 def test_a_disk_that_is_full(config, healthy, tmp_path, monkeypatch):
     original, calls = ocp.CheckpointManager.save, []
 
