@@ -67,7 +67,7 @@ class StepResult:
 
 
 class _FailedEvent(Exception):
-    """What jax raised, with the event during which it did."""
+    """What was raised, with the event during which it was."""
 
     def __init__(self, problem: Exception, stage: int, slot: int | None, adapters: Sequence[str]):
         super().__init__(str(problem))
@@ -189,6 +189,10 @@ class Executor:
             self._on(place, None, [adapter], partial(run, stage))
         return result
 
+    def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
+        """Reads something of every stage as it is after all that was given to it so far."""
+        return [self._on(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
+
     def settle(self) -> None:
         """Waits until everything is handed to the devices: the stages' arrays may be read, and wait for themselves."""
         for place in range(len(self.stages)):
@@ -204,6 +208,7 @@ class Executor:
 
         Raises:
             RunError: `train.out-of-memory` or `train.stage-failed`.
+            Exception: what else a stage's thread raised, as it is; no device is to blame.
         """
         try:
             yield
@@ -216,6 +221,8 @@ class Executor:
             if first is not None:
                 stage, slot, adapters = first.stage, first.slot, self._adapters.get(first.slot, adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
+            if not isinstance(cause, jax.errors.JaxRuntimeError):
+                raise cause from None
             raise stage_failed(cause, stage, slot, adapters) from cause
 
     def finished_slots(self) -> list[int]:
@@ -267,7 +274,7 @@ class Executor:
                 raise self._failure
             try:
                 return work()
-            except jax.errors.JaxRuntimeError as problem:
+            except Exception as problem:  # of jax or a bug: either way the stage has not done its part
                 with self._failing:
                     self._failure = self._failure or _FailedEvent(problem, stage, slot, adapters)
                 raise self._failure from problem
