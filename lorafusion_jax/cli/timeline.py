@@ -32,7 +32,7 @@ def command(
         Path | None, typer.Option(exists=True, dir_okay=False, help="predict with these costs, from lorafusion profile")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="also the first slots beside a prediction, in which optimizers compile")
+        bool, typer.Option("--whole", help="also the first slots beside a prediction, before everything has settled")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -117,7 +117,7 @@ def _show(numbers: dict) -> None:
     say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
     if "predicted" in numbers:
         if first == 0:
-            say(console, "optimizers compiled during the first of them, which no prediction knows of")
+            say(console, "pipeline and caches filled during the first of them, which no prediction knows of")
         passes = "  ".join(f"{ratio:.2f}" for ratio in numbers["busy_ratios"])
         say(console, f"measured / predicted: {numbers['wall_ratio']:.3f}; time in passes, per stage: {passes}")
         say(console, f"waiting for the host: {duration(max(numbers['host_wait_s']))} on the worst stage")

@@ -63,15 +63,16 @@ class Spans:
         """Ends the threads; returns what was measured of a plan's run."""
         self._join()
         lengths = {job.name: job.sample_tokens for job in plan.jobs}
-        seen = {span.slot for span in self._spans}
+        # A slot that ended early, because a stage failed or there was no more room here, is none to compare.
+        seen = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
         names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
         return Timeline(
-            spans=tuple(sorted(self._spans, key=lambda span: span.end_s)),
+            spans=tuple(sorted((span for span in self._spans if span.slot in seen), key=lambda span: span.end_s)),
             num_stages=self._num_stages,
             title="measured",
             slot_adapters=names,
             tokens=sum(lengths[ref.adapter][ref.sample] for slot in seen for ref in plan.slots[slot].samples),
-            host=tuple(self._host),
+            host=tuple(span for span in self._host if span.slot in seen),
         )
 
     def bubble_share(self, first: int) -> float | None:

@@ -109,7 +109,7 @@ class Screen:
         self._line(f"planned again for {there}: {left} slots left instead of {before}", always=True)
 
     def _on_compiled(self, event: Event) -> None:
-        self._phase, self._phase_since = "first steps (optimizers compile)", time.monotonic()
+        self._phase, self._phase_since = "first steps", time.monotonic()
         self._line(f"compiled the {event.values['program']} in {duration(event.values['seconds'])}", always=True)
 
     def _on_slot(self, event: Event) -> None:

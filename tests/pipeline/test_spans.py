@@ -47,3 +47,19 @@ def test_one_stage_and_a_few_slots_have_no_share_of_bubbles(slots, stages, first
     play(spans, plan)
     spans.close(plan)
     assert spans.bubble_share(first) is None
+
+
+@pytest.mark.parametrize("most", [10, 31, 32, 33, 34, 35])
+def test_a_slot_of_which_a_part_is_missing_is_left_out(most, monkeypatch):
+    """As after a failure, or when a run is too long to be recorded to its end."""
+    monkeypatch.setattr("lorafusion_jax.pipeline.spans.MOST", most)
+    plan, spans = plan_of(20, 2), Spans(2)
+    play(spans, plan)
+    timeline = spans.close(plan)
+    passes = [(kind, stage) for kind in ("forward", "backward") for stage in (0, 1)]
+    seen = {span.slot for span in timeline.spans}
+    assert len(seen) > 1
+    for slot in seen:
+        assert sorted((s.kind, s.stage) for s in timeline.spans if s.slot == slot if s.kind != "update") == sorted(
+            passes
+        )
