@@ -11,6 +11,7 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.optim import hyper
 from lorafusion_jax.pipeline.parts import Parts
@@ -87,7 +88,8 @@ def two():
     grads = {
         name: jax.random.normal(key, (1, *shape)) for (name, shape), key in zip(shapes.items(), keys[2:], strict=True)
     }
-    return StagePrograms(parts, stage_meshes()[0], "everything"), lora, grads, configs
+    everything = Extent(0, 2 * model.num_layers)
+    return StagePrograms(parts, stage_meshes()[0], everything, "everything"), lora, grads, configs
 
 
 def copy(tree):
