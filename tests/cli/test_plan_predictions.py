@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from shapes import LLAMA_8B
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
@@ -22,19 +23,9 @@ def job(job):
 @pytest.fixture
 def large(job, tmp_path):
     """The job over a base of Llama-3.1-8B's shape: no weights are read when planning."""
-    config = ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-    )
     base = tmp_path / "large"
     base.mkdir()
-    (base / "config.json").write_text(json.dumps(config.to_hf()))
+    (base / "config.json").write_text(json.dumps(LLAMA_8B.to_hf()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).write_bytes((job.folder / job.values["base"]["model"] / name).read_bytes())
     job.values.update({"base": {"model": str(base)}, "batch": {"capacity_tokens": 8192}})

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import LLAMA_70B
 
 from lorafusion_jax.errors import ConfigError, ErrorList
 from lorafusion_jax.models import ModelConfig
@@ -20,17 +21,6 @@ from lorafusion_jax.pipeline.layout import (
     split_layers,
     stage_layers,
     worth_in_layers,
-)
-
-LLAMA_70B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
 )
 
 

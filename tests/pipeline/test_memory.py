@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -38,17 +39,6 @@ TINY = ModelConfig(
     o_bias=True,
     tie_embeddings=True,
 )
-LLAMA_8B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
-LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
 ADAPTERS = (
     AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1),
     AdapterSpec(name="med", rank=2, alpha=8, targets=("q_proj", "down_proj")),
