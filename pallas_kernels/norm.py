@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import interprets, is_hopper
+from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.triton.norm import norm_backward, norm_forward
 
 NormImplementation = Literal["xla", "pallas_triton"]
@@ -29,8 +30,13 @@ def rms_norm(
     Backward keeps x and one number per row.
 
     Args:
-        x: [..., D]; weight: [D], frozen as a rule (its gradient costs nothing unless somebody asks for it).
+        x: [..., D], floating.
+        weight: [D], floating, of any width; frozen as a rule (its gradient costs nothing unless somebody asks for it).
         implementation: None takes the one that measured fastest.
+    Returns:
+        [..., D] in the dtype of x.
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the implementation is unknown.
 
     Example:
         >>> rms_norm(jnp.full((1, 4), 2.0), jnp.ones(4), eps=0.0).tolist()
@@ -50,6 +56,14 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds and normalises: (s, y) with s = x + delta and y = rms_norm(s).
 
+    Args:
+        x, delta: [..., D], of one shape and one floating dtype, in which s is rounded before it is normalised.
+        weight, implementation: as in `rms_norm`.
+    Returns:
+        s and y, both with the shape and dtype of x.
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the implementation is unknown.
+
     Example:
         >>> s, y = add_rms_norm(jnp.ones((1, 4)), jnp.ones((1, 4)), jnp.ones(4), eps=0.0)
         >>> s.tolist(), y.tolist()
@@ -60,12 +74,36 @@ def add_rms_norm(
 
 
 def _flat(x, delta, weight, eps, implementation):
+    _check("rms_norm" if delta is None else "add_rms_norm", x, delta, weight)
     chosen = implementation or ("pallas_triton" if _kernel_wins(x) else "xla")
     if chosen not in ("xla", "pallas_triton"):
         raise ValueError(f"implementation={chosen!r} is none of 'xla', 'pallas_triton'")
+    delta, weight = vary_like(
+        (delta, weight), x
+    )  # outside of the rule, so that their gradients are summed over the mesh
     rows = (-1, x.shape[-1])
     outs = _norm(chosen, float(eps), x.reshape(rows), None if delta is None else delta.reshape(rows), weight)
     return tuple(out.reshape(x.shape) for out in outs)
+
+
+def _check(name: str, x: jax.Array, delta: jax.Array | None, weight: jax.Array) -> None:
+    """Raises one ValueError that lists everything that does not fit: a kernel would read beyond a short array."""
+    wrong = []
+    if x.ndim == 0 or x.size == 0:
+        wrong.append(f"x has shape {x.shape}, expected [..., D] with at least one element")
+    elif weight.shape != x.shape[-1:]:
+        wrong.append(f"weight has shape {weight.shape}, expected {x.shape[-1:]}, the last axis of x")
+    wrong += [
+        f"{what} is {array.dtype}, not a floating type"
+        for what, array in (("x", x), ("weight", weight))
+        if not jnp.issubdtype(array.dtype, jnp.floating)
+    ]
+    if delta is not None and (delta.shape, delta.dtype) != (x.shape, x.dtype):
+        wrong.append(
+            f"delta is {delta.dtype}{list(delta.shape)}, but x is {x.dtype}{list(x.shape)}: cast or broadcast it"
+        )
+    if wrong:
+        raise ValueError(f"{name}: {'; '.join(wrong)}")
 
 
 def _kernel_wins(x: jax.Array) -> bool:
