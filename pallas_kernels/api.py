@@ -39,7 +39,7 @@ def lora_linear(
 
     Args:
         x: [..., K]; w: [K, N], frozen (it gets no gradient); a: [K, R]; b: [R, N]; bias: [N], frozen.
-        scale: alpha / r or alpha / sqrt(r).
+        scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
         dropout: rates and keys with one adapter, row keys for every row of x.
         implementation: a backend's name; None takes the one that measured fastest.
     Raises:
@@ -53,10 +53,9 @@ def lora_linear(
     """
     if dropout is not None:
         dropout = Dropout(rate=jnp.reshape(dropout.rate, 1), key=jnp.reshape(dropout.key, 1), row_key=dropout.row_key)
-    (y,) = _call(
-        x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(jnp.asarray(scale, jnp.float32), 1), dropout,
-        implementation,
-    )  # fmt: skip
+    if jnp.size(scale) != 1:
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
+    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(scale, 1), dropout, implementation)
     return y
 
 
@@ -76,14 +75,16 @@ def multi_lora_linear(
 
     y[t] = x[t] W + scale[k] * (drop(x[t]) A[k]) B[k] (+ bias),  k = adapter of row t's tile
 
-    Rows come in tiles that belong to one adapter, so a tile never mixes adapters and adding an adapter to a
-    microbatch does not change the arithmetic of another one.
+    Rows come in tiles that belong to one adapter, so a tile never mixes adapters.  At equal T and equal padded rank,
+    which other adapters a call holds does not change the arithmetic of an adapter; another T or rank may change tile
+    sizes, and with them the order of sums.
 
     Args:
         x: [..., K]; the leading dimensions flatten to T rows.
         w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen.
-        tile_adapter: int32 [T / tile]; -1 marks tiles of padding rows (frozen part only, no gradient to a and b).
-        scale: float32 [A].
+        tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
+            to a and b).  The values are not checked, as they may be traced: one of A or more gives no defined result.
+        scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
         implementation: a backend's name; None takes the one that measured fastest.
     Raises:
@@ -119,6 +120,7 @@ def multi_lora_linears(
     Args:
         ws, as_, bs, biases: one entry per projection, as in `multi_lora_linear`; as_[i] and bs[i] are None for a
             projection without LoRA.  Ranks may differ between projections.  One dropout mask serves them all.
+        tile_adapter, scale, dropout, implementation: as in `multi_lora_linear`; scale gets no gradient (zero) either.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
@@ -136,11 +138,15 @@ def multi_lora_linears(
 
 def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
     """Checks the shapes, flattens leading dimensions, picks the backend, restores the dimensions."""
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
     x_TK = x.reshape(-1, x.shape[-1])
     single = tile_adapter is None
-    num_adapters = 1 if single else scale.shape[0]
-    tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
     scale = jnp.asarray(scale, jnp.float32)
+    if scale.ndim != 1:
+        raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
+    num_adapters = scale.shape[0]
+    tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
     ops = Operands(
         x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
     )

@@ -1,7 +1,8 @@
 """Tables that deal row blocks out to kernel programs so that each program serves one adapter.
 
 A chunk is up to `size` row blocks of one adapter.  Chunk j of an adapter always holds its blocks
-[j * size, (j + 1) * size): the partial sums of an adapter do not depend on who else is in the call.
+[j * size, (j + 1) * size): the partial sums of an adapter do not depend on who else is in the call, as long as T and
+the padded rank, from which `size` follows, are the same.
 """
 
 from __future__ import annotations

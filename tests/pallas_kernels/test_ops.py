@@ -259,3 +259,37 @@ def test_names_and_shapes_are_checked():
     table = jnp.zeros(24, jnp.int32)
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=rest["scale"], implementation="pallas_triton")
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_no_rows_and_scales_of_other_shapes(backend):
+    arguments, _ = draw(table=TABLE)
+    x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
+    table, scale = arguments["tile_adapter"], arguments["scale"]
+
+    def op(x=x, **changed):
+        rest = {"tile_adapter": table, "scale": scale, **changed}
+        return pk.multi_lora_linear(x, w, a, b, **rest, implementation=backend)
+
+    for number in (0.5, jnp.array(0.5), jnp.ones((3, 1))):
+        with pytest.raises(ValueError, match=r"scale has shape .*, expected \[A\]: one number per adapter"):
+            op(scale=number)
+    with pytest.raises(ValueError, match=r"scale has shape \(3,\), expected one number"):
+        pk.lora_linear(x, w, a[0], b[0], scale=scale, implementation=backend)
+    for shape in ((0, 128), (2, 0, 128)):
+        with pytest.raises(ValueError, match=r"x has shape .*0, 128\), expected \[..., K\] with at least one row"):
+            op(jnp.ones(shape))
+    with pytest.raises(ValueError, match="at least one row"):
+        pk.lora_linear(x[:0], w, a[0], b[0], scale=0.5, implementation=backend)
+    np.testing.assert_array_equal(op(scale=scale.tolist()), op())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale_gets_a_zero_gradient(backend):
+    arguments, _ = draw(table=TABLE)
+
+    def loss(scale):
+        return jnp.sum(ours(backend)({**arguments, "scale": scale}, *(arguments[n] for n in ("x", "as_", "bs")))[0])
+
+    assert loss(arguments["scale"]) != loss(2 * arguments["scale"])
+    assert not jax.grad(loss)(arguments["scale"]).any()
