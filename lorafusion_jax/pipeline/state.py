@@ -79,9 +79,14 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     }
 
 
-def adapter_arrays(stages: Sequence[Stage], spec: AdapterSpec, index: int) -> dict[str, np.ndarray]:
-    """One adapter's weights of all layers at its own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return _joined([lv.take(stage.lora, spec, index) for stage in stages], axis=0)
+def adapter_part(stage: Stage, spec: AdapterSpec, index: int) -> lv.Leaves:
+    """A copy of one adapter's weights on a stage; later steps leave it alone."""
+    return lv.take(stage.lora, spec, index)
+
+
+def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
+    """Parts of all stages on the host, at the adapter's own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _joined(list(parts), axis=0)
 
 
 def _of_stage(extent: Extent, tree: Any) -> Any:

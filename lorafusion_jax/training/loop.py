@@ -46,13 +46,15 @@ class Hooks:
     Attributes:
         save: writes a checkpoint of the state.
         evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
-        finish: (adapter, slots done); an adapter took its last step.
+        finish: (adapter, slots done); an adapter took its last step, and what follows may go on while others train.
+        finished: tells what came of it meanwhile.
         bubble_share: first slot → measured idle share of the recent slots from it on; None: nothing to say.
     """
 
     save: Callable[[], None]
     evaluate: Callable[[str, int, int], None]
     finish: Callable[[str, int], None]
+    finished: Callable[[], None] = lambda: None
     bubble_share: Callable[[int], float | None] = lambda first: None
 
 
@@ -166,6 +168,7 @@ class Loop:
             while self._taken and self._taken[0].slots_done <= slot + 1:
                 self._look()
             self._log(slot + 1)
+        self._hooks.finished()
 
     def _drain(self) -> None:
         self._executor.wait_all()
@@ -196,12 +199,10 @@ class Loop:
             result=result,
         )
         self._taken.append(taken)
-        every = self._config.train.eval_every_steps
         last = number + 1 == self._progress.adapters[name].num_steps
-        if last or (every and (number + 1) % every == 0):  # what follows needs the weights of exactly this step
+        if self._evaluated(name, number + 1) and not last:  # needs the weights of exactly this step; the last ones stay
             while self._taken:
                 self._look()
-            self._paused()
 
     def _look(self) -> None:
         """Reads the result of the oldest step that nobody has looked at; waits for it."""
@@ -219,14 +220,18 @@ class Loop:
             return
         adapter.step = step.step
         self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
-        every = self._config.train.eval_every_steps
-        last = step.step == adapter.num_steps
-        if last or (every and step.step % every == 0):
+        if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
-        if last:
+            self._paused()
+        if step.step == adapter.num_steps:
             adapter.status = "done"
             self._hooks.finish(adapter.name, step.slots_done)
-            self._tell("adapter-done", step, {})
+
+    def _evaluated(self, name: str, step: int) -> bool:
+        """Tells whether the adapter is evaluated after this step."""
+        every = self._config.train.eval_every_steps
+        last = step == self._progress.adapters[name].num_steps
+        return self._prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
 
     def _tell(self, kind: Kind, step: Taken, values: dict) -> None:
         self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
