@@ -60,12 +60,15 @@ class CostModel:
         transfer_s: fixed part of sending activations to the next stage.
         transfer_token_s: part per token of the microbatch.
         source: where the figures come from, shown with every prediction.
+        capacity_tokens: of the microbatches that were measured. What one costs at all and what each of its tokens costs
+            cannot be told apart when all are of one size, so the figures serve that size only; None: any.
     """
 
     stages: tuple[StageCost, ...]
     transfer_s: float = 0.0
     transfer_token_s: float = 0.0
     source: str = ""
+    capacity_tokens: int | None = None
 
     def __post_init__(self):
         _check_costs(self)
@@ -86,6 +89,19 @@ class CostModel:
                 "plan.cost",
                 f"costs of {len(self.stages)} stages for a plan of {num_stages} stage{'s' if num_stages > 1 else ''}",
                 fix="measure again with this mesh.stages, or give costs of parts, which serve any mesh",
+            )
+
+    def check_capacity(self, tokens: int) -> None:
+        """Refuses microbatches of another size than those measured.
+
+        Raises:
+            PlanError: `plan.cost`.
+        """
+        if self.capacity_tokens not in (None, tokens):
+            raise PlanError(
+                "plan.cost",
+                f"costs of microbatches of {self.capacity_tokens} tokens for a plan of {tokens}",
+                fix=f"measure again with batch.capacity_tokens={tokens}",
             )
 
     def to_json(self) -> str:

@@ -74,7 +74,8 @@ def default_cost_parts(
     """Predicts a layer and the head from the device's rates.
 
     layer: 2 · P FLOPs a token in each pass, attention and passes over D + F columns beside it;  head: 4 · D · V in
-    forward, which makes the gradient of the loss while the logits are there, and nothing in backward;  embedding: nothing.
+    forward, which makes the gradient of the loss while the logits are there, and nothing in backward;  embedding:
+    nothing.
 
     Args:
         layer_parameters: of one layer's linears.

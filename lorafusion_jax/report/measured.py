@@ -31,8 +31,8 @@ def read_timeline(run: Path) -> Timeline:
 def settled_slots(plan: Plan, timeline: Timeline) -> range:
     """Slots of a sitting after every adapter's first optimizer step in it; all of them if too few are left.
 
-    The first ones fill the pipeline, caches and queues and bring a GPU to its temperature, and a prediction knows nothing
-    of that. S more slots are left out, which were in the pipeline meanwhile.
+    The first ones fill the pipeline, caches and queues and bring a GPU to its temperature, and a prediction knows
+    nothing of that. S more slots are left out, which were in the pipeline meanwhile.
     """
     seen = sorted({span.slot for span in timeline.spans})
     if not seen:

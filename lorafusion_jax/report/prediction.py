@@ -56,12 +56,15 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     """Costs from a file that `lorafusion profile` wrote.
 
     Raises:
-        PlanError: no cost model, or one for another number of stages.
+        PlanError: no cost model, or one for another number of stages or microbatches of another size.
     """
-    if model is None:
-        return read_cost_model(file.read_text(encoding="utf-8"), [1] * config.mesh.stages)
-    layers = stage_layers(model, config.mesh.stages, config.mesh.layers, capacity_tokens=config.batch.capacity_tokens)
-    return read_cost_model(file.read_text(encoding="utf-8"), worth_in_layers(model, layers))
+    mesh, tokens = config.mesh, config.batch.capacity_tokens
+    worth = [1.0] * mesh.stages
+    if model is not None:
+        worth = worth_in_layers(model, stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens))
+    costs = read_cost_model(file.read_text(encoding="utf-8"), worth)
+    costs.check_capacity(tokens)
+    return costs
 
 
 def predicted_bubbles(config: JobConfig, plan: Plan) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -48,4 +49,5 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     phase("measuring")
     device = jax.devices()[0].device_kind
     source = f"measured: {Path(config.base.model).name}, {len(stages)} stages, {device}, jax {jax.__version__}"
-    return profile_stages(stages, batches.loads(5), repeats=repeats, source=source), plan
+    costs = profile_stages(stages, batches.loads(5), repeats=repeats, source=source)
+    return replace(costs, capacity_tokens=plan.capacity_tokens), plan

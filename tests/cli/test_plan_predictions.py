@@ -10,7 +10,7 @@ from shapes import LLAMA_8B
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
-from scheduling import CostParts, PassCost, StageCost
+from scheduling import CostModel, CostParts, PassCost, StageCost
 
 
 @pytest.fixture
@@ -101,6 +101,16 @@ def test_measured_costs_replace_default_ones(lorafusion, job):
     assert numbers["predicted"]["costs"] == "this very machine"
     assert numbers["predicted"]["seconds"] == pytest.approx(2 * 3.0 * (numbers["slots"] - numbers["noops"]))
     assert "predictions: this very machine" in lorafusion("plan", job.path, "--cost-model", file).out
+
+
+def test_measured_costs_serve_microbatches_of_the_measured_size(lorafusion, job):
+    cost = StageCost(forward=PassCost(fixed_s=1.0), backward=PassCost(fixed_s=2.0))
+    tokens, file = plan(lorafusion, job)["capacity_tokens"], job.folder / "cost.json"
+    file.write_text(CostModel(stages=(cost,), capacity_tokens=tokens).to_json())
+    assert lorafusion("plan", job.path, "--cost-model", file).code == 0
+    outcome = lorafusion("plan", job.path, "--cost-model", file, f"batch.capacity_tokens={2 * tokens}")
+    assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
+    assert f"measure again with batch.capacity_tokens={2 * tokens}" in outcome.err
 
 
 def test_a_file_that_is_no_cost_model_is_refused(lorafusion, job):
