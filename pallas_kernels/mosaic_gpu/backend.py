@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from pallas_kernels import split_graph
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import BLOCK
-from pallas_kernels.mosaic_gpu.da import LOW_RANK, drop_da
-from pallas_kernels.mosaic_gpu.down import drop_down
-from pallas_kernels.mosaic_gpu.dsdb import wide_dsdb
-from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
+from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
+from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
+from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
+from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES, GemmConfig, gemm
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
@@ -42,9 +42,19 @@ def refusal(static: Static, ops: Operands) -> str | None:
             return f"{num_out} out features: it needs a multiple of 128"
         if _forward_config(prepared, i) is None:
             return f"no tiles fit {rows} x {num_in} -> {num_out} with rank {prepared.layout.ranks[i]}"
+        if not _fits(_dsdb_config(prepared, i), prepared.layout.ranks[i]):
+            return f"the pass over dY with rank {prepared.layout.ranks[i]} does not fit into shared memory"
     if ops.with_lora and _dx_config(prepared, split_graph.widest(ops)) is None:
         return f"no tiles fit the gradient of x with rank {prepared.layout.total}"
+    if ops.with_lora and _drops_here(ops):
+        total = prepared.layout.total
+        if not (_fits(_down_config(prepared), total) and _fits(_da_config(prepared), total)):
+            return f"the passes over x with dropout and rank {total} do not fit into shared memory"
     return None
+
+
+def _fits(config: DropDownConfig | DropDaConfig | WideDsdbConfig | None, rank: int) -> bool:
+    return config is None or (config.stages > 1 and config.smem_bytes(rank) <= SMEM_BYTES)
 
 
 def forward(static: Static, ops: Operands):
@@ -81,38 +91,30 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
 
 def _input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
     """S of all projections and, with dropout, the packed keep bits: made on the way, not in a pass of their own."""
-    static, ops = prepared.static, prepared.ops
+    ops = prepared.ops
     if not _drops_here(ops):
         bits = split_graph.keep_bits(prepared)
         return split_graph.shared_input(prepared, bits), bits
-    num_in, total = ops.x.shape[1], prepared.layout.total
-    given = static.config.drop_down if static.config else None
-    config = given or prepared.tuned("mosaic_down", num_in, 0, total, tuning.drop_down_config(prepared.rows, num_in))
     bank = prepared.transposed_bank_a()
-    return drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=config)
+    return drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=_down_config(prepared))
 
 
 def _output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):
     """dS [T, R] and dB float32 [A, R, N] of one projection."""
-    static, layout = prepared.static, prepared.layout
-    num_out, rank = dy.shape[1], layout.ranks[i]
-    given = static.config.wide_dsdb if static.config else None
-    if not given and (rank > MAX_DSDB_RANK or num_out < MIN_DSDB_FEATURES):
+    config = _dsdb_config(prepared, i)
+    if config is None:
         return split_graph.output_side(prepared, i, s, dy)
-    config = given or prepared.tuned("mosaic_dsdb", 0, num_out, rank, tuning.wide_dsdb_config(prepared.rows, num_out))
-    chunks = prepared.chunks(ROWS, config.blocks_per_chunk)
-    ds, partials = wide_dsdb(dy, s_transposed, prepared.bank_b(i), chunks, rank_offset=layout.offsets[i], config=config)
+    chunks, offset = prepared.chunks(ROWS, config.blocks_per_chunk), prepared.layout.offsets[i]
+    ds, partials = wide_dsdb(dy, s_transposed, prepared.bank_b(i), chunks, rank_offset=offset, config=config)
     return ds, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
 
 
 def _input_gradient_pass(prepared: Prepared, ds: jax.Array, bits: jax.Array | None):
     """dA float32 of every projection, and the low-rank part of dx where this pass makes it."""
-    static, ops = prepared.static, prepared.ops
+    ops, total = prepared.ops, prepared.layout.total
     if bits is None or not _drops_here(ops):
         return split_graph.input_side(prepared, ds, bits), None
-    num_in, total = ops.x.shape[1], prepared.layout.total
-    given = static.config.drop_da if static.config else None
-    config = given or prepared.tuned("mosaic_da", num_in, 0, total, tuning.drop_da_config(prepared.rows, num_in, total))
+    config = _da_config(prepared)
     chunks = prepared.chunks(ROWS, config.blocks_per_chunk)
     bank = prepared.transposed_bank_a(LOW_RANK) if _makes_low(prepared) else None
     rows = total if bank is None else bank.shape[1]
@@ -158,6 +160,30 @@ def _gemm(prepared: Prepared, lhs, rhs, low, bank, config: GemmConfig, *, transp
         config=config,
         num_sms=num_sms(),
     )
+
+
+def _down_config(prepared: Prepared) -> DropDownConfig:
+    static, num_in, total = prepared.static, prepared.ops.x.shape[1], prepared.layout.total
+    given = static.config.drop_down if static.config else None
+    heuristic = tuning.drop_down_config(prepared.rows, num_in)
+    return given or tuning.fit(prepared.tuned("mosaic_down", num_in, 0, total, heuristic), total)
+
+
+def _da_config(prepared: Prepared) -> DropDaConfig:
+    static, num_in, total = prepared.static, prepared.ops.x.shape[1], prepared.layout.total
+    given = static.config.drop_da if static.config else None
+    heuristic = tuning.drop_da_config(prepared.rows, num_in, total)
+    return given or tuning.fit(prepared.tuned("mosaic_da", num_in, 0, total, heuristic), total)
+
+
+def _dsdb_config(prepared: Prepared, i: int) -> WideDsdbConfig | None:
+    """None where the Triton kernel makes dS and dB."""
+    static, num_out, rank = prepared.static, prepared.ops.ws[i].shape[1], prepared.layout.ranks[i]
+    given = static.config.wide_dsdb if static.config else None
+    if not given and (rank > MAX_DSDB_RANK or num_out < MIN_DSDB_FEATURES):
+        return None
+    heuristic = tuning.wide_dsdb_config(prepared.rows, num_out)
+    return given or tuning.fit(prepared.tuned("mosaic_dsdb", 0, num_out, rank, heuristic), rank)
 
 
 def _forward_config(prepared: Prepared, i: int) -> GemmConfig | None:

@@ -32,6 +32,12 @@ class DropDaConfig:
 
     block_t = ROWS
 
+    def smem_bytes(self, rank: int) -> int:
+        """Shared memory of a program with 2-byte operands, with the low-rank part of dx: without it, less."""
+        depth = -(-rank // LOW_RANK) * LOW_RANK
+        stage = 2 * ROWS * (self.block_k + depth) + 4 * ROWS * WORDS
+        return min(self.stages, self.blocks_per_chunk) * stage + 2 * self.block_k * (depth + ROWS)
+
 
 def drop_da(
     x: jax.Array,

@@ -31,6 +31,10 @@ class DropDownConfig:
 
     block_t = ROWS
 
+    def smem_bytes(self, rank: int) -> int:
+        """Shared memory of a program with 2-byte operands."""
+        return 2 * self.stages * self.block_k * (ROWS + rank)
+
 
 def drop_down(
     x: jax.Array, a: jax.Array, block_adapter: jax.Array, dropout: Dropout, *, config: DropDownConfig

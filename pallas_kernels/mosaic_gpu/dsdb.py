@@ -32,6 +32,11 @@ class WideDsdbConfig:
 
     block_t = ROWS
 
+    def smem_bytes(self, rank: int) -> int:
+        """Shared memory of a program with 2-byte operands."""
+        rows = self.blocks_per_chunk * ROWS
+        return 2 * (self.stages * self.block_n * (rows + rank) + rows * rank)
+
 
 def wide_dsdb(
     dy: jax.Array, s: jax.Array, b: jax.Array, chunks: Chunks, *, rank_offset: int = 0, config: WideDsdbConfig

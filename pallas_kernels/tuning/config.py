@@ -127,8 +127,8 @@ def _walks(num_in: int, num_out: int, transposed: bool) -> tuple[MosaicGemmConfi
     return (shared_columns, shared_rows) if num_out >= 2048 else (shared_rows, shared_columns)
 
 
-def fit(config: MosaicGemmConfig, rank: int) -> MosaicGemmConfig:
-    """Takes pipeline stages away until the block fits into shared memory."""
+def fit[C: (MosaicGemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](config: C, rank: int) -> C:
+    """Takes pipeline stages away until a block fits into shared memory; one that still does not has a single stage."""
     while config.stages > 1 and config.smem_bytes(rank) > SMEM_BYTES:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config

@@ -10,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_problems import relative
+from kernel_problems import draw, relative
 
 import pallas_kernels as pk
+from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
+from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
+from pallas_kernels.problem import Operands, Static
 from pallas_kernels.triton.bank import transposed_bank
+from pallas_kernels.tuning.config import KernelConfigs
 
 RANK, ADAPTERS, COLUMNS = 16, 2, 512
 BLOCKS = np.array([1, 0, 2, 1, 1], np.int32)  # 2: padding rows
@@ -117,6 +121,49 @@ def test_transposed_bank_lays_projections_below_each_other_and_ends_in_a_zero_ad
     np.testing.assert_array_equal(got[:2, :48], want)
     assert (got[:2, 48:] == 0).all()
     assert (got[2] == 0).all()
+
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("rank", "siblings"), [(256, 1), (64, 3)])  # together 256: three stages take 245784 bytes
+def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
+    spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, rank=rank, adapters=2, rate=0.1, tile=64)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def step(arrays):
+        def layer(x, a, b):
+            rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+            lists = [arrays["w"]] * siblings, [a] * siblings, [b] * siblings
+            return pk.multi_lora_linears(x, *lists, implementation="pallas_mosaic_gpu", **rest)
+
+        ys, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
+        return ys, vjp((arrays["dy"],) * siblings)
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "lora_drop_down" in text
+    assert "lora_drop_da" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (KernelConfigs(), None),
+        (KernelConfigs(drop_down=DropDownConfig(stages=4)), "passes over x with dropout and rank 256 do not fit"),
+        (KernelConfigs(drop_da=DropDaConfig(stages=5)), "passes over x with dropout and rank 256 do not fit"),
+        (KernelConfigs(wide_dsdb=WideDsdbConfig()), "pass over dY with rank 256 does not fit into shared memory"),
+    ],
+)
+def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
+    arguments, _ = draw(table=[0, 1], k=1024, widths=(1024,), ranks=(256,), adapters=2, rates=[0.1, 0.1], tile=64)
+    lists = {name: tuple(arguments.pop(name)) for name in ("ws", "as_", "bs", "biases")}
+    ops = Operands(x=arguments.pop("x").astype(jnp.bfloat16), **lists, **arguments)
+    static = Static(tile=64, num_adapters=2, backend="pallas_mosaic_gpu", single=False, config=config)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        found = backend.refusal(static, ops)
+    assert found is None if reason is None else reason in found
 
 
 # blocks that follow each other without a gap need more interpreter threads at once than two devices give
