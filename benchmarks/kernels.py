@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECTIONS = {"check": 0.12, "profile": 0.10, "layer": 0.25, "ops": 0.38, "sweep": 0.15}  # shares of the budget
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=450, help="seconds for everything")
@@ -34,18 +34,27 @@ def main() -> None:
         from benchmarks import kernel_sections
 
         kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny)
-        return
+        return 0
     started = time.monotonic()
     sections = args.sections.split(",")
+    broken = []
     for i, section in enumerate(sections):
         left = args.budget - (time.monotonic() - started)
         shares = [SECTIONS[name] for name in sections[i:]]
-        run_section(section, args, left * shares[0] / sum(shares))
-    report(args.out, sections)
+        if not run_section(section, args, left * shares[0] / sum(shares)):
+            broken.append(section)
+    bad = report(args.out, sections)
+    if broken or bad:
+        print(f"\nFAILED: sections {', '.join(broken) or 'none'}; {bad} checks are BAD or raised")
+    return int(bool(broken or bad))
 
 
-def run_section(section: str, args: argparse.Namespace, budget_s: float) -> None:
-    """Runs one section in a child and kills it when its time is up."""
+def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool:
+    """Runs one section in a child and kills it when its time is up; True if it ended well or at its deadline.
+
+    Records of an earlier run go first: they would be printed as those of this one.
+    """
+    (args.out / f"kernels_{section}.jsonl").unlink(missing_ok=True)
     command = [sys.executable, __file__, "--child", section, "--out", str(args.out), "--budget", f"{budget_s:.0f}"]
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
@@ -62,6 +71,10 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> None
         print(f"== {section}: stopped at its deadline", flush=True)
         child.kill()
         child.wait()
+        return section != "check"  # what was not checked is not right
+    if child.returncode:
+        print(f"== {section}: failed with exit status {child.returncode}", flush=True)
+    return child.returncode == 0
 
 
 def records(out: pathlib.Path, section: str) -> list[dict]:
@@ -69,8 +82,9 @@ def records(out: pathlib.Path, section: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def report(out: pathlib.Path, sections: list[str]) -> None:
-    """Prints the tables, shortest last."""
+def report(out: pathlib.Path, sections: list[str]) -> int:
+    """Prints the tables, shortest last; returns how many checks went wrong."""
+    bad = 0
     for section in sorted(sections, key=("sweep", "profile", "check", "ops", "layer").index):
         rows = records(out, section)
         failed = [row for row in rows if "error" in row]
@@ -78,6 +92,9 @@ def report(out: pathlib.Path, sections: list[str]) -> None:
         for row in failed[:12]:
             print("  FAILED", row.get("name"), row["error"][:220])
         PRINTERS[section]([row for row in rows if "error" not in row])
+        if section == "check":
+            bad = sum("error" in row or not row["ok"] for row in rows)
+    return bad
 
 
 def print_check(rows: list[dict]) -> None:
@@ -129,4 +146,4 @@ PRINTERS = {
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

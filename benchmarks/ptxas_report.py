@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of every kernel, from NVIDIA's assembler, on a machine without a GPU.
 
-    python benchmarks/ptxas_report.py            # exits 1 if a kernel spills more than it is known to
+    python benchmarks/ptxas_report.py            # exits 1 if a kernel spills more than it is known to, or none is found
 
 Needs jax-cuda13-plugin, jax-cuda13-pjrt (the version of jax) and nvidia-cuda-nvcc (ptxas); without them it says so
 and exits 0, because there is nothing to check then.
@@ -51,7 +51,11 @@ def main() -> int:
         for backend, rank, adapters, rate, known in CASES:
             compile_op(backend, rank, adapters, rate)
             print(f"{backend} r{rank} A{adapters} p{rate:g} (known spills: {known} bytes)")
-            for kernel, registers, spilled in assembled(dump, ptxas):
+            found = list(assembled(dump, ptxas))
+            if not found:
+                print("   NONE   no kernel of this package in the dump: names or dump flags changed")
+                worst = 1
+            for kernel, registers, spilled in found:
                 bad = spilled > known
                 worst = max(worst, int(bad))
                 mark = "SPILLS" if bad else "ok"
