@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_UNROLLED_ADAPTERS = 16  # up to here one reduction per adapter; the compiler merges them into one read
+_GROUP = 16  # adapters whose sums the compiler makes in one read of the partial sums: one reduction each, merged
 
 
 def rows_per_tile(num_rows: int, tile_adapter: jax.Array) -> int:
@@ -47,6 +47,10 @@ def sum_tiles(partials: jax.Array, tile_adapter: jax.Array, num_adapters: int) -
         own = (tile_adapter == adapter).reshape((-1,) + (1,) * (partials.ndim - 1))
         return jnp.sum(jnp.where(own, partials, jnp.zeros((), partials.dtype)), axis=0)
 
-    if num_adapters <= _UNROLLED_ADAPTERS:
-        return jnp.stack([of_adapter(adapter) for adapter in range(num_adapters)])
-    return jax.lax.map(of_adapter, jnp.arange(num_adapters, dtype=jnp.int32))
+    def of_group(first: jax.Array | int) -> jax.Array:
+        return jnp.stack([of_adapter(first + i) for i in range(min(_GROUP, num_adapters))])
+
+    if num_adapters <= _GROUP:
+        return of_group(0)
+    sums = jax.lax.map(of_group, jnp.arange(0, num_adapters, _GROUP, dtype=jnp.int32))
+    return sums.reshape(-1, *partials.shape[1:])[:num_adapters]  # the last group may reach beyond the adapters

@@ -1,0 +1,25 @@
+"""Sums over the tiles of one adapter, for more adapters than one read of the partial sums serves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tiles import sum_tiles
+
+
+@pytest.mark.parametrize("adapters", [3, 16, 17, 33])
+def test_each_adapters_sum_is_the_one_it_has_alone(adapters):
+    draw = np.random.default_rng(adapters)
+    partials = jnp.asarray(draw.normal(size=(80, 4, 8)), jnp.float32)
+    table = jnp.asarray(draw.integers(-1, adapters, 80), jnp.int32)
+    partials = jnp.where((table == 1)[:, None, None], jnp.nan, partials)  # stays in the sum of adapter 1
+    found = jax.jit(sum_tiles, static_argnums=2)(partials, table, adapters)
+    assert found.shape == (adapters, 4, 8)
+    alone = jax.jit(lambda k: sum_tiles(partials, jnp.where(table == k, 0, -1), 1)[0])
+    for k in range(adapters):
+        np.testing.assert_array_equal(found[k], alone(k))
+        right = np.asarray(partials, np.float64)[np.asarray(table) == k].sum(0)
+        np.testing.assert_allclose(found[k], right, rtol=1e-5, atol=1e-5)
+    assert np.isnan(found[1]).all()
+    assert not np.isnan(np.delete(found, 1, 0)).any()
