@@ -40,11 +40,13 @@ def backward(
     if ops.with_lora:
         keep = _keep_tiles(static, ops)
         dropped_IJK = _drop(_tiles(static, ops.x), keep)
+        # several are added up and dropout scales before the one rounding; else it may come rounded already
+        low_type = ops.x.dtype if len(ops.with_lora) == 1 and ops.dropout is None else jnp.float32
         low_IJK = 0.0
         for i, s_IJR in zip(ops.with_lora, ss, strict=True):
             ds_IJR, dbs[i] = _dsdb(static, ops, i, s_IJR, _tiles(static, dys[i]))
             das[i] = _da(static, ops, ds_IJR, dropped_IJK)
-            low_IJK = low_IJK + _batched("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]))
+            low_IJK = low_IJK + _batched("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
         dx_TK = dx_TK + _finish_dx(static, ops, low_IJK, keep).reshape(dx_TK.shape)
     return dx_TK, das, dbs
 
@@ -67,8 +69,8 @@ def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.A
         y_TN = y_TN + ops.biases[i].astype(y_TN.dtype)
     if s_IJR is not None:
         scaled_IJR = (s_IJR.astype(jnp.float32) * _of_tiles(static, ops, ops.scale)).astype(s_IJR.dtype)
-        low_IJN = _batched("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]))
-        y_TN = y_TN + _select(static, ops, low_IJN).reshape(y_TN.shape).astype(y_TN.dtype)
+        low_IJN = _batched("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
+        y_TN = y_TN + _select(static, ops, low_IJN).reshape(y_TN.shape)
     return y_TN
 
 
@@ -137,9 +139,13 @@ def _precision(dtype: jnp.dtype) -> str | None:
     return "highest" if dtype == jnp.float32 else None
 
 
-def _batched(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Contracts with float32 accumulation and a float32 result (all but one of these results are tiny)."""
-    return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=jnp.float32)
+def _batched(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Contracts with float32 accumulation.
+
+    The result is float32 where it is as narrow as a rank or is worked on further, and `dtype` where it is as wide as a
+    layer and would only be rounded to it: float32 would double the bytes written.
+    """
+    return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)
 
 
 def _matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
