@@ -78,10 +78,6 @@ class Stage:
     def extent(self) -> Extent:
         return self.weights.extent
 
-    @property
-    def live_slots(self) -> int:
-        return len(self._live)
-
     def first_lora(self) -> dict[str, np.ndarray]:
         """Initial weights of all adapters in all layers of the model."""
         return self._parts.first_lora()

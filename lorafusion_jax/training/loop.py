@@ -98,6 +98,7 @@ class Loop:
         self._slot_tokens = slot_tokens(plan, prepared)
         last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
+        self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
         self._next = self._undisturbed = progress.slot  # to be admitted; the first one after a pause
@@ -125,10 +126,9 @@ class Loop:
                     self._save()
                     continue
                 break
-        self._progress.seconds += self._meter.seconds
         done = self._progress.slot
         self._emit(Event(kind="slot", slot=done, values=self._figures(done)))
-        self._hooks.save()
+        self._save()
         if todo:
             raise Interrupted
 
@@ -249,6 +249,7 @@ class Loop:
         return agreed(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
 
     def _save(self) -> None:
+        self._progress.seconds = self._seconds_before + self._meter.seconds
         self._hooks.save()
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._paused()

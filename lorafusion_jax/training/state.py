@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Status = Literal["running", "done", "failed"]
@@ -40,7 +40,6 @@ class Progress:
     slot: int = 0
     plan: str = ""
     seconds: float = 0.0
-    first_losses: dict[str, float] = field(default_factory=dict)  # held-out loss before training, per adapter
 
     def position(self) -> dict[str, Any]:
         return asdict(self)

@@ -125,6 +125,16 @@ def test_a_program_that_fails_while_it_runs(config, healthy, tmp_path, monkeypat
     assert_goes_on(tmp_path / "run", whole)
 
 
+def test_a_device_that_fails_before_the_first_microbatch(config, tmp_path, monkeypatch):
+    def broken(self, *arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such device")
+
+    monkeypatch.setattr(Stage, "evaluate", broken)
+    with pytest.raises(RunError, match="the device failed"):
+        train(config, tmp_path / "run")
+    assert [row["kind"] for row in read_rows(tmp_path / "run" / "events.jsonl")] == ["started", "stopped"]
+
+
 def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
     """Nobody waits for an optimizer step of a stage by itself; a run must not go on without it."""
     original, steps = Stage.step, []
