@@ -7,7 +7,8 @@
 
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
-end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each.
+end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each. Where there is an
+`nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time.
 
 Variants (all rows are reported, also those that win):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
@@ -17,6 +18,8 @@ Variants (all rows are reported, also those that win):
     fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
     flush           one adapter after another through the pipeline, flushed at every step
     mlora           all adapters, one batch of each in turn, each packed alone, our kernels
+    frozen          trains nothing and is the floor of all times: the slots of `ours` forward and backward through the
+                    frozen base, same stages, same keep; no LoRA, no adapter gradients, no steps
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
+from benchmarks.frozen import FrozenStage, without_lora, without_updates  # noqa: E402
+from benchmarks.gpu_state import GpuState  # noqa: E402
 from lorafusion_jax.cli.common import prepare_machine  # noqa: E402
 from lorafusion_jax.config.schema import (  # noqa: E402
     AdapterConfig,
@@ -104,6 +109,7 @@ class Variant(NamedTuple):
     plan: str  # ours, single, mlora
     flush: bool = False
     fsdp: bool = False
+    frozen: bool = False
 
 
 VARIANTS = {
@@ -114,6 +120,7 @@ VARIANTS = {
     "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
     "flush": Variant(False, "xla", "single", flush=True),
     "mlora": Variant(True, None, "mlora"),
+    "frozen": Variant(True, None, "ours", frozen=True),
 }
 
 
@@ -178,8 +185,9 @@ class Bench:
         wanted = options.slots if variant.together else options.baseline_slots or options.slots
         jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
-        stages = self.stages(config)
-        results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
+        stages = self.stages(config, frozen=variant.frozen)
+        with GpuState() as state:
+            results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
         together = sum(p.num_slots for p in plans)
         row = {
@@ -196,6 +204,7 @@ class Bench:
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}
+        row |= state.means([r["window"] for r in results], devices)
         self.write(row)
         if variant.together:
             (options.out / f"timeline_{options.model}_{name}_{workload}.json").write_text(
@@ -265,9 +274,9 @@ class Bench:
             train=TrainSettings(**({"implementation": variant.implementation} | settings)),
         )  # fmt: skip
 
-    def stages(self, config: JobConfig) -> list[Stage]:
-        """Compiled stages of a configuration; weights stay while the layout does."""
-        key = config.model_dump_json()
+    def stages(self, config: JobConfig, *, frozen: bool = False) -> list[Stage]:
+        """Compiled stages of a configuration, or of its base alone; weights stay while the layout does."""
+        key = (config.model_dump_json(), frozen)
         if self._stages is not None and self._stages[0] == key:
             return self._stages[1]
         self._stages = None
@@ -277,9 +286,12 @@ class Bench:
             self._weights = []
             self._weights, self._layout = self.weights(config), layout
         keep = fitting_keep(config, self.model) if config.train.keep == "auto" else config.train.keep
-        parts = Parts(model=self.model, specs=tuple(adapter_specs(config)), settings=config.train, dtype=self.dtype)
+        specs = tuple(adapter_specs(config))
+        parts = Parts(
+            model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype
+        )
         stages = [
-            Stage(
+            (FrozenStage if frozen else Stage)(
                 parts, own, here, config.adapters, keep=keep,
                 block=block_layers(config.train.block_layers, len(own.pieces), fsdp=here.fsdp),
             )
@@ -331,17 +343,19 @@ class Bench:
         result: dict[str, Any] = {}
         compiled: list[float] = []
         costs = None
-        if variant.together and not self.options.no_profile:
+        if variant.together and not variant.frozen and not self.options.no_profile:
             Executor(stages, names).warm_up(batches.empty())
             costs = profile_stages(stages, batches.loads(), repeats=2)
             for stage in stages:
                 stage.start(lora)
-        spans = Spans(len(stages))
+        spans, began = Spans(len(stages)), time.time()
         executor = Executor(stages, names, spans)
         progress = Progress(
             adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in jobs}
         )
         program = one_forward_one_backward(plan, flush=True) if variant.flush else None
+        if variant.frozen:
+            program = without_updates(one_forward_one_backward(plan))
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
@@ -354,6 +368,8 @@ class Bench:
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
         Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
+        if variant.frozen and not np.isfinite(np.asarray(stages[-1].loss)).all():  # no step that would notice
+            raise FloatingPointError("the loss of the frozen base is not finite")
         measured = timeline.spans
         tokens = (
             [sum(jobs_of[ref.adapter][ref.sample] for ref in slot.samples) for slot in plan.slots]
@@ -368,6 +384,7 @@ class Bench:
         steady = [ends[b] - ends[a] for a, b in zip(order[warm:-1], order[warm + 1 :], strict=True)]
         result |= {
             "seconds": seconds,
+            "window": (began + ends[first], began + ends[last]),
             "tokens": sum(tokens[slot] for slot in order if slot > first),
             "slots": len(order) - warm,
             "compile_s": sum(compiled),

@@ -23,7 +23,7 @@ from scheduling import Timeline, to_perfetto  # noqa: E402
 COLUMNS = (
     "model", "workload", "variant", "useful_tokens_per_s", "slots", "density", "noops", "slot_s", "bubbles",
     "simulated_over_measured", "host_s_per_slot", "compile_s", "peak_gb", "capacity_tokens", "global_batch", "adapters",
-    "mesh", "layers_per_stage", "keep", "settings", "device", "jax",
+    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "sm_mhz", "watts",
 )  # fmt: skip
 PUBLISHED = {  # useful tokens/s on H100-80GB
     ("8b", "single"): {"xsum": 12353, "cnn": 12232, "wiki": 9754, "mix": 10744, "het": 11271},
@@ -37,8 +37,9 @@ LABELS = {
     "ours": "ours", "ours_xla": "ours, XLA LoRA", "single_xla": "one at a time, XLA LoRA",
     "single": "one at a time, our kernels",
     "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step", "mlora": "mLoRA order",
+    "frozen": "frozen base without LoRA (the floor)",
 }  # fmt: skip
-ORDER = ("single_xla", "single", "fsdp_xla", "flush", "mlora", "ours_xla", "ours")
+ORDER = ("single_xla", "single", "fsdp_xla", "flush", "mlora", "ours_xla", "ours", "frozen")
 
 
 def main() -> None:

@@ -137,10 +137,19 @@ def multi_lora_linears(
 
 
 def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
-    """Checks the shapes, flattens leading dimensions, picks the backend, restores the dimensions."""
+    """Picks the backend of every call, and restores the leading dimensions."""
+    static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    apart = implementation is None and better_apart(static, ops)
+    calls = [only(ops, i) for i in range(len(ws))] if apart else [ops]
+    ys = [y for call in calls for y in _dispatch(static, call, implementation)]
+    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+
+
+def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Static, Operands]:
+    """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
-    x_TK = x.reshape(-1, x.shape[-1])
+    x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     single = tile_adapter is None
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim != 1:
@@ -158,10 +167,7 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
         single=single,
         interpret=interprets(),
     )
-    apart = implementation is None and better_apart(static, ops)
-    calls = [only(ops, i) for i in range(len(ws))] if apart else [ops]
-    ys = [y for call in calls for y in _dispatch(static, call, implementation)]
-    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+    return static, ops
 
 
 def _dispatch(static: Static, ops: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:

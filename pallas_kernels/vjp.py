@@ -6,6 +6,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -23,7 +24,7 @@ def apply(static: Static, ops: Operands) -> tuple[jax.Array, ...]:
 
 def _forward(static: Static, ops: Operands):
     # kept are the caller's own arrays: one who stores residuals can tell the frozen weights by identity and drop them
-    inside = vary_like(_refuse_vmap(ops), ops.x)
+    inside = vary_like(refuse_vmap(ops), ops.x)
     ys, ss, bits = backends.load(static.backend).forward(static, inside)
     ss = tuple(checkpoint_name(s, "lora_s") for s in ss)
     bits = None if bits is None else checkpoint_name(bits, "lora_bits")
@@ -33,33 +34,37 @@ def _forward(static: Static, ops: Operands):
 def _backward(static: Static, residuals, dys: tuple[jax.Array, ...]):
     ops, ss, bits = residuals
     dx, das, dbs = backends.load(static.backend).backward(static, vary_like(ops, ops.x), ss, bits, tuple(dys))
-    none = (None,) * len(ops.ws)
-    grads = Operands(
-        x=dx.astype(ops.x.dtype),
-        ws=none,  # frozen: symbolic zeros, nothing is ever computed
-        as_=_gradients(das, ops.as_),
-        bs=_gradients(dbs, ops.bs),
-        biases=none,
-        tile_adapter=None,
-        scale=None,
-        dropout=None,
-    )
-    return (grads,)
+    return (gradients(ops, dx.astype(ops.x.dtype), das, dbs),)
 
 
 apply.defvjp(_forward, _backward)
 
 
-def _gradients(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
+def gradients(ops: Operands, dx: jax.Array | None, das: dict[int, jax.Array], dbs: dict[int, jax.Array]) -> Operands:
+    """The cotangent of a call; what is frozen gets symbolic zeros: nothing is ever computed."""
+    none = (None,) * len(ops.ws)
+    return Operands(
+        x=dx,
+        ws=none,
+        as_=_of(das, ops.as_),
+        bs=_of(dbs, ops.bs),
+        biases=none,
+        tile_adapter=None,
+        scale=None,
+        dropout=None,
+    )
+
+
+def _of(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
     return tuple(None if a is None else by_number[i].astype(a.dtype) for i, a in enumerate(banks))
 
 
 @jax.custom_batching.custom_vmap
-def _refuse_vmap(ops: Operands) -> Operands:
+def refuse_vmap(ops: Any) -> Any:
     return ops
 
 
-@_refuse_vmap.def_vmap
+@refuse_vmap.def_vmap
 def _vmap_rule(axis_size, in_batched, ops):
     del axis_size, in_batched, ops
     raise NotImplementedError(

@@ -15,10 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ..config.model import ModelConfig
-from ..modules import LoRAContext, LoRALinear, lora_siblings
+from ..modules import LoRAContext, LoRALinear, lora_mlp, lora_siblings
 from ..modules.spec import AdapterSpec, bank_rank
 from .attention import AttentionImplementation, attention
-from .gate import silu_gate
 from .norm import RMSNorm
 from .rope import apply_rope
 from .segments import Segments
@@ -99,9 +98,7 @@ class MLP(nnx.Module):
         self.down_proj = linear("down_proj", F, D, bias=bias)
 
     def __call__(self, x_TD: jax.Array, lora: LoRAContext | None) -> jax.Array:
-        gate_TF, up_TF = lora_siblings(x_TD, (self.gate_proj, self.up_proj), lora, site=MLP_INPUT)
-        gate_TF, up_TF = checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up")
-        return self.down_proj(silu_gate(gate_TF, up_TF), lora, site=DOWN_INPUT)
+        return lora_mlp(x_TD, self.gate_proj, self.up_proj, self.down_proj, lora, sites=(MLP_INPUT, DOWN_INPUT))
 
 
 class DecoderLayer(nnx.Module):

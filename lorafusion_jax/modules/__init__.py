@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.init import init_bank as init_bank
     from lorafusion_jax.modules.init import init_leaves as init_leaves
     from lorafusion_jax.modules.lora import LoRALinear as LoRALinear
+    from lorafusion_jax.modules.lora import lora_mlp as lora_mlp
     from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
     from lorafusion_jax.modules.spec import TARGETS as TARGETS
     from lorafusion_jax.modules.spec import AdapterSpec as AdapterSpec
@@ -30,6 +31,7 @@ _HOMES = {  # name: file
     "init_bank": "init",
     "init_leaves": "init",
     "LoRALinear": "lora",
+    "lora_mlp": "lora",
     "lora_siblings": "lora",
     "TARGETS": "spec",
     "AdapterSpec": "spec",

@@ -1,6 +1,6 @@
 """LoRA linear layers with the weights of many adapters, over `pallas_kernels`.
 
-T packed tokens · K in · N out · R padded rank · A adapters
+T packed tokens · K in · N out · D model width · F MLP width · R padded rank · A adapters
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from lorafusion_jax.modules.context import LoRAContext
-from pallas_kernels import multi_lora_linear, multi_lora_linears
+from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
+from pallas_kernels.gate import silu_gate
 
 
 class LoRALinear(nnx.Module):
@@ -103,6 +105,9 @@ class LoRALinear(nnx.Module):
         bias = None if self.bias is None else self.bias[...].astype(dtype)
         return x.astype(dtype), self.kernel[...].astype(dtype), bias
 
+    def _banks(self) -> tuple[Array | None, Array | None]:
+        return (None, None) if self.lora_a is None or self.lora_b is None else (self.lora_a[...], self.lora_b[...])
+
 
 def lora_siblings(
     x: Float[Array, "*B K"], linears: Sequence[LoRALinear], ctx: LoRAContext | None, *, site: int = 0
@@ -125,15 +130,63 @@ def lora_siblings(
     if ctx is None or all(linear.lora_a is None for linear in linears):
         return tuple(_plain(*each) for each in inputs)
     biases = [bias for _, _, bias in inputs]
+    as_, bs = zip(*(linear._banks() for linear in linears), strict=True)
     return multi_lora_linears(
         inputs[0][0],
         [w_KN for _, w_KN, _ in inputs],
-        [None if linear.lora_a is None else linear.lora_a[...] for linear in linears],
-        [None if linear.lora_b is None else linear.lora_b[...] for linear in linears],
+        as_,
+        bs,
         tile_adapter=ctx.tile_adapter,
         scale=ctx.scale,
         dropout=ctx.at_site(site),
         biases=None if all(bias is None for bias in biases) else biases,
+        implementation=ctx.implementation,
+    )
+
+
+def lora_mlp(
+    x: Float[Array, "*B D"],
+    gate: LoRALinear,
+    up: LoRALinear,
+    down: LoRALinear,
+    ctx: LoRAContext | None,
+    *,
+    sites: tuple[int, int],
+) -> Float[Array, "*B D"]:
+    """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation where all three projections have LoRA.
+
+    Equal to the projections one by one. What gate and up give carries the names "gate" and "up" for rematerialisation
+    policies.
+
+    Args:
+        x: rows.
+        gate, up, down: layers of one compute dtype.
+        ctx: None leaves the adapters out.
+        sites: as in `LoRALinear`, of x and of the input of `down`.
+
+    >>> shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
+    >>> layers = {name: LoRALinear(*shape, num_adapters=1, rank=2, rngs=nnx.Rngs(0)) for name, shape in shapes.items()}
+    >>> lora_mlp(jnp.ones((4, 8)), **layers, ctx=None, sites=(0, 1)).shape
+    (4, 8)
+    """
+    linears = (gate, up, down)
+    x_site, down_site = sites
+    if ctx is None or any(linear.lora_a is None for linear in linears):
+        gate_TF, up_TF = lora_siblings(x, (gate, up), ctx, site=x_site)
+        gated_TF = silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
+        return down(gated_TF, ctx, site=down_site)
+    inputs = [linear._inputs(x) for linear in linears]
+    as_, bs = zip(*(linear._banks() for linear in linears), strict=True)
+    return multi_lora_mlp(
+        inputs[0][0],
+        [w_KN for _, w_KN, _ in inputs],
+        as_,
+        bs,
+        tile_adapter=ctx.tile_adapter,
+        scale=ctx.scale,
+        dropout=ctx.at_site(x_site),
+        down_dropout=ctx.at_site(down_site),
+        biases=[bias for _, _, bias in inputs],
         implementation=ctx.implementation,
     )
 

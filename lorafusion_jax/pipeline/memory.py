@@ -31,6 +31,7 @@ NOT_MODELLED = (
     "host memory",
 )
 FLOAT32 = 4
+MLP_RANK = 64  # of an input's projections together: beyond, the MLP is not one op where nobody names the kernels
 STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
 SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -53,7 +54,7 @@ class MemoryProblem:
         fsdp: devices that share the frozen weights of a stage.
         keep: what a layer's forward leaves for its backward.
         item: bytes of a base weight and of an activation.
-        packed_bits: the kernels keep dropout's bits (the XLA ops make them again).
+        packed_bits: the kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse).
         loss_chunk: as in `objective.adapter_losses`.
     """
 
@@ -175,7 +176,9 @@ def _kept_by_half(problem: MemoryProblem) -> tuple[dict[str, int], dict[str, int
         "norm 1 out": item * T * D,
         "norm 1 scale": FLOAT32 * T,
     }
-    mlp |= {"norm 2 out": item * T * D, "norm 2 scale": FLOAT32 * T, "silu(gate) · up": item * T * F}
+    mlp |= {"norm 2 out": item * T * D, "norm 2 scale": FLOAT32 * T}
+    if not _mlp_is_one_op(problem):
+        mlp |= {"silu(gate) · up": item * T * F}
     if m.qk_norm:
         attention |= {"scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads)}
     return attention, mlp
@@ -190,6 +193,8 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     made_again = sum(kept_per_layer(replace(problem, keep="everything")).values()) - sum(
         kept_per_layer(problem).values()
     )
+    if _mlp_is_one_op(problem):
+        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
@@ -329,6 +334,16 @@ def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 
 def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
     return {site: sum(bank_rank(problem.adapters, name) for name in names) for site, names in SITES.items()}
+
+
+def _mlp_is_one_op(problem: MemoryProblem) -> bool:
+    """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up.
+
+    They do where all of its projections have LoRA of moderate rank and the dtype is one that they take.
+    """
+    ranks = [[bank_rank(problem.adapters, name) for name in SITES[site]] for site in ("gate_up", "down")]
+    served = all(all(site) and sum(_together(problem, rank) for rank in site) <= MLP_RANK for site in ranks)
+    return problem.packed_bits and problem.item == 2 and served
 
 
 def _together(problem: MemoryProblem, rank: int) -> int:

@@ -60,8 +60,8 @@ def _fits(config: DropDownConfig | DropDaConfig | WideDsdbConfig | None, rank: i
 def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
     prepared = prepare(static, ops)
-    s, bits = _input_pass(prepared) if ops.with_lora else (None, None)
-    ys = tuple(_project(prepared, i, s) for i in range(len(ops.ws)))
+    s, bits = input_pass(prepared) if ops.with_lora else (None, None)
+    ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
     return ys, () if s is None else (s,), bits
 
 
@@ -74,7 +74,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         ds = {}
         s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
         for i in ops.with_lora:
-            ds[i], dbs[i] = _output_pass(prepared, i, ss[0], s_transposed, dys[i])
+            ds[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
         joined = split_graph.join_ds(prepared, ds)
         das, dx = _input_gradient_pass(prepared, joined, bits)
         if dx is None:
@@ -89,7 +89,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     return dx, das, dbs
 
 
-def _input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
+def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
     """S of all projections and, with dropout, the packed keep bits: made on the way, not in a pass of their own."""
     ops = prepared.ops
     if not _drops_here(ops):
@@ -99,7 +99,7 @@ def _input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
     return drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=_down_config(prepared))
 
 
-def _output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):
+def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):
     """dS [T, R] and dB float32 [A, R, N] of one projection."""
     config = _dsdb_config(prepared, i)
     if config is None:
@@ -135,7 +135,7 @@ def _drops_here(ops: Operands) -> bool:
     return ops.dropout is not None and ops.x.shape[1] % BLOCK == 0
 
 
-def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
+def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
     if i not in layout.ranks:
         y = jnp.matmul(ops.x, ops.ws[i].astype(ops.x.dtype))

@@ -69,6 +69,11 @@ def drop_da_config(num_rows: int, num_in: int, rank: int) -> DropDaConfig:
     return DropDaConfig(blocks_per_chunk=size, stages=3 if rank <= 64 else 2)  # two blocks a multiprocessor
 
 
+def gate_blocks(num_rows: int) -> int:
+    """64-row blocks of a chunk in the backward pass over the gate."""
+    return max(1, min(num_rows // 8, 1024) // ROWS)
+
+
 def dsdb_config(num_rows: int, num_out: int, rank: int, tile: int) -> DsdbConfig:
     block_t = row_block(tile, 64)
     block_n = _divisor(num_out, 64 if rank <= 32 or rank > 64 else 128)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from lorafusion_jax.models.gate import silu_gate
+from pallas_kernels.gate import silu_gate
 from pallas_kernels.norm import rms_norm
 
 RNG = np.random.default_rng(0)

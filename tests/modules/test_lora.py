@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 from flax.nnx import bridge
 
-from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_siblings
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_mlp, lora_siblings
+from pallas_kernels.gate import silu_gate
 
 WIDE = AdapterSpec(name="wide", rank=4, alpha=8)
 THIN = AdapterSpec(name="thin", rank=2, alpha=3, rslora=True, targets=("k_proj",), seed=1)
@@ -77,6 +78,48 @@ def test_siblings_equal_separate_layers_bit_for_bit(x):
     context = LoRAContext.of(specs, TABLE, row_key=jnp.arange(12, dtype=jnp.uint32))
     for together, linear in zip(lora_siblings(x, layers, context, site=2), layers, strict=True):
         np.testing.assert_array_equal(together, linear(x, context, site=2))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("adapted", ["gate up down", "gate up", "gate", "up down", "down", "", "no context"])
+def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
+    shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
+    ranks = {name: 4 * (adapted == "no context" or name in adapted.split()) for name in shapes}
+    layers = {
+        name: LoRALinear(*shape, num_adapters=2, rank=ranks[name], use_bias=name != "up", rngs=nnx.Rngs(seed))
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    layers = {name: with_b(layer) if ranks[name] else layer for name, layer in layers.items()}
+    specs = [AdapterSpec(name=spec.name, rank=4, alpha=8, dropout=0.25) for spec in SPECS]
+    row_key = jnp.arange(12, dtype=jnp.uint32) if dropout else None
+    context = None if adapted == "no context" else LoRAContext.of(specs, TABLE, row_key=row_key)
+    graph, lora, frozen = nnx.split(nnx.Dict(layers), nnx.LoRAParam, ...)
+
+    def one_by_one(gate, up, down):
+        gate_TF, up_TF = (layer(x, context, site=2) for layer in (gate, up))
+        return down(silu_gate(gate_TF, up_TF), context, site=3)
+
+    def together(gate, up, down):
+        return lora_mlp(x, gate, up, down, context, sites=(2, 3))
+
+    def run(mlp):
+        def loss(lora):
+            y = mlp(**nnx.merge(graph, lora, frozen))
+            return jnp.sum(y**2), y
+
+        return jax.tree.leaves(jax.grad(loss, has_aux=True)(lora))
+
+    for got, want in zip(run(together), run(one_by_one), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("context", [None, LoRAContext.of(SPECS, TABLE)], ids=["plain", "adapted"])
+def test_policies_find_what_enters_the_gate(x, context):
+    gate, up = (with_b(layer_of("k_proj", seed=seed)) for seed in (0, 1))
+    down = LoRALinear(6, 8, num_adapters=2, rank=4, rngs=nnx.Rngs(2))
+    text = str(jax.make_jaxpr(lambda x: lora_mlp(x, gate, up, down, context, sites=(0, 1)))(x))
+    assert "name[name=gate]" in text
+    assert "name[name=up]" in text
 
 
 def test_dropout_differs_between_layers_and_sites_and_repeats(x):

@@ -134,9 +134,35 @@ def test_kept_tensors_by_hand():
         "norm 1 scale": 4 * T,
         "norm 2 out": 2 * T * 24,
         "norm 2 scale": 4 * T,
-        "silu(gate) · up": 2 * T * 40,
         "scales of their norms": 4 * T * 6,
     }
+
+
+def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
+    def gated(**changes):
+        return kept_per_layer(problem(keep="everything", **changes), "mlp").get("silu(gate) · up")
+
+    T = 64
+    assert gated() is None
+    assert gated(packed_bits=False) == 2 * T * 40
+    assert gated(item=4) == 4 * T * 40
+    for left_out in ("gate_proj", "up_proj", "down_proj"):
+        targets = tuple(name for name in ("gate_proj", "up_proj", "down_proj") if name != left_out)
+        some, rest = (AdapterSpec(name=name, rank=4, alpha=8, targets=targets) for name in "ab")
+        assert gated(adapters=(some, rest)) == 2 * T * 40
+        rest = replace(rest, targets=(left_out,))
+        assert gated(adapters=(some, rest)) is None  # together they have all three
+    for rank, size in ((32, None), (33, 2 * T * 40)):  # padded: 64 and 128 of gate and up together
+        assert gated(adapters=(AdapterSpec(name="law", rank=rank, alpha=8),)) == size
+
+
+def test_the_gated_array_is_working_memory_where_it_is_not_kept():
+    gated, hand_over = 2 * 64 * 40, 2 * 2 * 64 * 24
+    everything = sum(kept_per_layer(problem(keep="everything")).values())
+    for keep in KEEPS:
+        again = everything - sum(kept_per_layer(problem(keep=keep)).values())
+        assert working_memory(problem(keep=keep), 0)["forward"] == hand_over + again + gated
+    assert working_memory(problem(keep="everything", packed_bits=False), 0)["forward"] == hand_over
 
 
 def real_kept(wanted, implementation):

@@ -1,16 +1,18 @@
-"""The gate of the MLP, elementwise in float32. Dims: `F` MLP width."""
+"""The gate of the MLP, elementwise in float32.
+
+F MLP width
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def silu_gate(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
-    """silu(gate) · up, cast back to the dtype of gate. Backward keeps both inputs and nothing else."""
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) · up of two [..., F], cast back to the dtype of gate. Backward keeps both inputs and nothing else."""
     return _forward(gate, up)[0]
 
 

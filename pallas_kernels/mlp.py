@@ -1,0 +1,132 @@
+"""A gated MLP plus the LoRA of each row's adapter on its three projections, as one op.
+
+On its own each projection must read and write the wide arrays between them for its low-rank branch. Together, the pass
+that gates does that work on the way: see `mosaic_gpu.mlp`.
+
+T packed tokens · D model width · F MLP width · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import backends, vjp
+from pallas_kernels.api import describe, multi_lora_linear, multi_lora_linears
+from pallas_kernels.backends import Implementation
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.gate import silu_gate
+from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.problem import Operands, Static
+
+HOPPER = "pallas_mosaic_gpu"
+
+
+def multi_lora_mlp(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    as_: Sequence[jax.Array | None],
+    bs: Sequence[jax.Array | None],
+    *,
+    tile_adapter: jax.Array,
+    scale: jax.Array,
+    dropout: Dropout | None = None,
+    down_dropout: Dropout | None = None,
+    biases: Sequence[jax.Array | None] | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Applies down(silu(gate(x)) · up(x)) with LoRA on every projection that has it.
+
+    lin_i(z)[t] = z[t] W_i + scale[k] * (drop(z[t]) A_i[k]) B_i[k] (+ bias_i),  k = adapter of row t's tile
+    y = lin_down(silu(lin_gate(x)) · lin_up(x))
+
+    The arrays before the gate carry the names "gate" and "up" for rematerialisation policies.
+
+    Args:
+        x: [..., D].
+        ws, as_, bs, biases: of gate [D, F], up [D, F] and down [F, D], in this order; otherwise as in
+            `multi_lora_linears`.
+        dropout: of the LoRA branches that read x; down_dropout: of the one that reads the gated array.
+        tile_adapter, scale, implementation: as in `multi_lora_linear`.
+    Raises:
+        ValueError: shapes do not fit, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Example:
+        >>> ws = [jnp.ones((8, 6)), jnp.ones((8, 6)), jnp.ones((6, 8))]
+        >>> as_ = [jnp.ones((1, w.shape[0], 4)) for w in ws]
+        >>> bs = [jnp.zeros((1, 4, w.shape[1])) for w in ws]
+        >>> table, scale = jnp.array([0, 0]), jnp.array([2.0])
+        >>> multi_lora_mlp(jnp.ones((4, 8)), ws, as_, bs, tile_adapter=table, scale=scale).shape
+        (4, 8)
+    """
+    ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
+    biases = (None,) * len(ws) if biases is None else tuple(biases)
+    if not len(ws) == len(as_) == len(bs) == len(biases) == 3:
+        raise ValueError(
+            f"{len(ws)} ws, {len(as_)} as_, {len(bs)} bs, {len(biases)} biases: expected gate, up and down"
+        )
+    shared = {"tile_adapter": tile_adapter, "scale": scale, "implementation": implementation}
+    call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation)
+    if call is not None:
+        static, ops, down = call
+        ops, down = (_varying(each, ops.x) for each in (ops, down))
+        return _fused(static, ops, down).reshape(*x.shape[:-1], -1)
+    gate, up = multi_lora_linears(x, ws[:2], as_[:2], bs[:2], biases=biases[:2], dropout=dropout, **shared)
+    gated = silu_gate(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
+    if as_[2] is None or bs[2] is None:
+        (y,) = multi_lora_linears(gated, ws[2:], as_[2:], bs[2:], biases=biases[2:], **shared)
+        return y
+    return multi_lora_linear(gated, ws[2], as_[2], bs[2], bias=biases[2], dropout=down_dropout, **shared)
+
+
+def _fused_call(
+    x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation
+) -> tuple[Static, Operands, Operands] | None:
+    """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own."""
+    shared = (tile_adapter, scale)
+    static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)
+    hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)
+    _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout)
+    if any(backends.choose(implementation, static, each) != HOPPER for each in (ops, down)):
+        return None
+    if _passes().refusal(static, ops, down) is not None:
+        return None
+    return dataclasses.replace(static, backend=HOPPER), ops, dataclasses.replace(down, x=None)
+
+
+def _passes() -> ModuleType:
+    return importlib.import_module("pallas_kernels.mosaic_gpu.mlp")
+
+
+def _varying(ops: Operands, x: jax.Array) -> Operands:
+    """Outside of the rule, so that dA and dB are summed over the mesh."""
+    as_, bs = vary_like((ops.as_, ops.bs), x)
+    return dataclasses.replace(ops, as_=as_, bs=bs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(static: Static, ops: Operands, down: Operands) -> jax.Array:
+    return _forward(static, ops, down)[0]
+
+
+def _forward(static: Static, ops: Operands, down: Operands):
+    inside, behind = vary_like(vjp.refuse_vmap((ops, down)), ops.x)
+    y, kept = _passes().forward(static, inside, behind)
+    return y, (ops, down, kept)
+
+
+def _backward(static: Static, residuals, dy: jax.Array):
+    ops, down, kept = residuals
+    inside, behind = vary_like((ops, down), ops.x)
+    (dx, das, dbs), (down_das, down_dbs) = _passes().backward(static, inside, behind, kept, dy)
+    return vjp.gradients(ops, dx.astype(ops.x.dtype), das, dbs), vjp.gradients(down, None, down_das, down_dbs)
+
+
+_fused.defvjp(_forward, _backward)

@@ -1,0 +1,85 @@
+"""Hopper's passes at the gate of the MLP in the GPU interpreter, against the formulas in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_problems import relative
+from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, normal
+
+import pallas_kernels as pk
+from pallas_kernels.chunks import make_chunks
+from pallas_kernels.dropout import keep_mask, keep_words
+from pallas_kernels.mosaic_gpu.gate import Banks, gate_backward, gate_forward
+
+COLUMNS, RANKS, OFFSETS, TOTAL = 512, (16, 32, 16), (32, 0), 64  # 32 comes first in S
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["dropout", "p0"])
+def case(request):
+    rows = OWNER.size
+    drop = pk.Dropout(
+        rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
+    )
+    own = jnp.minimum(OWNER, ADAPTERS - 1)
+    banks = [normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate(RANKS)]
+    return {
+        "drop": drop if request.param else None,
+        "words": keep_words(drop, own, COLUMNS) if request.param else None,
+        "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if request.param else np.True_,
+        "banks": Banks(gate=banks[0], up=banks[1], down=banks[2]),
+        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
+        "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
+        "s": normal(7, rows, TOTAL), "ds": normal(8, rows, RANKS[2]),
+    }  # fmt: skip
+
+
+def wide(case):
+    """(g, u, derivative of h by both) in float32, for the rows' own adapters."""
+    f32 = {name: np.asarray(case[name], np.float32) for name in ("gate", "up", "s", "ds")}
+    bank = {n: np.asarray(getattr(case["banks"], n), np.float32)[OWNER] for n in ("gate", "up", "down")}
+    s_gate, s_up = (f32["s"][:, o : o + r] for o, r in zip(OFFSETS, RANKS[:2], strict=True))
+    g = f32["gate"] + np.einsum("tr,trf->tf", s_gate, bank["gate"])
+    u = f32["up"] + np.einsum("tr,trf->tf", s_up, bank["up"])
+    return g, u, bank["down"]
+
+
+def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
+    names = ("gate", "up", "s", "banks")
+    with interpreted():
+        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], offsets=OFFSETS)
+        h, s, bits = jax.tree.map(np.asarray, out)
+    g, u, a = wide(case)
+    want = g / (1 + np.exp(-g)) * u
+    assert relative(h, want) < BF16
+    assert relative(s, np.einsum("tf,trf->tr", np.where(case["keep"], np.asarray(h, np.float32), 0), a)) < BF16
+    if case["drop"] is None:
+        assert bits is None
+    else:
+        np.testing.assert_array_equal(bits, case["words"])
+
+
+@pytest.mark.parametrize("sick", [None, 0])
+def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
+    dh = case["dh"] if sick is None else jnp.where(jnp.asarray(OWNER == sick)[:, None], jnp.nan, case["dh"])
+    ds = case["ds"] if sick is None else jnp.where(jnp.asarray(OWNER == sick)[:, None], jnp.nan, case["ds"])
+    with interpreted():
+        out = gate_backward(
+            case["gate"], case["up"], dh, case["s"], ds, case["banks"], case["words"], case["chunks"], offsets=OFFSETS
+        )
+        dgate, dup, partials = jax.tree.map(np.asarray, out)
+    g, u, a = wide(case)
+    sigmoid = 1 / (1 + np.exp(-g))
+    wide_ds = np.asarray(ds, np.float32)
+    full = np.asarray(dh, np.float32) + np.where(case["keep"], np.einsum("tr,trf->tf", wide_ds, a), 0)
+    dropped = np.where(case["keep"], g * sigmoid * u, 0)
+    for k in range(ADAPTERS):
+        own = k == OWNER
+        if k == sick:
+            assert np.isnan(np.asarray(dgate, np.float32)[own]).all()
+            continue
+        assert relative(dup[own], (full * g * sigmoid)[own]) < BF16
+        assert relative(dgate[own], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[own]) < BF16
+        assert relative(by_adapter(partials, case["chunks"], k), dropped[own].T @ wide_ds[own]) < BF16
+    padding = OWNER == ADAPTERS
+    assert relative(dup[padding], (full * g * sigmoid)[padding]) < BF16

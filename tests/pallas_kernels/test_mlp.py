@@ -1,0 +1,133 @@
+"""The gated MLP as one op against its parts in plain jnp: values, gradients, names, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_problems import TILE, draw, new_residuals, relative
+
+import pallas_kernels as pk
+from pallas_kernels.reference import reference_multi_lora_linear
+
+BACKENDS = ["xla"]
+TABLE = [1, -1, 0, 1, 0, -1]
+D, F = 64, 96
+FLOAT32 = 1e-5  # float32 sums of a hundred terms differ by their order: about 1e-7 each, through two products
+
+CASES = {
+    "plain": {},
+    "dropout before gate and up": {"rates": [0.5, 0.1]},
+    "dropout before down": {"down_rates": [0.5, 0.1]},
+    "dropout": {"rates": [0.0, 0.3], "down_rates": [0.5, 0.1]},
+    "biases": {"bias": True, "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "odd shapes": {"d": 70, "f": 50, "rates": [0.3, 0.1], "down_rates": [0.1, 0.0]},
+    "ranks": {"ranks": (4, 20, 12)},
+    "gate without LoRA": {"ranks": (None, 8, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "up without LoRA": {"ranks": (8, None, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "down without LoRA": {"ranks": (8, 8, None), "rates": [0.1, 0.2], "bias": True},
+}
+
+
+def draw_mlp(*, d=D, f=F, ranks=(8, 8, 8), rates=None, down_rates=None, bias=False):
+    """The arguments of multi_lora_mlp and the incoming gradient."""
+    shared = {"table": TABLE, "adapters": 2, "bias": bias}
+    into, _ = draw(k=d, widths=(f, f), ranks=ranks[:2], rates=rates, **shared)
+    out, (dy,) = draw(k=f, widths=(d,), ranks=ranks[2:], rates=down_rates, seed=1, **shared)
+    lists = {name: into[name] + out[name] for name in ("ws", "as_", "bs", "biases")}
+    return {**into, **lists, "down_dropout": out["dropout"]}, dy
+
+
+def ours(backend):
+    def mlp(arguments, x, as_, bs):
+        names = ("tile_adapter", "scale", "dropout", "down_dropout", "biases")
+        rest = {name: arguments[name] for name in names}
+        return pk.multi_lora_mlp(x, arguments["ws"], as_, bs, implementation=backend, **rest)
+
+    return mlp
+
+
+def reference(arguments, x, as_, bs):
+    shared = {name: arguments[name] for name in ("tile_adapter", "scale")}
+
+    def linear(i, z, dropout):
+        w, bias = arguments["ws"][i], arguments["biases"][i]
+        if as_[i] is None:
+            return jnp.matmul(z, w, precision="highest") + (0 if bias is None else bias)
+        return reference_multi_lora_linear(z, w, as_[i], bs[i], bias=bias, dropout=dropout, **shared)
+
+    gate, up = (linear(i, x, arguments["dropout"]) for i in range(2))
+    return linear(2, jax.nn.silu(gate) * up, arguments["down_dropout"])
+
+
+def value_and_gradients(mlp, arguments, dy):
+    """y, dx, dAs, dBs."""
+
+    @jax.jit
+    def run(x, as_, bs):
+        y, vjp = jax.vjp(lambda x, as_, bs: mlp(arguments, x, as_, bs), x, as_, bs)
+        return y, *vjp(dy)
+
+    return run(arguments["x"], arguments["as_"], arguments["bs"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(backend, case):
+    arguments, dy = draw_mlp(**CASES[case])
+    got = value_and_gradients(ours(backend), arguments, dy)
+    want = value_and_gradients(reference, arguments, dy)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(g, w) < FLOAT32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_dropout_acts_on_its_own_input(backend):
+    arguments, _ = draw_mlp(rates=[0.5, 0.5], down_rates=[0.5, 0.5])
+    own, other = arguments["dropout"], arguments["down_dropout"]
+    draws = [
+        ours(backend)({**arguments, **changes}, arguments["x"], arguments["as_"], arguments["bs"])
+        for changes in ({}, {"dropout": other}, {"down_dropout": own}, {"dropout": None}, {"down_dropout": None})
+    ]
+    assert all(relative(draws[i], draws[j]) > 1e-2 for i in range(5) for j in range(i))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions_are_rows_and_biases_may_be_left_out(backend):
+    arguments, _ = draw_mlp()
+    x, ws, as_, bs = (arguments[name] for name in ("x", "ws", "as_", "bs"))
+    rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+    y = pk.multi_lora_mlp(x.reshape(2, -1, D), ws, as_, bs, implementation=backend, **rest)
+    assert y.shape == (2, TILE * len(TABLE) // 2, D)
+    assert (y.reshape(x.shape) == ours(backend)(arguments, x, as_, bs)).all()
+
+
+def test_policies_can_keep_what_enters_the_gate():
+    arguments, _ = draw_mlp(ranks=(4, 8, 12), rates=[0.1, 0.2], down_rates=[0.2, 0.1])
+    rows = TILE * len(TABLE)
+    low_rank = [(len(TABLE), TILE, rank) for rank in (4, 8, 12)]
+    assert sorted(new_residuals(ours("xla"), arguments, ("gate", "up", "lora_s"))) == [*low_rank, *[(rows, F)] * 2]
+    assert sorted(new_residuals(ours("xla"), arguments, ("lora_s",))) == low_rank
+    (kept,) = new_residuals(ours("xla"), arguments, ("gate",))
+    assert kept == (rows, F)
+
+
+@pytest.mark.parametrize("name", ["ws", "as_", "bs", "biases"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_gate_up_and_down_are_expected_everywhere(name, count):
+    arguments, _ = draw_mlp(bias=True)
+    arguments[name] = (arguments[name] * 2)[:count]
+    with pytest.raises(ValueError, match=rf"{count} {name}.*expected gate, up and down"):
+        ours("xla")(arguments, arguments["x"], arguments["as_"], arguments["bs"])
+
+
+def test_names_and_shapes_are_checked():
+    arguments, _ = draw_mlp()
+    given = [arguments[name] for name in ("x", "as_", "bs")]
+    with pytest.raises(ValueError, match="choose one of pallas_mosaic_gpu, pallas_triton, xla"):
+        ours("cuda")(arguments, *given)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        ours("pallas_mosaic_gpu")(arguments, *given)
+    for turned, number in ((0, 0), (1, 1), (2, 0)):  # the last: down is a call of its own
+        ws = [w.T if i == turned else w for i, w in enumerate(arguments["ws"])]
+        with pytest.raises(ValueError, match=f"of projection {number} has shape"):
+            ours("xla")({**arguments, "ws": ws}, *given)
