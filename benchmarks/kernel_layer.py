@@ -14,6 +14,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import oracles
+from pallas_kernels.gate import silu_gate
 from pallas_kernels.tuning.timing import time_calls
 
 RANK = 16
@@ -53,10 +54,12 @@ TINY = Shape(name="tiny", width=128, heads=2, key_heads=1, head=64, inner=256, t
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run the projections of one input: project(names, x, arrays) -> tuple."""
+    """One way to run the projections of one input: project(names, x, arrays) -> tuple; and, where it is one op of its
+    own, the whole MLP: mlp(x, arrays)."""
 
     kind: str
     project: Callable[..., tuple]
+    mlp: Callable[..., jax.Array] | None = None
     adapters: int = 1
     rate: float = 0.0
     siblings: bool = True
@@ -69,15 +72,16 @@ class Variant:
 def variants(full: bool) -> Iterator[Variant]:
     yield Variant(kind="frozen", project=frozen)
     yield Variant(kind="xla_naive", project=plain(oracles.lora_xla), rate=0.1)
-    yield Variant(kind="ours", project=ours(None), rate=0.1)
+    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, rate=0.1)
     yield Variant(kind="xla_wide", project=plain(oracles.lora_wide), rate=0.1, adapters=4)
-    yield Variant(kind="ours", project=ours(None), rate=0.1, adapters=4)
+    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, rate=0.1, adapters=4)
     if full:
+        yield Variant(kind="ours_mlp_apart", project=ours(None), rate=0.1, adapters=4)
         yield Variant(kind="ours_separate", project=ours(None, siblings=False), rate=0.1, adapters=4)
         yield Variant(kind="ours_on_xla", project=ours("xla"), rate=0.1, adapters=4)
         yield Variant(kind="xla_wide", project=plain(oracles.lora_wide), adapters=4)
-        yield Variant(kind="ours", project=ours(None), adapters=4)
-        yield Variant(kind="ours", project=ours(None))
+        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, adapters=4)
+        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp)
         yield Variant(kind="xla_naive", project=plain(oracles.lora_xla))
         yield Variant(kind="ragged_dot", project=plain(oracles.lora_ragged), rate=0.1, adapters=4)
 
@@ -90,8 +94,8 @@ def run(recorder, tiny: bool) -> None:
             for group in (("q", "k", "v"), ("gate", "up")):
                 chosen = [v for v in variants(True) if v.kind in ("frozen", "ours", "ours_separate", "xla_wide")]
 
-                def siblings(project, x, arrays, shape, group=group):
-                    return jnp.concatenate(project(group, x, arrays), axis=1)
+                def siblings(variant, x, arrays, shape, group=group):
+                    return jnp.concatenate(variant.project(group, x, arrays), axis=1)
 
                 chosen = [v for v in chosen if v.kind == "frozen" or (v.rate and v.adapters == 4)]
                 run_part(recorder, shape, ",".join(group), chosen, siblings, tiny)
@@ -121,7 +125,7 @@ def run_part(recorder, shape: Shape, part: str, chosen: list[Variant], body, tin
 def forward_backward(variant: Variant, body, shape: Shape):
     def step(arrays):
         def of(x, a, b):
-            return body(variant.project, x, {**arrays, "a": a, "b": b}, shape)
+            return body(variant, x, {**arrays, "a": a, "b": b}, shape)
 
         if variant.kind == "frozen":
             y, vjp = jax.vjp(lambda x: of(x, None, None), arrays["x"])
@@ -179,27 +183,41 @@ def ours(implementation: str | None, *, siblings: bool = True):
     def project(names, x, arrays):
         if not siblings and len(names) > 1:
             return tuple(y for name in names for y in project((name,), x, arrays))
-        dropout = None
-        if arrays["rate"] is not None:
-            key = pk.fold_key(arrays["keys"], SITES[names[0]])
-            dropout = pk.Dropout(rate=arrays["rate"], key=key, row_key=arrays["row_key"])
         w, a, b = ([arrays[part][name] for name in names] for part in "wab")
         return pk.multi_lora_linears(
-            x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"], dropout=dropout,
-            implementation=implementation,
+            x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"],
+            dropout=dropout_of(names[0], arrays), implementation=implementation,
         )  # fmt: skip
 
     return project
 
 
-def layer(project, x_TD, arrays, shape: Shape):
+def ours_mlp(x, arrays):
+    names = (*GROUPS[2], *GROUPS[3])
+    w, a, b = ([arrays[part][name] for name in names] for part in "wab")
+    return pk.multi_lora_mlp(
+        x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"], dropout=dropout_of("gate", arrays),
+        down_dropout=dropout_of("down", arrays),
+    )  # fmt: skip
+
+
+def dropout_of(name: str, arrays) -> pk.Dropout | None:
+    if arrays["rate"] is None:
+        return None
+    return pk.Dropout(rate=arrays["rate"], key=pk.fold_key(arrays["keys"], SITES[name]), row_key=arrays["row_key"])
+
+
+def layer(variant: Variant, x_TD, arrays, shape: Shape):
     """Attention and feed-forward block with their norms and residuals."""
     h_TD = norm(x_TD)
-    q, k, v = (y.reshape(shape.tokens, -1, shape.head) for y in project(GROUPS[0], h_TD, arrays))
+    q, k, v = (y.reshape(shape.tokens, -1, shape.head) for y in variant.project(GROUPS[0], h_TD, arrays))
     o = attention(rope(q), rope(k), v).reshape(shape.tokens, -1)
-    x_TD = x_TD + project(GROUPS[1], o, arrays)[0]
-    gate, up = project(GROUPS[2], norm(x_TD), arrays)
-    return x_TD + project(GROUPS[3], jax.nn.silu(gate) * up, arrays)[0]
+    x_TD = x_TD + variant.project(GROUPS[1], o, arrays)[0]
+    h_TD = norm(x_TD)
+    if variant.mlp:
+        return x_TD + variant.mlp(h_TD, arrays)
+    gate, up = variant.project(GROUPS[2], h_TD, arrays)
+    return x_TD + variant.project(GROUPS[3], silu_gate(gate, up), arrays)[0]
 
 
 def norm(x):

@@ -65,7 +65,7 @@ def _update_seconds(stage: Stage, repeats: int) -> float:
 def _transfer_seconds(stages: Sequence[Stage], load: Load, repeats: int) -> float:
     if len(stages) == 1:
         return 0.0
-    x = stages[0].zeros(to_stage(load.rows, stages[0].mesh))
+    x = stages[0].noise(to_stage(load.rows, stages[0].mesh))
     best = float("inf")
     for _ in range(repeats + 1):
         jax.block_until_ready(x)

@@ -174,16 +174,19 @@ class Stage:
         )
 
     def run_alone(self, batch: Microbatch) -> tuple[float, float]:
-        """Runs forward and backward without the other stages, on zeros where they would send something.
+        """Runs forward and backward without the other stages, on random numbers where they would send something.
+
+        Not on zeros: products of zeros draw so little power that an H200 keeps a higher clock. Stages of a 70B model
+        looked 15 % faster than they were.
 
         Returns:
             Seconds of either, waited for.
         """
-        sent = None if self.weights.embed is not None else jax.block_until_ready(self.zeros(batch))
+        sent = None if self.weights.embed is not None else jax.block_until_ready(self.noise(batch))
         began = time.perf_counter()
-        out = jax.block_until_ready(self.forward(ALONE, batch, sent))
+        jax.block_until_ready(self.forward(ALONE, batch, sent))
         forward_s = time.perf_counter() - began
-        received = None if self.weights.head is not None else jax.block_until_ready(jnp.zeros_like(out))
+        received = None if self.weights.head is not None else jax.block_until_ready(self.noise(batch))
         began = time.perf_counter()
         jax.block_until_ready(self.backward(ALONE, received))
         return forward_s, time.perf_counter() - began
@@ -213,10 +216,11 @@ class Stage:
                 numbers,
             )
 
-    def zeros(self, batch: Microbatch) -> Array:
-        """Activations of a microbatch, all zero."""
-        shape = (*batch.tokens.shape, self._parts.model.hidden_size)
-        return jax.jit(lambda: jnp.zeros(shape, self._parts.dtype), out_shardings=self.mesh.by_replica)()
+    def noise(self, batch: Microbatch) -> Array:
+        """Activations of a microbatch, normally distributed."""
+        shape, dtype = (*batch.tokens.shape, self._parts.model.hidden_size), self._parts.dtype
+        draw = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=self.mesh.by_replica)
+        return draw()
 
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array:
         """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""

@@ -13,7 +13,6 @@ T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -25,80 +24,70 @@ from jax import lax
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS, Dropout, threshold
 from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
 from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment, transforms
 
 WIDTH = 64  # columns of a tile: a 128-byte row, and three of them in float32 leave room in the registers
 STEPS = BLOCK // WIDTH  # tiles of a block of keep words
-FORWARD_STAGES, BACKWARD_STAGES = 4, 3  # two programs a multiprocessor: their registers allow no more
+LOW_SWIZZLE = 16  # elements: rows of S may be as short as that, and what they meet must lie alike
+# exp2 as the hardware has it, 2 units in the last place: the exact one is a fifth of all instructions
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
+MOST_STAGES = 4
 MIN_BLOCKS = 4  # of 256 columns, for a forward program: fewer, and filling its pipeline shows
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Banks:
-    """The small matrices that meet the wide arrays, [A + 1, R, F] each, scales folded in; adapter A is zero."""
-
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array  # A of the projection behind the gate, transposed
-
-    @property
-    def ranks(self) -> tuple[int, int, int]:
-        return self.gate.shape[1], self.up.shape[1], self.down.shape[1]
+type Places = tuple[tuple[int, int], tuple[int, int]]  # (first column of S, rank) of gate and of up
 
 
 def gate_forward(
     gate: jax.Array,
     up: jax.Array,
     s: jax.Array,
-    banks: Banks,
+    b: jax.Array,
+    a: jax.Array,
     block_adapter: jax.Array,
     dropout: Dropout | None,
     *,
-    offsets: tuple[int, int],
+    places: Places,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns h [T, F], S of the projection behind the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
 
     Args:
         gate, up: [T, F], the frozen products (with bias).
-        s: [T, >= R]; columns offsets[0] .. meet banks.gate, offsets[1] .. banks.up.
+        s: [T, R of both]; `places` says whose columns are where.
+        b: [A + 1, R of both, F], of gate and up as S lies, scales folded in; adapter A is zero.
+        a: [A + 1, R, F], of the projection behind the gate, transposed, the dropout scale folded in.
         block_adapter: int32 [T / 64], 0..A.
     """
     num_rows, width = gate.shape
     dtype = gate.dtype
-    rank_gate, rank_up, rank = banks.ranks
+    both, rank = b.shape[1], a.shape[1]
     split = _split(width // BLOCK)
     steps = width // WIDTH // split
-    stages = min(FORWARD_STAGES, steps)
+    warpgroups, stages = _forward_room(both, rank)
+    stages = min(stages, steps)
+    units = num_rows // ROWS * split
     last = 0 if dropout is None else dropout.key.shape[0] - 1
 
-    def kernel(gate_gmem, up_gmem, s_gmem, b_gate_gmem, b_up_gmem, a_gmem, adapter_gmem, *rest):
+    def kernel(gate_gmem, up_gmem, s_gmem, b_gmem, a_gmem, adapter_gmem, *rest):
         if dropout is None:
             h_gmem, s_out_gmem = rest
         else:
             key_gmem, thresh_gmem, row_key_gmem, h_gmem, s_out_gmem, bits_gmem = rest
-        part = lax.axis_index("part")
-        rows = pl.ds(lax.axis_index("block") * ROWS, ROWS)
-        adapter = adapter_gmem[lax.axis_index("block")]
-        if dropout is not None:
-            owner = lax.min(adapter, jnp.asarray(last, adapter.dtype))
-            key, thresh = key_gmem[owner], thresh_gmem[owner]
-            row_key = plgpu.load(row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        wg = lax.axis_index("wg")
+        unit = lax.axis_index("program") * warpgroups + wg
+        part = lax.rem(unit, split)
 
-        @functools.partial(
-            pl.run_scoped,
-            gate_smem=_tiles(stages, ROWS, dtype),
-            up_smem=_tiles(stages, ROWS, dtype),
-            b_gate_smem=_banks(stages, rank_gate, dtype),
-            b_up_smem=_banks(stages, rank_up, dtype),
-            a_smem=_tiles(stages, rank, dtype),
-            s_gate_smem=_low(1, rank_gate, dtype),
-            s_up_smem=_low(1, rank_up, dtype),
-            barrier=plgpu.Barrier(num_arrivals=5, num_barriers=stages),
-            s_barrier=plgpu.Barrier(num_arrivals=2),
-        )
-        def _(gate_smem, up_smem, b_gate_smem, b_up_smem, a_smem, s_gate_smem, s_up_smem, barrier, s_barrier):
+        def work(gate_smem, up_smem, b_smem, a_smem, s_smem, barrier, s_barrier):
+            block_row = lax.div(unit, split)
+            rows = pl.ds(block_row * ROWS, ROWS)
+            adapter = adapter_gmem[block_row]
+            if dropout is not None:
+                owner = lax.min(adapter, jnp.asarray(last, adapter.dtype))
+                key, thresh = key_gmem[owner], thresh_gmem[owner]
+                row_key = plgpu.load(row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
             def columns_of(step):
                 return pl.ds((part * steps + step) * WIDTH, WIDTH)
 
@@ -107,14 +96,12 @@ def gate_forward(
                 for source, target in (
                     (gate_gmem.at[rows, columns], gate_smem),
                     (up_gmem.at[rows, columns], up_smem),
-                    (b_gate_gmem.at[adapter].at[:, columns], b_gate_smem),
-                    (b_up_gmem.at[adapter].at[:, columns], b_up_smem),
+                    (b_gmem.at[adapter].at[:, columns], b_smem),
                     (a_gmem.at[adapter].at[:, columns], a_smem),
                 ):
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], barrier.at[slot])
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], barrier.at[wg * stages + slot])
 
-            for target, offset, width in ((s_gate_smem, offsets[0], rank_gate), (s_up_smem, offsets[1], rank_up)):
-                plgpu.copy_gmem_to_smem(s_gmem.at[rows, pl.ds(offset, width)], target.at[0], s_barrier)
+            plgpu.copy_gmem_to_smem(s_gmem.at[rows, :], s_smem, s_barrier)
             for step in range(stages):
                 fetch(step, step)
             plgpu.barrier_wait(s_barrier)
@@ -126,16 +113,17 @@ def gate_forward(
                     if dropout is not None:
                         words = make_words(key, thresh, row_key, part * (steps // STEPS) + number)
                         store_fragment(bits_gmem.at[rows, part * (steps // STEPS) + number, :], words)
-                    for place in range(STEPS):
-                        step = number * STEPS + place
+                    for quarter in range(STEPS):
+                        step = number * STEPS + quarter
                         slot = lax.rem(step, stages)
-                        plgpu.barrier_wait(barrier.at[slot])
-                        g = _registers(gate_smem.at[slot]) + _product(s_gate_smem.at[0], b_gate_smem.at[slot])
-                        u = _registers(up_smem.at[slot]) + _product(s_up_smem.at[0], b_up_smem.at[slot])
-                        h = (g * _sigmoid(g) * u).astype(dtype)
-                        gate_smem[slot] = h
+                        plgpu.barrier_wait(barrier.at[wg * stages + slot])
+                        low_gate, low_up = (_product(s_smem, b_smem.at[slot], place) for place in places)
+                        g = _registers(gate_smem.at[slot]) + low_gate
+                        u = _registers(up_smem.at[slot]) + low_up
+                        h = g * _sigmoid(g) * u
+                        gate_smem[slot] = h.astype(dtype)
                         if words is not None:
-                            up_smem[slot] = keep_words_of(h, words, first=place * WIDTH // WORDS)
+                            up_smem[slot] = keep_words_of(h, words, first=quarter * WIDTH // WORDS).astype(dtype)
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(gate_smem.at[slot], h_gmem.at[rows, columns_of(step)])
                         kept_smem = gate_smem if words is None else up_smem
@@ -152,6 +140,21 @@ def gate_forward(
                 store_fragment(s_out_gmem.at[part, rows, :], acc[...])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        @functools.partial(
+            pl.run_scoped,
+            gate_smem=_tiles(warpgroups, stages, ROWS, dtype=dtype),
+            up_smem=_tiles(warpgroups, stages, ROWS, dtype=dtype),
+            b_smem=_low(warpgroups, stages, both, WIDTH, dtype=dtype),
+            a_smem=_tiles(warpgroups, stages, rank, dtype=dtype),
+            s_smem=_low(warpgroups, ROWS, both, dtype=dtype),
+            barrier=plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups * stages),
+            s_barrier=plgpu.Barrier(num_barriers=warpgroups),
+            collective_axes="wg",
+        )
+        def _(barrier, s_barrier, **tiles):
+            own = {name: ref.at[wg] for name, ref in tiles.items()}
+            pl.when(unit < units)(lambda: work(**own, barrier=barrier, s_barrier=s_barrier.at[wg]))
+
     bits = [] if dropout is None else [jax.ShapeDtypeStruct((num_rows, width // BLOCK, WORDS), jnp.uint32)]
     run = plgpu.kernel(
         kernel,
@@ -160,12 +163,14 @@ def gate_forward(
             jax.ShapeDtypeStruct((split, num_rows, rank), jnp.float32),
             *bits,
         ),
-        grid=(num_rows // ROWS, split),
-        grid_names=("block", "part"),
+        grid=(-(-units // warpgroups),),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name="wg",
         kernel_name="lora_gate",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=COMPILER_PARAMS,
     )
-    operands = [gate, up, s, banks.gate, banks.up, banks.down, block_adapter]
+    operands = [gate, up, s, b, a, block_adapter]
     if dropout is not None:
         operands += [dropout.key.astype(jnp.uint32), threshold(dropout.rate), dropout.row_key.astype(jnp.uint32)]
     h, s_out, *bits = vary_like(run(*operands), gate)
@@ -178,11 +183,12 @@ def gate_backward(
     dh: jax.Array,
     s: jax.Array,
     ds: jax.Array,
-    banks: Banks,
+    b: jax.Array,
+    a: jax.Array,
     bits: jax.Array | None,
     chunks: Chunks,
     *,
-    offsets: tuple[int, int],
+    places: Places,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dgate and dup [T, F], and partial sums of dA, float32 [C, F, R] (without the dropout scale).
 
@@ -190,71 +196,47 @@ def gate_backward(
         dh: [T, F], the frozen part dY W^T of the gradient of h.
         ds: [T, R], of the projection behind the gate.
         chunks: of 64-row blocks.
-        gate, up, s, banks, bits, offsets: as in and out of `gate_forward`.
+        gate, up, s, b, a, bits, places: as in and out of `gate_forward`.
     """
     num_rows, num_columns = gate.shape
     dtype = gate.dtype
-    rank_gate, rank_up, rank = banks.ranks
+    both, rank = b.shape[1], a.shape[1]
+    ds_place = (both, rank)
     size = chunks.blocks.shape[1]
-    stages = min(BACKWARD_STAGES, size)
+    warpgroups, stages = _backward_room(both, rank)
+    stages = min(stages, size)
     total = chunks.blocks.shape[0]
+    units = num_columns // WIDTH * total
     has_bits = bits is not None
 
     def kernel(
-        gate_gmem, up_gmem, dh_gmem, s_gmem, ds_gmem, ds_t_gmem, b_gate_gmem, b_up_gmem, a_gmem, blocks_gmem,
-        count_gmem, adapter_gmem, *rest,
+        gate_gmem, up_gmem, dh_gmem, low_gmem, ds_t_gmem, b_gmem, a_gmem, blocks_gmem, count_gmem, adapter_gmem, *rest,
     ):  # fmt: skip
         bits_gmem, dgate_gmem, dup_gmem, da_gmem = rest if has_bits else (None, *rest)
-        chunk = lax.axis_index("chunk")
-        col0 = lax.axis_index("columns") * WIDTH
-        columns = pl.ds(col0, WIDTH)
-        count = count_gmem[chunk]
-        adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
+        wg = lax.axis_index("wg")
+        unit = lax.axis_index("program") * warpgroups + wg
 
-        @functools.partial(
-            pl.run_scoped,
-            gate_smem=_tiles(stages, ROWS, dtype),
-            up_smem=_tiles(stages, ROWS, dtype),
-            dh_smem=_tiles(stages, ROWS, dtype),
-            ds_t_smem=_tiles(stages, rank, dtype),
-            s_gate_smem=_low(stages, rank_gate, dtype),
-            s_up_smem=_low(stages, rank_up, dtype),
-            ds_smem=_low(stages, rank, dtype),
-            words_smem=plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32) if has_bits else None,
-            b_gate_smem=_banks(1, rank_gate, dtype),
-            b_up_smem=_banks(1, rank_up, dtype),
-            a_smem=_banks(1, rank, dtype),
-            barrier=plgpu.Barrier(num_arrivals=8 if has_bits else 7, num_barriers=stages),
-            bank_barrier=plgpu.Barrier(num_arrivals=3),
-        )
-        def _(
-            gate_smem, up_smem, dh_smem, ds_t_smem, s_gate_smem, s_up_smem, ds_smem, words_smem, b_gate_smem, b_up_smem,
-            a_smem, barrier, bank_barrier,
-        ):  # fmt: skip
+        def work(gate_smem, up_smem, dh_smem, ds_t_smem, low_smem, b_smem, a_smem, barrier, bank_barrier):
+            chunk = lax.rem(unit, total)
+            col0 = lax.div(unit, total) * WIDTH
+            columns = pl.ds(col0, WIDTH)
+            count = count_gmem[chunk]
+            adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
+
             def block_of(step):
                 return blocks_gmem[chunk * size + lax.min(step, jnp.int32(size - 1))]
 
             def fetch(step, slot, block):
                 @pl.when(step < count)
                 def _():
-                    rows = pl.ds(block * ROWS, ROWS)
+                    rows, at = pl.ds(block * ROWS, ROWS), barrier.at[wg * stages + slot]
                     for source, target in ((gate_gmem, gate_smem), (up_gmem, up_smem), (dh_gmem, dh_smem)):
-                        plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], barrier.at[slot])
-                    plgpu.copy_gmem_to_smem(ds_t_gmem.at[:, rows], ds_t_smem.at[slot], barrier.at[slot])
-                    for source, target, offset, width in (
-                        (s_gmem, s_gate_smem, offsets[0], rank_gate),
-                        (s_gmem, s_up_smem, offsets[1], rank_up),
-                        (ds_gmem, ds_smem, 0, rank),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[rows, pl.ds(offset, width)], target.at[slot], barrier.at[slot]
-                        )
-                    if has_bits:
-                        words = bits_gmem.at[rows, lax.div(col0, BLOCK), :]
-                        plgpu.copy_gmem_to_smem(words, words_smem.at[slot], barrier.at[slot])
+                        plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], at)
+                    plgpu.copy_gmem_to_smem(ds_t_gmem.at[:, rows], ds_t_smem.at[slot], at)
+                    plgpu.copy_gmem_to_smem(low_gmem.at[rows, :], low_smem.at[slot], at)
 
-            for bank_gmem, bank_smem in ((b_gate_gmem, b_gate_smem), (b_up_gmem, b_up_smem), (a_gmem, a_smem)):
-                plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, columns], bank_smem.at[0], bank_barrier)
+            for bank_gmem, bank_smem in ((b_gmem, b_smem), (a_gmem, a_smem)):
+                plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, columns], bank_smem, bank_barrier)
             for step in range(stages):
                 fetch(jnp.int32(step), step, block_of(jnp.int32(step)))
             plgpu.barrier_wait(bank_barrier)
@@ -266,15 +248,18 @@ def gate_backward(
                     slot = lax.rem(step, stages)
                     this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
                     rows = pl.ds(this * ROWS, ROWS)
-                    plgpu.barrier_wait(barrier.at[slot])
-                    low = _product(ds_smem.at[slot], a_smem.at[0])
                     if has_bits:
-                        words = plgpu.load(words_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+                        source = bits_gmem.at[rows, lax.div(col0, BLOCK), :]
+                        words = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
                         words = lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
+                    plgpu.barrier_wait(barrier.at[wg * stages + slot])
+                    low = _product(low_smem.at[slot], a_smem, ds_place, bank_row=0)
+                    if has_bits:
                         low = keep_words_of(low, words)
                     own_dh = _registers(dh_smem.at[slot]) + low
-                    u = _registers(up_smem.at[slot]) + _product(s_up_smem.at[slot], b_up_smem.at[0])
-                    g = _registers(gate_smem.at[slot]) + _product(s_gate_smem.at[slot], b_gate_smem.at[0])
+                    low_gate, low_up = (_product(low_smem.at[slot], b_smem, place) for place in places)
+                    u = _registers(up_smem.at[slot]) + low_up
+                    g = _registers(gate_smem.at[slot]) + low_gate
                     sigmoid = _sigmoid(g)
                     silu = g * sigmoid
                     h = silu * u
@@ -297,6 +282,23 @@ def gate_backward(
                 store_fragment(da_gmem.at[chunk, columns, :], acc[...])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        @functools.partial(
+            pl.run_scoped,
+            gate_smem=_tiles(warpgroups, stages, ROWS, dtype=dtype),
+            up_smem=_tiles(warpgroups, stages, ROWS, dtype=dtype),
+            dh_smem=_tiles(warpgroups, stages, ROWS, dtype=dtype),
+            ds_t_smem=_tiles(warpgroups, stages, rank, dtype=dtype),
+            low_smem=_low(warpgroups, stages, ROWS, both + rank, dtype=dtype),
+            b_smem=_low(warpgroups, both, WIDTH, dtype=dtype),
+            a_smem=_low(warpgroups, rank, WIDTH, dtype=dtype),
+            barrier=plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups * stages),
+            bank_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
+            collective_axes="wg",
+        )
+        def _(barrier, bank_barrier, **tiles):
+            own = {name: ref.at[wg] for name, ref in tiles.items()}
+            pl.when(unit < units)(lambda: work(**own, barrier=barrier, bank_barrier=bank_barrier.at[wg]))
+
     run = plgpu.kernel(
         kernel,
         out_type=(
@@ -304,49 +306,65 @@ def gate_backward(
             jax.ShapeDtypeStruct((num_rows, num_columns), dtype),
             jax.ShapeDtypeStruct((total, num_columns, rank), jnp.float32),
         ),
-        grid=(num_columns // WIDTH, total),
-        grid_names=("columns", "chunk"),
+        grid=(-(-units // warpgroups),),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name="wg",
         kernel_name="lora_gate_backward",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=COMPILER_PARAMS,
     )
     tables = (chunks.blocks.reshape(-1), chunks.count, chunks.adapter)
-    operands = (gate, up, dh, s, ds, ds.T, banks.gate, banks.up, banks.down, *tables)
+    operands = (gate, up, dh, jnp.concatenate([s, ds], axis=1), ds.T, b, a, *tables)
     return vary_like(run(*operands, *([bits] if has_bits else [])), gate)
 
 
-def smem_bytes(ranks: tuple[int, int, int]) -> int:
-    """Shared memory of the larger of the two programs with 2-byte operands."""
-    tile = 2 * ROWS * WIDTH
-    low = 2 * ROWS * (sum(ranks))
-    forward = FORWARD_STAGES * (2 * tile + 2 * WIDTH * sum(ranks)) + low
-    backward = BACKWARD_STAGES * (3 * tile + low + 2 * WIDTH * ranks[2] + 4 * ROWS * WORDS) + 2 * WIDTH * sum(ranks)
-    return max(forward, backward)
+def fits(both: int, rank: int) -> bool:
+    """Whether the passes fit into shared memory, for ranks of gate and up together and of the projection behind."""
+    return min(_forward_room(both, rank) + _backward_room(both, rank)) > 0
 
 
-def _tiles(count: int, rows: int, dtype: jnp.dtype):
-    return plgpu.SMEM((count, rows, WIDTH), dtype, transforms=transforms(WIDTH, dtype))
+def _forward_room(both: int, rank: int) -> tuple[int, int]:
+    return _room(2 * WIDTH * (2 * ROWS + both + rank), 2 * ROWS * both)
 
 
-def _low(count: int, rank: int, dtype: jnp.dtype):
-    """Rows of S."""
-    return plgpu.SMEM((count, ROWS, rank), dtype, transforms=transforms(rank, dtype))
+def _backward_room(both: int, rank: int) -> tuple[int, int]:
+    return _room(2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank), 2 * WIDTH * (both + rank))
 
 
-def _banks(count: int, rank: int, dtype: jnp.dtype):
-    """What meets S: the swizzle is that of S, whose rows are R elements long."""
-    return plgpu.SMEM((count, rank, WIDTH), dtype, transforms=transforms(rank, dtype))
+def _room(stage_bytes: int, other_bytes: int) -> tuple[int, int]:
+    """Warpgroups of a program, each with work of its own, and stages of each; zeros if there is no room for one.
+
+    Three at 168 registers hide more than two at 255, and as parts of one program the assembler keeps to those.
+    """
+    for warpgroups in (3, 2, 1):
+        stages = (SMEM_BYTES // warpgroups - other_bytes) // stage_bytes
+        if stages >= 2:
+            return warpgroups, min(stages, MOST_STAGES)
+    return 0, 0
+
+
+def _tiles(warpgroups: int, stages: int, rows: int, dtype: jnp.dtype):
+    """Wide tiles of every warpgroup."""
+    return plgpu.SMEM((warpgroups, stages, rows, WIDTH), dtype, transforms=transforms(WIDTH, dtype))
+
+
+def _low(*shape: int, dtype: jnp.dtype):
+    """Rows of S, or of what they meet, of every warpgroup."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(LOW_SWIZZLE, dtype))
 
 
 def _registers(tile_smem) -> jax.Array:
     return plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _product(low_smem, bank_smem) -> jax.Array:
-    """S B of a tile."""
+def _product(low_smem, bank_smem, place: tuple[int, int], bank_row: int | None = None) -> jax.Array:
+    """S B of a tile, for the columns of S that `place` says and, as a rule, the same rows of the bank."""
+    first, rank = place
 
     @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, WIDTH), jnp.float32))
     def product(acc):
-        plgpu.wgmma(acc, low_smem, bank_smem)
+        bank = bank_smem.at[pl.ds(first if bank_row is None else bank_row, rank), :]
+        plgpu.wgmma(acc, low_smem.at[:, pl.ds(first, rank)], bank)
         plgpu.wgmma_wait(0)
         return acc[...]
 

@@ -25,14 +25,12 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.gate import Banks, gate_backward, gate_forward, smem_bytes
-from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
+from pallas_kernels.mosaic_gpu.gate import Places, fits, gate_backward, gate_forward
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
 from pallas_kernels.tuning import config as tuning
 
-MAX_RANK = 64  # of one projection: more, and the small matrices fill the shared memory
 GATE, UP = range(2)
 
 
@@ -60,11 +58,9 @@ def refusal(static: Static, ops: Operands, down: Operands) -> str | None:
     width = down.x.shape[1]
     if width % BLOCK:
         return f"{width} features behind the gate: it needs a multiple of {BLOCK}"
-    ranks = _ranks(prepare(static, ops), prepare(static, down))
-    if max(ranks) > MAX_RANK:
-        return f"ranks {ranks}: it takes at most {MAX_RANK}"
-    if smem_bytes(ranks) > SMEM_BYTES:
-        return f"the passes over the gate with ranks {ranks} do not fit into shared memory"
+    both, behind = prepare(static, ops).layout.total, prepare(static, down).layout.total
+    if not fits(both, behind):
+        return f"the passes over the gate with ranks of {both} and {behind} do not fit into shared memory"
     return backend.refusal(static, ops) or backend.refusal(static, down)
 
 
@@ -84,7 +80,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, K
     behind = prepare(static, dataclasses.replace(down, x=gate))
     table = prepared.block_adapter(ROWS)
     h, down_s, down_bits = gate_forward(
-        gate, up, s, _banks(prepared, behind), table, down.dropout, offsets=_offsets(prepared)
+        gate, up, s, _bank_b(prepared), behind.transposed_bank_a(), table, down.dropout, places=_places(prepared)
     )
     down_s, down_bits = _named(down_s, down_bits)
     y = backend.project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
@@ -102,8 +98,8 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
     chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows))
     dgate, dup, partials = gate_backward(
-        kept.gate, kept.up, dh, kept.s[0], ds, _banks(prepared, behind), kept.down_bits, chunks,
-        offsets=_offsets(prepared),
+        kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks,
+        places=_places(prepared),
     )  # fmt: skip
     da = split_graph.input_gradients(behind, partials, chunks)
     return backend.backward(static, ops, kept.s, kept.bits, (dgate, dup)), (da, {0: db})
@@ -113,16 +109,15 @@ def _named(s: jax.Array, bits: jax.Array | None) -> tuple[jax.Array, jax.Array |
     return checkpoint_name(s, "lora_s"), None if bits is None else checkpoint_name(bits, "lora_bits")
 
 
-def _banks(prepared: Prepared, behind: Prepared) -> Banks:
-    return Banks(gate=prepared.bank_b(GATE), up=prepared.bank_b(UP), down=behind.transposed_bank_a())
+def _bank_b(prepared: Prepared) -> jax.Array:
+    """B of gate and up, [A + 1, R of both, F]: one below the other as their columns of S lie side by side."""
+    bank = jnp.concatenate([prepared.bank_b(i) for i in prepared.layout.offsets], axis=1)
+    return jnp.pad(bank, ((0, 0), (0, prepared.layout.total - bank.shape[1]), (0, 0)))
 
 
-def _offsets(prepared: Prepared) -> tuple[int, int]:
-    return prepared.layout.offsets[GATE], prepared.layout.offsets[UP]
-
-
-def _ranks(prepared: Prepared, behind: Prepared) -> tuple[int, int, int]:
-    return prepared.layout.ranks[GATE], prepared.layout.ranks[UP], behind.layout.total
+def _places(prepared: Prepared) -> Places:
+    layout = prepared.layout
+    return (layout.offsets[GATE], layout.ranks[GATE]), (layout.offsets[UP], layout.ranks[UP])
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:

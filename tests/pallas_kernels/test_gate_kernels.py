@@ -10,9 +10,10 @@ from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, 
 import pallas_kernels as pk
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
-from pallas_kernels.mosaic_gpu.gate import Banks, gate_backward, gate_forward
+from pallas_kernels.mosaic_gpu.gate import gate_backward, gate_forward
 
-COLUMNS, RANKS, OFFSETS, TOTAL = 512, (16, 32, 16), (32, 0), 64  # 32 comes first in S
+COLUMNS, BOTH, BEHIND = 512, 64, 16
+PLACES = ((32, 16), (0, 32))  # gate and up in S: the larger rank comes first
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dropout", "p0"])
@@ -22,32 +23,33 @@ def case(request):
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
     own = jnp.minimum(OWNER, ADAPTERS - 1)
-    banks = [normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate(RANKS)]
+    b, a = (normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((BOTH, BEHIND)))
     return {
         "drop": drop if request.param else None,
         "words": keep_words(drop, own, COLUMNS) if request.param else None,
         "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if request.param else np.True_,
-        "banks": Banks(gate=banks[0], up=banks[1], down=banks[2]),
+        "b": b, "a": a,
         "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
         "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
-        "s": normal(7, rows, TOTAL), "ds": normal(8, rows, RANKS[2]),
+        "s": normal(7, rows, BOTH), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip
 
 
 def wide(case):
     """(g, u, derivative of h by both) in float32, for the rows' own adapters."""
-    f32 = {name: np.asarray(case[name], np.float32) for name in ("gate", "up", "s", "ds")}
-    bank = {n: np.asarray(getattr(case["banks"], n), np.float32)[OWNER] for n in ("gate", "up", "down")}
-    s_gate, s_up = (f32["s"][:, o : o + r] for o, r in zip(OFFSETS, RANKS[:2], strict=True))
-    g = f32["gate"] + np.einsum("tr,trf->tf", s_gate, bank["gate"])
-    u = f32["up"] + np.einsum("tr,trf->tf", s_up, bank["up"])
-    return g, u, bank["down"]
+    f32 = {name: np.asarray(case[name], np.float32) for name in ("gate", "up", "s", "b", "a")}
+    b = f32["b"][OWNER]
+    low_gate, low_up = (
+        np.einsum("tr,trf->tf", f32["s"][:, at : at + rank], b[:, at : at + rank]) for at, rank in PLACES
+    )
+    g, u = f32["gate"] + low_gate, f32["up"] + low_up
+    return g, u, f32["a"][OWNER]
 
 
 def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
-    names = ("gate", "up", "s", "banks")
+    names = ("gate", "up", "s", "b", "a")
     with interpreted():
-        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], offsets=OFFSETS)
+        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], places=PLACES)
         h, s, bits = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)
     want = g / (1 + np.exp(-g)) * u
@@ -61,11 +63,20 @@ def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
 
 @pytest.mark.parametrize("sick", [None, 0])
 def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
-    dh = case["dh"] if sick is None else jnp.where(jnp.asarray(OWNER == sick)[:, None], jnp.nan, case["dh"])
-    ds = case["ds"] if sick is None else jnp.where(jnp.asarray(OWNER == sick)[:, None], jnp.nan, case["ds"])
+    dh = case["dh"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["dh"])
+    ds = case["ds"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["ds"])
     with interpreted():
         out = gate_backward(
-            case["gate"], case["up"], dh, case["s"], ds, case["banks"], case["words"], case["chunks"], offsets=OFFSETS
+            case["gate"],
+            case["up"],
+            dh,
+            case["s"],
+            ds,
+            case["b"],
+            case["a"],
+            case["words"],
+            case["chunks"],
+            places=PLACES,
         )
         dgate, dup, partials = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)
