@@ -35,5 +35,6 @@ def test_stages_are_timed_on_numbers_that_draw_power():
         mesh=SimpleNamespace(by_replica=single),
     )
     noise = Stage.noise(stage, SimpleNamespace(tokens=np.zeros((1, 128), np.int32)))
-    assert noise.shape == (1, 128, 64) and noise.dtype == jnp.bfloat16
+    assert noise.shape == (1, 128, 64)
+    assert noise.dtype == jnp.bfloat16
     assert 0.9 < np.asarray(noise, np.float32).std() < 1.1
