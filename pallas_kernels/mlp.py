@@ -59,6 +59,7 @@ def multi_lora_mlp(
         NotImplementedError: the named implementation cannot serve this call; the message says why.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> ws = [jnp.ones((8, 6)), jnp.ones((8, 6)), jnp.ones((6, 8))]
         >>> as_ = [jnp.ones((1, w.shape[0], 4)) for w in ws]
         >>> bs = [jnp.zeros((1, 4, w.shape[1])) for w in ws]
@@ -68,10 +69,7 @@ def multi_lora_mlp(
     """
     ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
     biases = (None,) * len(ws) if biases is None else tuple(biases)
-    if not len(ws) == len(as_) == len(bs) == len(biases) == 3:
-        raise ValueError(
-            f"{len(ws)} ws, {len(as_)} as_, {len(bs)} bs, {len(biases)} biases: expected gate, up and down"
-        )
+    _check(ws, as_, bs, biases)
     shared = {"tile_adapter": tile_adapter, "scale": scale, "implementation": implementation}
     call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation)
     if call is not None:
@@ -84,6 +82,17 @@ def multi_lora_mlp(
         (y,) = multi_lora_linears(gated, ws[2:], as_[2:], bs[2:], biases=biases[2:], **shared)
         return y
     return multi_lora_linear(gated, ws[2], as_[2], bs[2], bias=biases[2], dropout=down_dropout, **shared)
+
+
+def _check(ws, as_, bs, biases) -> None:
+    """Raises ValueError where the three projections do not fit each other; each alone is checked where it is called."""
+    if not len(ws) == len(as_) == len(bs) == len(biases) == 3:
+        raise ValueError(
+            f"{len(ws)} ws, {len(as_)} as_, {len(bs)} bs, {len(biases)} biases: expected gate, up and down"
+        )
+    gate, up, down = (w.shape for w in ws)
+    if not gate[-1] == up[-1] == down[0]:
+        raise ValueError(f"gate {gate}, up {up}, down {down}: expected [D, F], [D, F] and [F, D] with one F")
 
 
 def _fused_call(

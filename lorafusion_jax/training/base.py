@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from lorafusion_jax.pipeline.move import across
 from lorafusion_jax.pipeline.parts import Parts, cut
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.pipeline.stage import Stage
+from pallas_kernels.device import is_hopper
 
 # Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
 # large ones by compiling: 32 layers of an 8B model compile for 4 to 6 minutes as one program (benchmarks/LOG.md).
@@ -67,7 +69,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
     size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    mine = "everything" if size is None else choose_keep(memory_problem(config, model), size, usable=ALLOCATOR_USABLE)
+    problem = memory_problem(config, model)
+    problem = replace(problem, packed_bits=problem.packed_bits and is_hopper())  # elsewhere the XLA ops serve
+    mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
     return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
 

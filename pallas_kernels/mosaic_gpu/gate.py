@@ -13,6 +13,7 @@ T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -24,7 +25,6 @@ from jax import lax
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS, Dropout, threshold
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
 from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment, transforms
 
@@ -33,8 +33,29 @@ STEPS = BLOCK // WIDTH  # tiles of a block of keep words
 LOW_SWIZZLE = 16  # elements: rows of S may be as short as that, and what they meet must lie alike
 # exp2 as the hardware has it, 2 units in the last place: the exact one is a fifth of all instructions
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
-MOST_STAGES = 4
 MIN_BLOCKS = 4  # of 256 columns, for a forward program: fewer, and filling its pipeline shows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """How a program is built.
+
+    Attributes:
+        warpgroups: each with work of its own. One takes 220 to 250 registers, so two programs share a multiprocessor;
+            three in one program are held to 168 by the assembler, and three fit: not timed yet.
+        forward_stages, backward_stages: tiles under way.
+    """
+
+    warpgroups: int = 1
+    forward_stages: int = 4
+    backward_stages: int = 3
+
+    def smem_bytes(self, both: int, rank: int) -> int:
+        """Shared memory of the larger program with 2-byte operands, for ranks of gate and up together and behind."""
+        forward = self.forward_stages * 2 * WIDTH * (2 * ROWS + both + rank) + 2 * ROWS * both
+        stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank)
+        backward = self.backward_stages * stage + 2 * WIDTH * (both + rank)
+        return self.warpgroups * max(forward, backward)
 
 
 type Places = tuple[tuple[int, int], tuple[int, int]]  # (first column of S, rank) of gate and of up
@@ -50,6 +71,7 @@ def gate_forward(
     dropout: Dropout | None,
     *,
     places: Places,
+    config: GateConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns h [T, F], S of the projection behind the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
 
@@ -65,8 +87,7 @@ def gate_forward(
     both, rank = b.shape[1], a.shape[1]
     split = _split(width // BLOCK)
     steps = width // WIDTH // split
-    warpgroups, stages = _forward_room(both, rank)
-    stages = min(stages, steps)
+    warpgroups, stages = config.warpgroups, min(config.forward_stages, steps)
     units = num_rows // ROWS * split
     last = 0 if dropout is None else dropout.key.shape[0] - 1
 
@@ -189,6 +210,7 @@ def gate_backward(
     chunks: Chunks,
     *,
     places: Places,
+    config: GateConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dgate and dup [T, F], and partial sums of dA, float32 [C, F, R] (without the dropout scale).
 
@@ -203,8 +225,7 @@ def gate_backward(
     both, rank = b.shape[1], a.shape[1]
     ds_place = (both, rank)
     size = chunks.blocks.shape[1]
-    warpgroups, stages = _backward_room(both, rank)
-    stages = min(stages, size)
+    warpgroups, stages = config.warpgroups, min(config.backward_stages, size)
     total = chunks.blocks.shape[0]
     units = num_columns // WIDTH * total
     has_bits = bits is not None
@@ -316,31 +337,6 @@ def gate_backward(
     tables = (chunks.blocks.reshape(-1), chunks.count, chunks.adapter)
     operands = (gate, up, dh, jnp.concatenate([s, ds], axis=1), ds.T, b, a, *tables)
     return vary_like(run(*operands, *([bits] if has_bits else [])), gate)
-
-
-def fits(both: int, rank: int) -> bool:
-    """Whether the passes fit into shared memory, for ranks of gate and up together and of the projection behind."""
-    return min(_forward_room(both, rank) + _backward_room(both, rank)) > 0
-
-
-def _forward_room(both: int, rank: int) -> tuple[int, int]:
-    return _room(2 * WIDTH * (2 * ROWS + both + rank), 2 * ROWS * both)
-
-
-def _backward_room(both: int, rank: int) -> tuple[int, int]:
-    return _room(2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank), 2 * WIDTH * (both + rank))
-
-
-def _room(stage_bytes: int, other_bytes: int) -> tuple[int, int]:
-    """Warpgroups of a program, each with work of its own, and stages of each; zeros if there is no room for one.
-
-    Three at 168 registers hide more than two at 255, and as parts of one program the assembler keeps to those.
-    """
-    for warpgroups in (3, 2, 1):
-        stages = (SMEM_BYTES // warpgroups - other_bytes) // stage_bytes
-        if stages >= 2:
-            return warpgroups, min(stages, MOST_STAGES)
-    return 0, 0
 
 
 def _tiles(warpgroups: int, stages: int, rows: int, dtype: jnp.dtype):

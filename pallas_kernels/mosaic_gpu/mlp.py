@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.gate import Places, fits, gate_backward, gate_forward
+from pallas_kernels.mosaic_gpu.gate import GateConfig, Places, gate_backward, gate_forward
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
@@ -58,9 +58,10 @@ def refusal(static: Static, ops: Operands, down: Operands) -> str | None:
     width = down.x.shape[1]
     if width % BLOCK:
         return f"{width} features behind the gate: it needs a multiple of {BLOCK}"
-    both, behind = prepare(static, ops).layout.total, prepare(static, down).layout.total
-    if not fits(both, behind):
-        return f"the passes over the gate with ranks of {both} and {behind} do not fit into shared memory"
+    prepared, behind = prepare(static, ops), prepare(static, down)
+    if _config(prepared, behind) is None:
+        ranks = f"{prepared.layout.total} and {behind.layout.total}"
+        return f"the passes over the gate with ranks of {ranks} do not fit into shared memory"
     return backend.refusal(static, ops) or backend.refusal(static, down)
 
 
@@ -80,7 +81,15 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, K
     behind = prepare(static, dataclasses.replace(down, x=gate))
     table = prepared.block_adapter(ROWS)
     h, down_s, down_bits = gate_forward(
-        gate, up, s, _bank_b(prepared), behind.transposed_bank_a(), table, down.dropout, places=_places(prepared)
+        gate,
+        up,
+        s,
+        _bank_b(prepared),
+        behind.transposed_bank_a(),
+        table,
+        down.dropout,
+        places=_places(prepared),
+        config=_config(prepared, behind),
     )
     down_s, down_bits = _named(down_s, down_bits)
     y = backend.project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
@@ -99,7 +108,7 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows))
     dgate, dup, partials = gate_backward(
         kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks,
-        places=_places(prepared),
+        places=_places(prepared), config=_config(prepared, behind),
     )  # fmt: skip
     da = split_graph.input_gradients(behind, partials, chunks)
     return backend.backward(static, ops, kept.s, kept.bits, (dgate, dup)), (da, {0: db})
@@ -113,6 +122,10 @@ def _bank_b(prepared: Prepared) -> jax.Array:
     """B of gate and up, [A + 1, R of both, F]: one below the other as their columns of S lie side by side."""
     bank = jnp.concatenate([prepared.bank_b(i) for i in prepared.layout.offsets], axis=1)
     return jnp.pad(bank, ((0, 0), (0, prepared.layout.total - bank.shape[1]), (0, 0)))
+
+
+def _config(prepared: Prepared, behind: Prepared) -> GateConfig | None:
+    return tuning.gate_config(prepared.layout.total, behind.layout.total)
 
 
 def _places(prepared: Prepared) -> Places:

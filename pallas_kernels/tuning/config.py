@@ -14,6 +14,7 @@ from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu.da import DropDaConfig
 from pallas_kernels.mosaic_gpu.down import DropDownConfig
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig
+from pallas_kernels.mosaic_gpu.gate import GateConfig
 from pallas_kernels.mosaic_gpu.gemm import SMEM_BYTES
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
 from pallas_kernels.mosaic_gpu.tiling import ROWS
@@ -67,6 +68,20 @@ def wide_dsdb_config(num_rows: int, num_out: int) -> WideDsdbConfig:
 def drop_da_config(num_rows: int, num_in: int, rank: int) -> DropDaConfig:
     size = max(1, min(num_rows // 8, 1024) // ROWS)
     return DropDaConfig(blocks_per_chunk=size, stages=3 if rank <= 64 else 2)  # two blocks a multiprocessor
+
+
+def gate_config(both: int, rank: int) -> GateConfig | None:
+    """The most stages with which two programs share a multiprocessor, or one fits; None: none does.
+
+    Args:
+        both: ranks of gate and up together; rank: of the projection behind the gate.
+    """
+    for room in (SMEM_BYTES // 2, SMEM_BYTES):
+        for forward, backward in ((4, 3), (3, 2), (2, 2)):
+            config = GateConfig(forward_stages=forward, backward_stages=backward)
+            if config.smem_bytes(both, rank) <= room:
+                return config
+    return None
 
 
 def gate_blocks(num_rows: int) -> int:

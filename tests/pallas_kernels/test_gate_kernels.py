@@ -10,9 +10,10 @@ from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, 
 import pallas_kernels as pk
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
-from pallas_kernels.mosaic_gpu.gate import gate_backward, gate_forward
+from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_backward, gate_forward
 
 COLUMNS, BOTH, BEHIND = 512, 64, 16
+CONFIG = GateConfig(warpgroups=2, forward_stages=3, backward_stages=2)
 PLACES = ((32, 16), (0, 32))  # gate and up in S: the larger rank comes first
 
 
@@ -49,7 +50,7 @@ def wide(case):
 def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
     names = ("gate", "up", "s", "b", "a")
     with interpreted():
-        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], places=PLACES)
+        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], places=PLACES, config=CONFIG)
         h, s, bits = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)
     want = g / (1 + np.exp(-g)) * u
@@ -77,6 +78,7 @@ def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
             case["words"],
             case["chunks"],
             places=PLACES,
+            config=CONFIG,
         )
         dgate, dup, partials = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)

@@ -127,7 +127,15 @@ def test_names_and_shapes_are_checked():
         ours("cuda")(arguments, *given)
     with pytest.raises(NotImplementedError, match="Hopper"):
         ours("pallas_mosaic_gpu")(arguments, *given)
-    for turned, number in ((0, 0), (1, 1), (2, 0)):  # the last: down is a call of its own
+    for turned in range(3):
         ws = [w.T if i == turned else w for i, w in enumerate(arguments["ws"])]
-        with pytest.raises(ValueError, match=f"of projection {number} has shape"):
+        with pytest.raises(ValueError, match="with one F"):
             ours("xla")({**arguments, "ws": ws}, *given)
+
+
+def test_a_gate_of_one_column_is_not_stretched_over_up():
+    arguments, _ = draw_mlp()
+    x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))
+    gate, up, down = arguments["ws"]
+    with pytest.raises(ValueError, match="with one F"):
+        ours("xla")({**arguments, "ws": [gate[:, :1], up, down]}, x, as_, [bs[0][:, :, :1], *bs[1:]])
