@@ -28,7 +28,6 @@ from jax import lax
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
 
-_PAIRS = {"none": (1, 1), "columns": (2, 1), "rows": (1, 2)}  # blocks of a pair: along rows, along columns
 SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers
 
 
@@ -43,15 +42,10 @@ class GemmConfig:
     band: int = 8  # output tiles walked side by side, for reuse in L2
     along_n: bool = True  # direction inside a band
     split_n: bool = True  # the two warpgroups share rows (else columns)
-    pair: str = (
-        "none"  # two multiprocessors share an operand: "columns" of one block column, or "rows" of one block row
-    )
-    seamless: bool = False  # the next block's operands are fetched while the last one is finished
 
     def divides(self, rows: int, columns: int, depth: int) -> bool:
-        """True if the blocks, or the pairs of blocks, tile the product."""
-        tall, wide = _PAIRS[self.pair]
-        return not (rows % (self.block_m * tall) or columns % (self.block_n * wide) or depth % self.tile_k)
+        """True if the blocks tile the product."""
+        return not (rows % self.block_m or columns % self.block_n or depth % self.tile_k)
 
     @property
     def block_m(self) -> int:
@@ -94,18 +88,14 @@ def gemm(
     out_features = rhs.shape[0] if transposed else rhs.shape[1]
     rank = bank.shape[2] if transposed else bank.shape[1]
     dtype = lhs.dtype
-    tall, wide = _PAIRS[config.pair]
-    grid_m, grid_n = num_rows // config.block_m // tall, out_features // config.block_n // wide
-    programs = num_sms // (tall * wide)
+    grid_m, grid_n = num_rows // config.block_m, out_features // config.block_n
     steps = depth // config.tile_k
-    # a program of one block has no next one, and slots must come round to where they started
-    seamless = config.seamless and grid_m * grid_n >= 2 * programs and steps % config.stages == 0
     has_bits = bits is not None
 
     def kernel(lhs_gmem, rhs_gmem, low_gmem, bank_gmem, adapter_gmem, *rest):
         bits_gmem, out_gmem = rest if has_bits else (None, *rest)
 
-        def pipeline(body, context, state=None):
+        def pipeline(body, context):
             return plgpu.emit_pipeline_warp_specialized(
                 body,
                 grid=(steps,),
@@ -114,7 +104,6 @@ def gemm(
                 wg_axis="wg",
                 num_compute_wgs=2,
                 compute_context=context,
-                pipeline_state=state,
                 in_specs=_operand_specs(config, dtype, transposed),
             )
 
@@ -133,10 +122,6 @@ def gemm(
                 block_row, block_col = plgpu.planar_snake(
                     info.index[0], (grid_m, grid_n), 1 if config.along_n else 0, config.band
                 )
-                if config.pair == "columns":
-                    block_row = block_row * 2 + lax.axis_index("pair")
-                elif config.pair == "rows":
-                    block_col = block_col * 2 + lax.axis_index("pair")
                 row0 = block_row * config.block_m + (0 if config.split_n else wg * config.tile_m)
                 col0 = block_col * config.block_n + (wg * config.tile_n if config.split_n else 0)
                 tile = _Tile(
@@ -163,7 +148,7 @@ def gemm(
 
                 rows = pl.ds(block_row * config.block_m, config.block_m)
                 columns = pl.ds(block_col * config.block_n, config.block_n)
-                pipeline(step, context, _state(info) if seamless else None)(
+                pipeline(step, context)(
                     lhs_gmem.at[rows, :],
                     rhs_gmem.at[columns, :] if transposed else rhs_gmem.at[:, columns],
                     allocations=buffers,
@@ -174,9 +159,8 @@ def gemm(
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_rows, out_features), dtype),
-        grid=(programs,),
+        grid=(num_sms,),
         grid_names=("sm",),
-        **({"cluster": (2,), "cluster_names": ("pair",)} if config.pair != "none" else {}),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -282,26 +266,13 @@ class _Tile:
                 plgpu.copy_smem_to_gmem(self.out_smem.at[self.wg, slot], out_tile.at[rows, columns])
 
 
-def _state(info: Any) -> jax.Array:
-    """Which block of its program this is: the first fills the pipeline, the last drains it."""
-    last = info.local_index == info.num_local_steps - 1
-    inner = jnp.where(last, plgpu.PipelinePipeline.STOP.value, plgpu.PipelinePipeline.STEADY.value)
-    return jnp.where(info.local_index == 0, plgpu.PipelinePipeline.START.value, inner)
-
-
 def _operand_specs(config: GemmConfig, dtype: Any, transposed: bool):
     depth = config.tile_k
     rhs = ((config.block_n, depth), lambda k: (0, k)) if transposed else ((depth, config.block_n), lambda k: (k, 0))
-    operands = (((config.block_m, depth), lambda k: (0, k), "rows"), (*rhs, "columns"))
+    operands = (((config.block_m, depth), lambda k: (0, k)), rhs)
     return [
-        plgpu.BlockSpec(
-            shape,
-            index,
-            transforms=_transforms(depth, dtype),
-            memory_space=plgpu.SMEM,
-            collective_axes=("pair",) if config.pair == shared else (),
-        )
-        for shape, index, shared in operands
+        plgpu.BlockSpec(shape, index, transforms=_transforms(depth, dtype), memory_space=plgpu.SMEM)
+        for shape, index in operands
     ]
 
 

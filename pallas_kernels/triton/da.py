@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.triton.common import MASKS, call, dot
+from pallas_kernels.triton.common import call, dot, keep_tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,6 @@ class DaConfig:
     block_k: int = 128
     num_warps: int = 4
     num_stages: int = 4
-    mask: str = "shared"
 
 
 def da(
@@ -49,7 +48,7 @@ def da(
             row0 = (chunk * size + i if contiguous else blocks_ref[chunk, i]) * rows
             x_tile = x_ref[pl.ds(row0, rows), pl.ds(col0, columns)]
             if bits is not None:
-                keep = MASKS[config.mask](rest[0], row0, col0, rows, columns)
+                keep = keep_tile(rest[0], row0, col0, rows, columns)
                 x_tile = jnp.where(keep, x_tile, jnp.zeros_like(x_tile))
             return acc + dot(x_tile, ds_ref[pl.ds(row0, rows), :], trans_lhs=True)
 

@@ -12,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.triton.common import MASKS, call, dot
+from pallas_kernels.triton.common import call, dot, keep_tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,6 @@ class DownConfig:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    mask: str = "shared"
 
 
 def down(
@@ -55,7 +54,7 @@ def down(
             col0 = (part * steps + i) * columns
             x_tile = x_ref[pl.ds(row0, rows), pl.ds(col0, columns)]
             if bits is not None:
-                keep = MASKS[config.mask](rest[0], row0, col0, rows, columns)
+                keep = keep_tile(rest[0], row0, col0, rows, columns)
                 x_tile = jnp.where(keep, x_tile, jnp.zeros_like(x_tile))
             return acc + dot(x_tile, a_ref[adapter, pl.ds(col0, columns), :])
 

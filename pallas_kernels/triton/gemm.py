@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.triton.common import MASKS, call, dot
+from pallas_kernels.triton.common import call, dot, keep_tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class GemmConfig:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
-    mask: str = "shared"
 
 
 def gemm(
@@ -70,7 +69,7 @@ def gemm(
         else:
             acc = dot(low_tile, bank_ref[adapter, :, pl.ds(col0, columns)])
         if bits is not None:
-            acc = jnp.where(MASKS[config.mask](rest[0], row0, col0, rows, columns), acc, jnp.float32(0))
+            acc = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), acc, jnp.float32(0))
         if bias_ref is not None:
             acc = acc + bias_ref[pl.ds(col0, columns)].astype(jnp.float32)[None, :]
 

@@ -1,0 +1,197 @@
+"""Every benchmark that needs GPUs, side by side on the GPUs of one host, within a time limit.
+
+    python benchmarks/campaign.py --seconds 590 --out results
+    python benchmarks/campaign.py --seconds 590 --out results --cells 70b 8b_data4 layer
+    python benchmarks/campaign.py --list
+
+A cell is one process on one or more GPUs of its own. Cells start in the order of the list (or of `--cells`) as soon as
+enough GPUs are free and the time that is left is enough for what they are known to need. A cell that overruns its limit
+is killed. Whatever has been measured is in the output after every cell: campaign.jsonl with one row per measurement,
+and campaign.tar.gz with the cells' own files and logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SLACK = 1.6  # a cell may take so many times what it is known to need
+END_S = 6  # to kill, collect and write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One process: a benchmark of this folder with its arguments.
+
+    Attributes:
+        seconds: known or expected, on H200s.
+    """
+
+    name: str
+    gpus: int
+    seconds: float
+    command: str
+
+    @property
+    def argv(self) -> list[str]:
+        program, *rest = self.command.split()
+        return [sys.executable, str(ROOT / "benchmarks" / program), *rest]
+
+
+LARGE = "end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16"
+CELLS = (
+    Cell(name="70b", gpus=4, seconds=290, command=f"{LARGE} --variants ours mlora"),
+    Cell(name="70b_fsdp", gpus=4, seconds=320, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
+    Cell(name="70b_flush", gpus=4, seconds=320, command=f"{LARGE} --variants flush --baseline-slots 40"),
+    Cell(
+        name="32b", gpus=2, seconds=290,
+        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 14",
+    ),
+    Cell(
+        name="8b_mix", gpus=1, seconds=210,
+        command="end_to_end.py --model 8b --workloads mix --variants ours single_xla frozen --baseline-slots 50",
+    ),
+    Cell(
+        name="8b_rest", gpus=1, seconds=310,
+        command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants ours",
+    ),
+    Cell(
+        name="8b_rest_single", gpus=1, seconds=190,
+        command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants single_xla --baseline-slots 50",
+    ),
+    Cell(name="layer", gpus=1, seconds=160, command="kernels.py --sections layer --budget 150"),
+    Cell(name="ops", gpus=1, seconds=260, command="kernels.py --sections check,ops --budget 250"),
+    Cell(name="bytes", gpus=1, seconds=220, command="kernel_bytes.py"),
+    Cell(
+        name="8b_data4", gpus=4, seconds=110,
+        command="end_to_end.py --model 8b --data 4 --variants ours --slots 60 --no-profile",
+    ),
+    Cell(
+        name="8b_data2", gpus=2, seconds=100,
+        command="end_to_end.py --model 8b --data 2 --variants ours --slots 60 --no-profile",
+    ),
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A cell under way."""
+
+    cell: Cell
+    gpus: list[int]
+    process: subprocess.Popen
+    killed_at: float
+
+
+class Campaign:
+    """Runs cells on free GPUs and collects what they wrote."""
+
+    def __init__(self, cells: Sequence[Cell], gpus: int, seconds: float, out: Path, work: Path):
+        self._waiting, self._free = list(cells), list(range(gpus))
+        self._running: list[Running] = []
+        self._began, self._seconds = time.monotonic(), seconds
+        self._out, self._work = out, work
+        self._said: dict[str, str] = {}
+
+    @property
+    def left_s(self) -> float:
+        return self._seconds - END_S - (time.monotonic() - self._began)
+
+    def run(self) -> dict[str, str]:
+        """Returns how every cell ended."""
+        while self._waiting or self._running:
+            self._start()
+            time.sleep(0.2)
+            self._end()
+        return self._said
+
+    def _start(self) -> None:
+        for cell in list(self._waiting):
+            if cell.seconds > self.left_s:
+                self._waiting.remove(cell)
+                self._say(cell, f"not started: needs {cell.seconds:.0f} s, {max(self.left_s, 0):.0f} s left")
+            elif cell.gpus <= len(self._free):
+                self._waiting.remove(cell)
+                gpus, self._free = self._free[: cell.gpus], self._free[cell.gpus :]
+                self._running.append(self._started(cell, gpus))
+            else:
+                return  # in order: a small one that slips in would hold up the large one before it
+
+    def _started(self, cell: Cell, gpus: list[int]) -> Running:
+        folder = self._work / cell.name
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)), PYTHONUNBUFFERED="1")
+        with (folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                [*cell.argv, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+                start_new_session=True,
+            )  # fmt: skip
+        limit = min(cell.seconds * SLACK, self.left_s)
+        return Running(cell=cell, gpus=gpus, process=process, killed_at=time.monotonic() + limit)
+
+    def _end(self) -> None:
+        for each in list(self._running):
+            status = each.process.poll()
+            if status is None and time.monotonic() < each.killed_at:
+                continue
+            if status is None:  # not SIGTERM: a training loop would finish its microbatches first
+                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.wait()
+            self._running.remove(each)
+            self._free = sorted(self._free + each.gpus)
+            self._say(each.cell, "killed at its limit" if status is None else f"exit status {status}")
+            self._collect()
+
+    def _say(self, cell: Cell, text: str) -> None:
+        self._said[cell.name] = text
+        print(f"{time.monotonic() - self._began:5.0f} s  {cell.name}: {text}", flush=True)
+
+    def _collect(self) -> None:
+        rows = []
+        for path in sorted(self._work.glob("*/*.jsonl")):
+            rows += [
+                json.dumps({"cell": path.parent.name} | json.loads(line)) for line in path.read_text().splitlines()
+            ]
+        (self._out / "campaign.jsonl").write_text("".join(row + "\n" for row in rows))
+        with tarfile.open(self._out / "campaign.tar.gz", "w:gz") as archive:
+            archive.add(self._work, "campaign")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], metavar="CELL")
+    parser.add_argument("--list", action="store_true", help="prints the cells and ends")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    named = {cell.name: cell for cell in CELLS}
+    cells = [named[name] for name in options.cells] if options.cells else list(CELLS)
+    if options.list:
+        for cell in cells:
+            print(f"{cell.name:15s} {cell.gpus} GPUs {cell.seconds:4.0f} s  {cell.command}")
+        return 0
+    gpus = options.gpus or len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines())
+    too_large = [cell.name for cell in cells if cell.gpus > gpus]
+    if too_large:
+        print(f"left out, more than {gpus} GPUs: {', '.join(too_large)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        ready = [cell for cell in cells if cell.gpus <= gpus]
+        ended = Campaign(ready, gpus, options.seconds, options.out, Path(work)).run()
+    return int(any(text != "exit status 0" for text in ended.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
