@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -26,12 +27,14 @@ H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 s
  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
 platform_name: "CUDA" """
-CASES = (  # backend, rank, adapters, rate, spill bytes that are known and measured (see LOG.md)
+LINEAR_CASES = (  # backend, rank, adapters, rate, spill bytes that are known and measured (see LOG.md)
     ("pallas_mosaic_gpu", 16, 1, 0.0, 0),
     ("pallas_mosaic_gpu", 16, 4, 0.1, 0),
     ("pallas_mosaic_gpu", 64, 4, 0.1, 16),
     ("pallas_triton", 16, 4, 0.1, 0),
 )
+MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
+ATTENTION_SPILLS = 184  # dk and dv
 
 
 def main() -> int:
@@ -48,9 +51,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     worst = 0
     try:
-        for backend, rank, adapters, rate, known in CASES:
-            compile_op(backend, rank, adapters, rate)
-            print(f"{backend} r{rank} A{adapters} p{rate:g} (known spills: {known} bytes)")
+        for name, known, compile_one in cases():
+            compile_one()
+            print(f"{name} (known spills: {known} bytes)")
             found = list(assembled(dump, ptxas))
             if not found:
                 print("   NONE   no kernel of this package in the dump: names or dump flags changed")
@@ -67,23 +70,24 @@ def main() -> int:
     return worst
 
 
-def compile_op(backend: str, rank: int, adapters: int, rate: float) -> None:
-    """Compiles forward and backward of one layer down to machine code."""
+def cases() -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """Yields (name, known spills, what compiles it)."""
+    for backend, rank, adapters, rate, known in LINEAR_CASES:
+        yield f"linear {backend} r{rank} A{adapters} p{rate:g}", known, partial(linear, backend, rank, adapters, rate)
+    for rank, rate, known in MLP_CASES:
+        yield f"mlp r{rank} A4 p{rate:g}", known, partial(mlp, rank, rate)
+    yield "attention", ATTENTION_SPILLS, attention
+    yield "norm with residual", 0, norm
+
+
+def linear(backend: str, rank: int, adapters: int, rate: float) -> None:
+    """Forward and backward of one layer."""
     import jax
-    from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
     import pallas_kernels as pk
     from pallas_kernels.arg_specs import LinearSpec, make_arrays
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     spec = LinearSpec(tokens=8192, in_features=4096, out_features=4096, rank=rank, adapters=adapters, rate=rate)
-    arrays = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(lambda: make_arrays(spec)),
-    )
 
     def step(arrays):
         def layer(x, a, b):
@@ -93,8 +97,96 @@ def compile_op(backend: str, rank: int, adapters: int, rate: float) -> None:
         y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
         return y, *vjp(arrays["dy"])
 
+    compile_for_h200(step, lambda: make_arrays(spec))
+
+
+def mlp(rank: int, rate: float) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    import pallas_kernels as pk
+
+    tokens, width, hidden, adapters = 8192, 4096, 14336, 4
+    sizes = ((width, hidden), (width, hidden), (hidden, width))
+
+    def make():
+        drop = pk.Dropout(
+            rate=jnp.full(adapters, rate), key=jnp.zeros(adapters, jnp.uint32), row_key=jnp.zeros(tokens, jnp.uint32)
+        )
+        return {
+            "x": jnp.zeros((tokens, width), jnp.bfloat16),
+            "ws": [jnp.zeros(size, jnp.bfloat16) for size in sizes],
+            "as_": [jnp.zeros((adapters, k, rank)) for k, _ in sizes],
+            "bs": [jnp.zeros((adapters, rank, n)) for _, n in sizes],
+            "tile_adapter": jnp.zeros(tokens // 128, jnp.int32),
+            "scale": jnp.ones(adapters),
+            "dropout": drop if rate else None,
+        }
+
+    def step(arrays):
+        def run(x, as_, bs):
+            rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+            return pk.multi_lora_mlp(x, arrays["ws"], as_, bs, down_dropout=arrays["dropout"], **rest)
+
+        y, vjp = jax.vjp(run, arrays["x"], arrays["as_"], arrays["bs"])
+        return vjp(y)
+
+    compile_for_h200(step, make)
+
+
+def attention() -> None:
+    import jax.numpy as jnp
+
+    from pallas_kernels.attention import attention_backward, attention_forward, document_rows
+
+    def step(q, k, v, ids, offsets, lengths):
+        o, saved = attention_forward(q, k, v, *document_rows(ids, offsets, lengths))
+        return attention_backward(saved, o)
+
+    wide, documents = ((8192, 32, 128), (8192, 8, 128), (8192, 8, 128)), (8192, 17, 16)
+    compile_for_h200(
+        step,
+        lambda: (
+            *(jnp.zeros(shape, jnp.bfloat16) for shape in wide),
+            *(jnp.zeros(size, jnp.int32) for size in documents),
+        ),
+        unpack=True,
+    )
+
+
+def norm() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.norm import add_rms_norm
+
+    def step(x, delta, weight):
+        out, vjp = jax.vjp(lambda x, delta: add_rms_norm(x, delta, weight, eps=1e-5), x, delta)
+        return vjp(out)
+
+    wide = (8192, 4096)
+    compile_for_h200(
+        step,
+        lambda: (jnp.zeros(wide, jnp.bfloat16), jnp.zeros(wide, jnp.bfloat16), jnp.zeros(4096, jnp.bfloat16)),
+        unpack=True,
+    )
+
+
+def compile_for_h200(step: Callable, make: Callable, *, unpack: bool = False) -> None:
+    """Compiles a function of the arrays that `make` would make down to machine code."""
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    arrays = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(make)
+    )
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).compile()
+        traced = jax.jit(step).trace(*arrays) if unpack else jax.jit(step).trace(arrays)
+        traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def assembled(dump: pathlib.Path, ptxas: str) -> Iterator[tuple[str, int, int]]:
@@ -104,7 +196,7 @@ def assembled(dump: pathlib.Path, ptxas: str) -> Iterator[tuple[str, int, int]]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         entry = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
         for name, spilled, registers in re.findall(entry, text, re.S):
-            if name.startswith("lora_") or "mosaic" in name:
+            if name.startswith(("lora_", "rms_norm")) or "mosaic" in name:
                 yield name, int(registers), int(spilled)
 
 

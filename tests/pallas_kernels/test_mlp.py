@@ -3,10 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_problems import TILE, draw, new_residuals, relative
 
 import pallas_kernels as pk
 from pallas_kernels.reference import reference_multi_lora_linear
+
+# jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
+pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
 
 BACKENDS = ["xla"]
 TABLE = [1, -1, 0, 1, 0, -1]
@@ -139,3 +143,47 @@ def test_a_gate_of_one_column_is_not_stretched_over_up():
     gate, up, down = arguments["ws"]
     with pytest.raises(ValueError, match="with one F"):
         ours("xla")({**arguments, "ws": [gate[:, :1], up, down]}, x, as_, [bs[0][:, :, :1], *bs[1:]])
+
+
+def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128, implementation=None):
+    """The program of forward and backward on an H200, as text."""
+    shape = jax.ShapeDtypeStruct
+    sizes = [(width, hidden), (width, hidden), (hidden, width)]
+    as_ = [shape((4, k, rank), jnp.float32) if rank else None for rank, (k, _) in zip(ranks, sizes, strict=True)]
+    bs = [shape((4, rank, n), jnp.float32) if rank else None for rank, (_, n) in zip(ranks, sizes, strict=True)]
+
+    def step(x, ws, as_, bs, table, scale, rate, key, row_key):
+        drop = pk.Dropout(rate=rate, key=key, row_key=row_key)
+        y, back = jax.vjp(
+            lambda x, as_, bs: pk.multi_lora_mlp(
+                x, ws, as_, bs, tile_adapter=table, scale=scale, dropout=drop, down_dropout=drop,
+                implementation=implementation,
+            ),
+            x, as_, bs,
+        )  # fmt: skip
+        return back(y)
+
+    arguments = (
+        shape((tokens, width), jnp.bfloat16), [shape(size, jnp.bfloat16) for size in sizes], as_, bs,
+        shape((tokens // tile,), jnp.int32), *[shape((4,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.uint32)],
+        shape((tokens,), jnp.uint32),
+    )  # fmt: skip
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_hopper_runs_the_mlp_as_one_op():
+    text = lowered()
+    assert "lora_gate_backward" in text
+    wide = [line for line in text.splitlines() if "dot_general" in line and "8192x14336xbf16" in line.split("->")[-1]]
+    assert len(wide) == 3  # gate, up and the gradient of down's input are plain products
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ranks": (16, 16, 0)}, {"ranks": (16, 0, 16)}, {"hidden": 14336 - 128}, {"implementation": "xla"}, {"tile": 32}],
+    ids=["down-without-lora", "up-without-lora", "odd-width", "xla", "small-tiles"],
+)
+def test_what_the_gate_kernels_cannot_serve_is_served_otherwise(changes):
+    assert "lora_gate" not in lowered(**changes)

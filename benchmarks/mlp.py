@@ -1,0 +1,165 @@
+"""The gated MLP as one op: its passes at the gate by configuration, and the whole beside three ops and the frozen MLP.
+
+    python benchmarks/mlp.py --out benchmarks/results      # one Hopper GPU, two minutes
+
+Llama-3.1-8B's shape, 8192 tokens, four adapters of rank 16, bfloat16. First the op is compared with XLA on the same
+inputs in float32; nothing is timed if it is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
+
+import pallas_kernels as pk  # noqa: E402
+from pallas_kernels import mlp  # noqa: E402
+from pallas_kernels.chunks import make_chunks  # noqa: E402
+from pallas_kernels.gate import silu_gate  # noqa: E402
+from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_backward, gate_forward  # noqa: E402
+from pallas_kernels.tuning.config import gate_blocks  # noqa: E402
+from pallas_kernels.tuning.timing import time_calls  # noqa: E402
+
+TOKENS, WIDTH, HIDDEN, ADAPTERS, RANK, TILE = 8192, 4096, 14336, 4, 16, 128
+PLACES = ((0, RANK), (RANK, RANK))
+CONFIGS = (
+    GateConfig(),
+    GateConfig(forward_stages=3, backward_stages=2),
+    GateConfig(warpgroups=2, forward_stages=4, backward_stages=3),
+    GateConfig(warpgroups=3, forward_stages=3, backward_stages=2),
+    GateConfig(warpgroups=3, forward_stages=2, backward_stages=2),
+)
+BF16 = 1e-2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    problem = draw()
+    wrong = errors(problem)
+    print("errors against float32:", " ".join(f"{error:.1e}" for error in wrong), flush=True)
+    if not max(wrong) < BF16:
+        return 1
+    with (options.out / "mlp.jsonl").open("w") as file:
+        for part, programs, round_s in (("kernel", kernels(problem), 0.02), ("mlp", whole(problem), 0.1)):
+            lowered = [(name, jax.jit(function).lower(*given), given) for name, function, given in programs]
+            with ThreadPoolExecutor() as pool:
+                compiled = pool.map(lambda each: (each[0], (each[1].compile(), [each[2]])), lowered)
+                calls = dict(compiled)
+            for name, timing in time_calls(calls, rounds=7, round_s=round_s).items():
+                row = {"part": part, "name": name, **dataclasses.asdict(timing)}
+                file.write(json.dumps(row | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}) + "\n")
+                file.flush()
+                print(f"{name:44s} {timing.p50_us:7.0f} us [{timing.p20_us:.0f}, {timing.p80_us:.0f}]", flush=True)
+    return 0
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0, dtype=jnp.bfloat16) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def draw() -> dict:
+    """Inputs of the op; the last two tiles are padding."""
+    sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    tiles = TOKENS // TILE
+    table = jnp.arange(tiles) * ADAPTERS // tiles
+    return {
+        "x": normal(0, TOKENS, WIDTH),
+        "ws": [normal(1 + i, *size, scale=size[0] ** -0.5) for i, size in enumerate(sizes)],
+        "as_": [normal(4 + i, ADAPTERS, k, RANK, scale=0.02, dtype=jnp.float32) for i, (k, _) in enumerate(sizes)],
+        "bs": [normal(7 + i, ADAPTERS, RANK, n, scale=0.05, dtype=jnp.float32) for i, (_, n) in enumerate(sizes)],
+        "tile_adapter": jnp.where(jnp.arange(tiles) < tiles - 2, table, -1).astype(jnp.int32),
+        "scale": jnp.full(ADAPTERS, 2.0),
+        "dropout": pk.Dropout(
+            rate=jnp.full(ADAPTERS, 0.1),
+            key=jnp.arange(ADAPTERS, dtype=jnp.uint32),
+            row_key=jax.random.bits(jax.random.key(10), (TOKENS,)),
+        ),
+        "dy": normal(11, TOKENS, WIDTH),
+    }
+
+
+def step(problem: dict, implementation: str | None = None, *, one_op: bool = True) -> tuple:
+    """y and all gradients; the peer is the same op, made to take itself apart."""
+
+    def run(x, as_, bs):
+        rest = {name: problem[name] for name in ("tile_adapter", "scale", "dropout")}
+        return pk.multi_lora_mlp(
+            x, problem["ws"], as_, bs, down_dropout=problem["dropout"], implementation=implementation, **rest
+        )
+
+    apart = mock.patch.object(mlp, "_fused_call", return_value=None)
+    with contextlib.nullcontext() if one_op else apart:
+        y, vjp = jax.vjp(run, problem["x"], problem["as_"], problem["bs"])
+        return y, vjp(problem["dy"])
+
+
+def errors(problem: dict) -> list[float]:
+    """Relative errors of y and every gradient against XLA on the same inputs in float32."""
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, problem)
+    want = jax.jit(lambda p: step(p, "xla"))(wide)
+    got = jax.jit(lambda p: step(p, "pallas_mosaic_gpu"))(problem)
+
+    def error(got: jax.Array, want: jax.Array) -> float:
+        return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+
+    return jax.tree.leaves(jax.tree.map(error, got, want))
+
+
+def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
+    """The passes at the gate alone, and XLA's gate without LoRA."""
+    gate, up, dh = (normal(20 + i, TOKENS, HIDDEN) for i in range(3))
+    s, ds = normal(23, TOKENS, 2 * RANK), normal(24, TOKENS, RANK)
+    b, a = normal(25, ADAPTERS + 1, 2 * RANK, HIDDEN), normal(26, ADAPTERS + 1, RANK, HIDDEN)
+    blocks = (jnp.arange(TOKENS // 64) * ADAPTERS // (TOKENS // 64)).astype(jnp.int32)
+    bits = jax.random.bits(jax.random.key(27), (TOKENS, HIDDEN // 256, 8))
+    chunks = make_chunks(blocks, ADAPTERS, gate_blocks(TOKENS), single=False)
+    for config in CONFIGS:
+        shared = {"places": PLACES, "config": config}
+        said = f"{config.warpgroups} wg, {config.forward_stages} and {config.backward_stages} stages"
+        for rate, drop, words in ((0.1, problem["dropout"], bits), (0, None, None)):
+            yield (
+                f"forward p{rate:g} {said}",
+                lambda *given, shared=shared: gate_forward(*given, **shared),
+                (gate, up, s, b, a, blocks, drop),
+            )
+            yield (
+                f"backward p{rate:g} {said}",
+                lambda *given, shared=shared: gate_backward(*given, **shared),
+                (gate, up, dh, s, ds, b, a, words, chunks),
+            )
+    yield "XLA gate forward", silu_gate, (gate, up)
+    yield "XLA gate backward", lambda gate, up, dh: jax.vjp(silu_gate, gate, up)[1](dh), (gate, up, dh)
+
+
+def whole(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
+    def frozen(problem):
+        def run(x):
+            gate, up, down = problem["ws"]
+            return silu_gate(x @ gate, x @ up) @ down
+
+        y, vjp = jax.vjp(run, problem["x"])
+        return y, vjp(problem["dy"])
+
+    plain = problem | {"dropout": None}
+    yield "frozen", frozen, (problem,)
+    for rate, given in ((0.1, problem), (0, plain)):
+        yield f"one op p{rate:g}", step, (given,)
+        yield f"three ops p{rate:g}", lambda p: step(p, one_op=False), (given,)
+        yield f"XLA p{rate:g}", lambda p: step(p, "xla"), (given,)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
