@@ -13,6 +13,7 @@ and campaign.tar.gz with the cells' own files and logs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ class Running:
     """A cell under way."""
 
     cell: Cell
-    gpus: list[int]
+    gpus: list[str]
     process: subprocess.Popen
     killed_at: float
 
@@ -98,8 +99,8 @@ class Running:
 class Campaign:
     """Runs cells on free GPUs and collects what they wrote."""
 
-    def __init__(self, cells: Sequence[Cell], gpus: int, seconds: float, out: Path, work: Path):
-        self._waiting, self._free = list(cells), list(range(gpus))
+    def __init__(self, cells: Sequence[Cell], gpus: Sequence[str], seconds: float, out: Path, work: Path):
+        self._waiting, self._free = list(cells), list(gpus)
         self._running: list[Running] = []
         self._began, self._seconds = time.monotonic(), seconds
         self._out, self._work = out, work
@@ -110,11 +111,16 @@ class Campaign:
         return self._seconds - END_S - (time.monotonic() - self._began)
 
     def run(self) -> dict[str, str]:
-        """Returns how every cell ended."""
-        while self._waiting or self._running:
-            self._start()
-            time.sleep(0.2)
-            self._end()
+        """Returns how every cell ended. Whatever ends the campaign ends its cells, and what they wrote is collected."""
+        try:
+            while self._waiting or self._running:
+                self._start()
+                time.sleep(0.2)
+                self._end()
+        finally:
+            for each in self._running:
+                kill(each.process)
+            self._collect()
         return self._said
 
     def _start(self) -> None:
@@ -129,10 +135,10 @@ class Campaign:
             else:
                 return  # in order: a small one that slips in would hold up the large one before it
 
-    def _started(self, cell: Cell, gpus: list[int]) -> Running:
+    def _started(self, cell: Cell, gpus: list[str]) -> Running:
         folder = self._work / cell.name
         folder.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)), PYTHONUNBUFFERED="1")
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus), PYTHONUNBUFFERED="1")
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
                 [*cell.argv, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
@@ -147,8 +153,7 @@ class Campaign:
             if status is None and time.monotonic() < each.killed_at:
                 continue
             if status is None:  # not SIGTERM: a training loop would finish its microbatches first
-                os.killpg(each.process.pid, signal.SIGKILL)
-                each.process.wait()
+                kill(each.process)
             self._running.remove(each)
             self._free = sorted(self._free + each.gpus)
             self._say(each.cell, "killed at its limit" if status is None else f"exit status {status}")
@@ -159,19 +164,52 @@ class Campaign:
         print(f"{time.monotonic() - self._began:5.0f} s  {cell.name}: {text}", flush=True)
 
     def _collect(self) -> None:
-        rows = []
-        for path in sorted(self._work.glob("*/*.jsonl")):
-            rows += [
-                json.dumps({"cell": path.parent.name} | json.loads(line)) for line in path.read_text().splitlines()
-            ]
-        (self._out / "campaign.jsonl").write_text("".join(row + "\n" for row in rows))
-        with tarfile.open(self._out / "campaign.tar.gz", "w:gz") as archive:
-            archive.add(self._work, "campaign")
+        rows = [
+            json.dumps({"cell": path.parent.name} | row) + "\n"
+            for path in sorted(self._work.glob("*/*.jsonl"))
+            for row in whole_rows(path.read_text())
+        ]
+        replace(self._out / "campaign.jsonl", lambda file: file.write_text("".join(rows)))
+
+        def pack(file: Path) -> None:
+            with tarfile.open(file, "w:gz") as archive:
+                archive.add(self._work, "campaign")
+
+        replace(self._out / "campaign.tar.gz", pack)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Ends a cell and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def whole_rows(text: str) -> Iterator[dict]:
+    """Rows of a file that somebody may still be writing, or was killed over."""
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def replace(file: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside and puts in place: a reader, or the end of the program, meets a whole file."""
+    beside = file.with_name(f".{file.name}")
+    write(beside)
+    beside.replace(file)
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES allows, or all that there are."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [name.strip() for name in allowed.split(",") if name.strip()]
+    return [str(i) for i in range(len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()))]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    parser.add_argument("--gpus", type=int, help="default: all that are visible")
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], metavar="CELL")
     parser.add_argument("--list", action="store_true", help="prints the cells and ends")
@@ -183,13 +221,14 @@ def main() -> int:
         for cell in cells:
             print(f"{cell.name:15s} {cell.gpus} GPUs {cell.seconds:4.0f} s  {cell.command}")
         return 0
-    gpus = options.gpus or len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines())
-    too_large = [cell.name for cell in cells if cell.gpus > gpus]
+    gpus = visible_gpus()[: options.gpus]
+    too_large = [cell.name for cell in cells if cell.gpus > len(gpus)]
     if too_large:
-        print(f"left out, more than {gpus} GPUs: {', '.join(too_large)}")
+        print(f"left out, more than {len(gpus)} GPUs: {', '.join(too_large)}")
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that cells end, too
     with tempfile.TemporaryDirectory() as work:
-        ready = [cell for cell in cells if cell.gpus <= gpus]
+        ready = [cell for cell in cells if cell.gpus <= len(gpus)]
         ended = Campaign(ready, gpus, options.seconds, options.out, Path(work)).run()
     return int(any(text != "exit status 0" for text in ended.values()))
 

@@ -46,14 +46,16 @@ def multi_lora_mlp(
     lin_i(z)[t] = z[t] W_i + scale[k] * (drop(z[t]) A_i[k]) B_i[k] (+ bias_i),  k = adapter of row t's tile
     y = lin_down(silu(lin_gate(x)) · lin_up(x))
 
-    The arrays before the gate carry the names "gate" and "up" for rematerialisation policies.
+    The products before the gate carry the names "gate" and "up" for rematerialisation policies (on Hopper without their
+    low-rank parts: a policy that keeps them keeps "lora_s" and "lora_bits", too).
 
     Args:
         x: [..., D].
         ws, as_, bs, biases: of gate [D, F], up [D, F] and down [F, D], in this order; otherwise as in
             `multi_lora_linears`.
         dropout: of the LoRA branches that read x; down_dropout: of the one that reads the gated array.
-        tile_adapter, scale, implementation: as in `multi_lora_linear`.
+        tile_adapter, scale, implementation: as in `multi_lora_linear`. What the passes at the gate of Hopper's backend
+            cannot serve runs as three ops of the backend.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
@@ -91,7 +93,7 @@ def _check(ws, as_, bs, biases) -> None:
             f"{len(ws)} ws, {len(as_)} as_, {len(bs)} bs, {len(biases)} biases: expected gate, up and down"
         )
     gate, up, down = (w.shape for w in ws)
-    if not gate[-1] == up[-1] == down[0]:
+    if not len(gate) == len(up) == len(down) == 2 or not gate[1] == up[1] == down[0]:
         raise ValueError(f"gate {gate}, up {up}, down {down}: expected [D, F], [D, F] and [F, D] with one F")
 
 
@@ -102,7 +104,10 @@ def _fused_call(
     shared = (tile_adapter, scale)
     static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)
     hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)
-    _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout)
+    try:
+        _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout)
+    except ValueError as problem:
+        raise ValueError(f"the projection behind the gate: {problem}") from None
     if any(backends.choose(implementation, static, each) != HOPPER for each in (ops, down)):
         return None
     if _passes().refusal(static, ops, down) is not None:

@@ -81,9 +81,12 @@ class Prepared:
 
     def tuned(self, kernel: str, num_in: int, num_out: int, rank: int, heuristic: Any) -> Any:
         """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
-        key = store.key(kernel, self.rows, num_in, num_out, rank)
+        if hasattr(heuristic, "smem_bytes"):  # as it would run is how the tuner measured it
+            heuristic = tuning.fit(heuristic, rank)
+        key = store.key(kernel, self.rows, num_in, num_out, rank, dropout=self.ops.dropout is not None)
         config = store.shipped(device_kind()).best(key, heuristic)
-        rows = getattr(config, "chunk", None) or getattr(config, "block_t", None) or config.block_m
+        names = ("chunk", "tile_m", "block_t", "block_m")  # the first one a kernel has is what one adapter must own
+        rows = next(getattr(config, name) for name in names if hasattr(config, name))
         return config if self.static.tile % rows == 0 else heuristic
 
     def chunks(self, rows: int, size: int):

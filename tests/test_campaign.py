@@ -11,7 +11,7 @@ SCRIPT = """
 import json, os, pathlib, sys, time
 seconds, _, folder = sys.argv[1:]
 with (pathlib.Path(folder) / "rows.jsonl").open("w") as file:
-    file.write(json.dumps({"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}) + "\\n")
+    file.write(json.dumps({"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}) + "\\n" + '{"half": ')
 time.sleep(float(seconds))
 """
 
@@ -27,7 +27,7 @@ def test_cells_share_the_gpus_and_one_that_hangs_costs_itself_alone(tmp_path, ce
     cells = [cell("pair", 2, 1, 0.3), cell("hangs", 1, 0.5, 600), cell("all", 3, 1, 0.1), cell("long", 1, 600, 0)]
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir()
-    ended = Campaign(cells, 3, 30, out, work).run()
+    ended = Campaign(cells, "012", 30, out, work).run()
     assert ended["pair"] == ended["all"] == "exit status 0"
     assert ended["hangs"] == "killed at its limit"
     assert ended["long"].startswith("not started: needs 600 s")

@@ -53,6 +53,7 @@ def command(
             fix="batch.tile_tokens: 128 and batch.capacity_tokens a multiple of it",
         )
     path = table or store.DATA / store.file_name(device_kind())
+    check_table(path)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors_to()) as bar:
         task = bar.add_task(f"tuning for {device_kind()}", total=total)
@@ -72,6 +73,22 @@ def command(
     console.print(shown)
     console.print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
     next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}")
+
+
+def check_table(path: Path) -> None:
+    """Refuses a file that cannot be gone on with, before anything is measured."""
+    from pallas_kernels.tuning import store
+
+    try:
+        store.load(path)
+    except ValueError as problem:
+        raise ConfigError(
+            "tune.old-table",
+            "this is no table of this version's kernels.",
+            where=str(path),
+            why=str(problem.__cause__ or problem),
+            fix=f"rm {path} and tune again",
+        ) from None
 
 
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 from lorafusion_jax.config.model import ModelConfig
@@ -31,7 +31,9 @@ NOT_MODELLED = (
     "host memory",
 )
 FLOAT32 = 4
-MLP_RANK = 64  # of an input's projections together: beyond, the MLP is not one op where nobody names the kernels
+# Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
+MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE = 2048, 1024, 64, 0.85
+HOPPER_SMS = 132
 STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
 SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -54,6 +56,8 @@ class MemoryProblem:
         fsdp: devices that share the frozen weights of a stage.
         keep: what a layer's forward leaves for its backward.
         item: bytes of a base weight and of an activation.
+        implementation: of the LoRA ops, where one is named.
+        tile_tokens: rows of a tile.
         packed_bits: the kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse).
         loss_chunk: as in `objective.adapter_losses`.
     """
@@ -66,6 +70,8 @@ class MemoryProblem:
     fsdp: int = 1
     keep: Keep = "gemm_inputs"
     item: int = 2
+    implementation: str | None = None
+    tile_tokens: int = 128
     packed_bits: bool = True
     loss_chunk: int = DEFAULT_CHUNK
 
@@ -113,6 +119,8 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         fsdp=mesh.fsdp,
         keep="everything" if train.keep == "auto" else train.keep,
         item=4 if config.base.dtype == "float32" else 2,
+        implementation=train.implementation,
+        tile_tokens=config.batch.tile_tokens,
         packed_bits=train.implementation != "xla",
         loss_chunk=train.loss_chunk,
     )
@@ -339,11 +347,33 @@ def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up.
 
-    They do where all of its projections have LoRA of moderate rank and the dtype is one that they take.
+    They do where all of its projections have LoRA of moderate rank, and shapes and dtype are such that they serve.
     """
+    if not problem.packed_bits or problem.item != 2 or problem.implementation not in (None, "pallas_mosaic_gpu"):
+        return False
     ranks = [[bank_rank(problem.adapters, name) for name in SITES[site]] for site in ("gate_up", "down")]
-    served = all(all(site) and sum(_together(problem, rank) for rank in site) <= MLP_RANK for site in ranks)
-    return problem.packed_bits and problem.item == 2 and served
+    if not all(all(site) and _power_of_two(sum(map(_padded, site))) <= MLP_RANK for site in ranks):
+        return False
+    T, D, F = problem.capacity_tokens, problem.model.hidden_size, problem.model.intermediate_size
+    if problem.tile_tokens % 64 or D % 128 or F % 256:
+        return False
+    return problem.implementation is not None or (
+        T >= MLP_ROWS and min(D, F) >= MLP_FEATURES and min(_wave(T, D), _wave(T, F)) >= MLP_WAVE
+    )
+
+
+def _wave(rows: int, columns: int) -> float:
+    """Share of a Hopper GPU's time that the output tiles of a product keep busy."""
+    rounds = -(-rows // 128) * -(-columns // 256) / HOPPER_SMS
+    return rounds / ceil(rounds)
+
+
+def _padded(rank: int) -> int:
+    return max(16, _power_of_two(rank))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _together(problem: MemoryProblem, rank: int) -> int:

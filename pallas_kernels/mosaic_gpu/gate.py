@@ -42,8 +42,8 @@ class GateConfig:
 
     Attributes:
         warpgroups: each with work of its own. One takes 220 to 250 registers, so two programs share a multiprocessor;
-            three in one program are held to 168 by the assembler, and three fit: not timed yet.
-        forward_stages, backward_stages: tiles under way.
+            three in one program are held to 168 by the assembler, and three fit.
+        forward_stages, backward_stages: tiles under way; two or more: one is fetched when the one before it is spent.
     """
 
     warpgroups: int = 1

@@ -125,7 +125,8 @@ def _bank_b(prepared: Prepared) -> jax.Array:
 
 
 def _config(prepared: Prepared, behind: Prepared) -> GateConfig | None:
-    return tuning.gate_config(prepared.layout.total, behind.layout.total)
+    given = prepared.static.config.gate if prepared.static.config else None
+    return given or tuning.gate_config(prepared.layout.total, behind.layout.total)
 
 
 def _places(prepared: Prepared) -> Places:

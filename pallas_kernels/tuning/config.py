@@ -38,6 +38,7 @@ class KernelConfigs:
     drop_down: DropDownConfig | None = None
     drop_da: DropDaConfig | None = None
     wide_dsdb: WideDsdbConfig | None = None
+    gate: GateConfig | None = None
 
 
 def row_block(tile: int, limit: int) -> int:

@@ -17,18 +17,18 @@ from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.device import interprets, num_sms
 from pallas_kernels.dropout import BLOCK, keep_words
 from pallas_kernels.mosaic_gpu import gemm as mosaic
-from pallas_kernels.mosaic_gpu.da import DropDaConfig, drop_da
+from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
-from pallas_kernels.split_graph import Prepared, prepare
+from pallas_kernels.split_graph import MIN_RANK, Prepared, padded_rank, prepare
 from pallas_kernels.tiles import row_adapter
 from pallas_kernels.triton import gemm as triton_gemm
 from pallas_kernels.triton.da import DaConfig, da
 from pallas_kernels.triton.down import DownConfig, down
 from pallas_kernels.triton.dsdb import DsdbConfig, dsdb
-from pallas_kernels.tuning.config import fit
+from pallas_kernels.tuning import config as tuning
 
 SETS = 3  # copies of the large operand a call walks through, so that it never sits in the cache
 
@@ -46,45 +46,86 @@ class Candidate:
 
 
 def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
-    """Yields every candidate that fits the shape."""
-    t, k, n, r = spec.tokens, spec.in_features, spec.out_features, spec.rank
-    for config in down_grid(quick):
-        if k % (config.block_k * config.split_k) == 0 and spec.tile % config.block_t == 0:
-            yield Candidate(kernel="down", config=config, run=_down, large="x", bytes=2 * t * k)
-    for config in da_grid(quick):
-        if k % config.block_k == 0 and spec.tile % config.block_t == 0:
-            yield Candidate(kernel="da", config=config, run=_da, large="x", bytes=2 * t * k)
-    for config in dsdb_grid(quick):
-        if n % (config.block_n * config.split_n) == 0 and (spec.adapters == 1 or spec.tile % config.chunk == 0):
-            yield Candidate(kernel="dsdb", config=config, run=_dsdb, large="dy", bytes=2 * t * n)
-    if spec.tile % ROWS == 0 or spec.adapters == 1:
+    """Yields every candidate that fits the shape: of each kernel first the heuristic's own choice, the one to beat."""
+    t, k, n, r, tile = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank), _tile(spec)
+    over_x, over_dy, product = _work(spec)
+    yield from _compared(
+        tuning.down_config(t, k, r, tile), down_grid(quick),
+        lambda config: k % (config.block_k * config.split_k) == 0 and tile % config.block_t == 0,
+        kernel="down", run=_down, **over_x,
+    )  # fmt: skip
+    yield from _compared(
+        tuning.da_config(t, k, r, tile), da_grid(quick),
+        lambda config: k % config.block_k == 0 and tile % config.block_t == 0,
+        kernel="da", run=_da, **over_x,
+    )  # fmt: skip
+    yield from _compared(
+        tuning.dsdb_config(t, n, r, tile), dsdb_grid(quick),
+        lambda config: n % (config.block_n * config.split_n) == 0 and tile % config.chunk == 0,
+        kernel="dsdb", run=_dsdb, **over_dy,
+    )  # fmt: skip
+    if tile % ROWS == 0:
         yield from hopper_passes(spec, quick)
-    for config in mosaic_grid(quick):
-        for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
-            sized = fit(config, max(16, r))
-            owned = spec.adapters == 1 or spec.tile % sized.tile_m == 0
-            if owned and sized.divides(t, outer, inner) and sized.stages >= 2:
-                yield Candidate(kernel="mosaic_" + kernel, config=sized, run=run, large=large, flops=2 * t * k * n)
-    for config in triton_grid(quick):
-        for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
-            fits = spec.adapters == 1 or spec.tile % config.block_m == 0
-            if fits and outer % config.block_n == 0 and inner % config.block_k == 0:
-                yield Candidate(kernel="triton_" + kernel, config=config, run=run, large=large, flops=2 * t * k * n)
+    rows = tuning.row_block(tile, 128)  # of a product's block; shorter tiles take the same grid lower
+    hopper = [dataclasses.replace(config, tile_m=min(config.tile_m, rows)) for config in mosaic_grid(quick)]
+    triton = [dataclasses.replace(config, block_m=min(config.block_m, rows)) for config in triton_grid(quick)]
+    for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
+        yield from _compared(
+            tuning.mosaic_gemm_config(t, inner, outer, r, tile, transposed=kernel == "dx"), _fitted(hopper, r),
+            lambda config, i=inner, o=outer: config.divides(t, o, i),
+            kernel="mosaic_" + kernel, run=run, large=large, **product,
+        )  # fmt: skip
+        yield from _compared(
+            tuning.triton_gemm_config(inner, outer, r, tile), triton,
+            lambda config, i=inner, o=outer: o % config.block_n == 0 and i % config.block_k == 0,
+            kernel="triton_" + kernel, run=run, large=large, **product,
+        )  # fmt: skip
 
 
 def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
     """Passes over x with dropout and over dY by the copy engine."""
-    t, k, n = spec.tokens, spec.in_features, spec.out_features
+    t, k, n, r = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank)
+    over_x, over_dy, _ = _work(spec)
     if spec.rate and k % BLOCK == 0:
-        for config in drop_down_grid(quick):
-            if k % (BLOCK * config.split_k) == 0:
-                yield Candidate(kernel="mosaic_down", config=config, run=_drop_down, large="x", bytes=2 * t * k)
-        for config in drop_da_grid(quick):
-            if k % config.block_k == 0:
-                yield Candidate(kernel="mosaic_da", config=config, run=_drop_da, large="x", bytes=2 * t * k)
-    for config in wide_dsdb_grid(quick):
-        if n % (config.block_n * config.split_n) == 0:
-            yield Candidate(kernel="mosaic_dsdb", config=config, run=_wide_dsdb, large="dy", bytes=2 * t * n)
+        yield from _compared(
+            tuning.fit(tuning.drop_down_config(t, k), r), _fitted(drop_down_grid(quick), r),
+            lambda config: k % (BLOCK * config.split_k) == 0,
+            kernel="mosaic_down", run=_drop_down, **over_x,
+        )  # fmt: skip
+        yield from _compared(
+            tuning.fit(tuning.drop_da_config(t, k, r), r), _fitted(drop_da_grid(quick), r),
+            lambda config: k % config.block_k == 0,
+            kernel="mosaic_da", run=_drop_da, **over_x,
+        )  # fmt: skip
+    yield from _compared(
+        tuning.fit(tuning.wide_dsdb_config(t, n), r), _fitted(wide_dsdb_grid(quick), r),
+        lambda config: n % (config.block_n * config.split_n) == 0,
+        kernel="mosaic_dsdb", run=_wide_dsdb, **over_dy,
+    )  # fmt: skip
+
+
+def _compared[C](own: C | None, grid: list[C], fits: Callable[[C], bool], **rest: Any) -> Iterator[Candidate]:
+    """The heuristic's choice and what of the grid fits beside it; nothing where there is nothing to choose."""
+    others = [config for config in dict.fromkeys(grid) if config != own and fits(config)]
+    if own is not None and others:
+        yield from (Candidate(config=config, **rest) for config in (own, *others))
+
+
+def _fitted[C: (mosaic.GemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](grid: list[C], rank: int) -> list[C]:
+    """What fits into shared memory, with fewer pipeline stages where it must."""
+    return [config for config in (tuning.fit(config, rank) for config in grid) if config.stages > 1]
+
+
+def _work(spec: LinearSpec) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What a pass over x, a pass over dY and a product read or compute."""
+    over_x = {"large": "x", "bytes": 2 * spec.tokens * spec.in_features}
+    over_dy = {"large": "dy", "bytes": 2 * spec.tokens * spec.out_features}
+    return over_x, over_dy, {"flops": 2 * spec.tokens * spec.in_features * spec.out_features}
+
+
+def _tile(spec: LinearSpec) -> int:
+    """Rows that belong to one adapter: all of them where there is only one."""
+    return spec.tokens if spec.adapters == 1 else spec.tile
 
 
 def drop_down_grid(quick: bool) -> list[DropDownConfig]:
@@ -132,7 +173,6 @@ def down_grid(quick: bool) -> list[DownConfig]:
         DownConfig(block_t=64, block_k=128, split_k=2, num_stages=4, num_warps=8),
         DownConfig(block_t=64, block_k=64, split_k=4, num_stages=4),
         DownConfig(block_t=128, block_k=128, split_k=4, num_stages=3, num_warps=8),
-        DownConfig(block_t=64, block_k=128, split_k=2, num_stages=2, mask="gather"),
     ]
     return grid[:3] if quick else grid
 
@@ -144,7 +184,6 @@ def da_grid(quick: bool) -> list[DaConfig]:
         DaConfig(block_t=64, blocks_per_chunk=16, block_k=64, num_stages=4),
         DaConfig(block_t=64, blocks_per_chunk=16, block_k=256, num_stages=3, num_warps=8),
         DaConfig(block_t=128, blocks_per_chunk=8, block_k=128, num_stages=3, num_warps=8),
-        DaConfig(block_t=64, blocks_per_chunk=16, block_k=128, num_stages=2, mask="gather"),
     ]
     return grid[:3] if quick else grid
 
@@ -153,6 +192,8 @@ def dsdb_grid(quick: bool) -> list[DsdbConfig]:
     grid = [
         DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, split_n=4, num_stages=3),
         DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=128, split_n=8, num_stages=2),
+        DsdbConfig(block_t=64, blocks_per_chunk=1, block_n=128, split_n=4, num_stages=3),
+        DsdbConfig(block_t=64, blocks_per_chunk=1, block_n=64, split_n=4, num_stages=4),
         DsdbConfig(block_t=128, blocks_per_chunk=1, block_n=64, split_n=4, num_stages=4),
         DsdbConfig(block_t=128, blocks_per_chunk=1, block_n=128, split_n=4, num_stages=3, num_warps=8),
         DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=64, split_n=4, num_stages=4),
@@ -162,7 +203,7 @@ def dsdb_grid(quick: bool) -> list[DsdbConfig]:
         DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=64, split_n=8, num_stages=3, num_warps=4),
         DsdbConfig(block_t=64, blocks_per_chunk=4, block_n=64, split_n=8, num_stages=3, num_warps=8),
     ]
-    return grid[:3] if quick else grid
+    return grid[:4] if quick else grid
 
 
 def mosaic_grid(quick: bool) -> list[mosaic.GemmConfig]:
@@ -170,13 +211,11 @@ def mosaic_grid(quick: bool) -> list[mosaic.GemmConfig]:
     grid = [
         mosaic.GemmConfig(),
         mosaic.GemmConfig(**tall),
-        mosaic.GemmConfig(seamless=True),
-        mosaic.GemmConfig(pair="columns"),
-        mosaic.GemmConfig(pair="columns", seamless=True),
-        mosaic.GemmConfig(pair="rows", seamless=True),
-        mosaic.GemmConfig(**tall, seamless=True),
-        mosaic.GemmConfig(**tall, pair="rows", seamless=True),
-        mosaic.GemmConfig(along_n=False, band=16, pair="columns", seamless=True),
+        mosaic.GemmConfig(along_n=False, band=16),
+        mosaic.GemmConfig(**tall, band=16),
+        mosaic.GemmConfig(stages=3, store_n=64),
+        mosaic.GemmConfig(stages=3, store_n=64, split_n=False),
+        mosaic.GemmConfig(tile_m=64, tile_n=256, stages=3, split_n=False),
     ]
     return grid[:2] if quick else grid
 
@@ -187,7 +226,7 @@ def triton_grid(quick: bool) -> list[triton_gemm.GemmConfig]:
         triton_gemm.GemmConfig(num_stages=3),
         triton_gemm.GemmConfig(block_n=128, num_warps=4),
     ]
-    return grid[:1] if quick else grid
+    return grid[:2] if quick else grid
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("ops", "s", "ds", "bits"), meta_fields=("static",))
@@ -211,7 +250,7 @@ def make_inputs(spec: LinearSpec) -> tuple[Inputs, dict[str, list[jax.Array]]]:
     arrays = make_arrays(spec)
     single = spec.adapters == 1
     static = Static(
-        tile=spec.tokens if single else spec.tile,
+        tile=_tile(spec),
         num_adapters=spec.adapters,
         backend="pallas_mosaic_gpu",
         single=single,
@@ -251,10 +290,14 @@ def _drop_down(inputs: Inputs, config: DropDownConfig, x: jax.Array, w: jax.Arra
     return drop_down(x, bank, prepared.block_adapter(ROWS), inputs.ops.dropout, config=config)
 
 
-def _drop_da(inputs: Inputs, config: DropDaConfig, x: jax.Array, w: jax.Array) -> jax.Array:
-    chunks = inputs.prepared.chunks(ROWS, config.blocks_per_chunk)
-    partials, _ = drop_da(x, inputs.ds.T, inputs.bits, chunks, rank=inputs.ds.shape[1], config=config)
-    return partials.sum(0)
+def _drop_da(inputs: Inputs, config: DropDaConfig, x: jax.Array, w: jax.Array):
+    prepared, ds, bank = inputs.prepared, inputs.ds.T, None
+    chunks, rank = prepared.chunks(ROWS, config.blocks_per_chunk), prepared.layout.total
+    if rank > MIN_RANK:  # there it makes the low-rank part of dx as well
+        bank = prepared.transposed_bank_a(LOW_RANK)
+        ds = jnp.pad(ds, ((0, bank.shape[1] - rank), (0, 0)))
+    partials, low = drop_da(x, ds, inputs.bits, chunks, bank, rank=rank, config=config)
+    return partials.sum(0), low
 
 
 def _wide_dsdb(inputs: Inputs, config: WideDsdbConfig, dy: jax.Array, w: jax.Array):

@@ -1,8 +1,9 @@
 """Measured tile sizes, one JSON file per device: every timing with its conditions, not only the winner.
 
 `data/nvidia_h200.json` is shipped; `tune.tune` writes such files.  A stored configuration is taken for exactly the
-shape it was measured at, and only where it beat the heuristic's choice clearly: the 20th to 80th percentiles of the
-two do not overlap.  Every other call uses the heuristics of `config`.
+shape it was measured at, with or without dropout as it was measured, and only where it beat the heuristic's choice
+clearly: the 20th to 80th percentiles of the two do not overlap.  Every other call uses the heuristics of `config`.
+A file whose configurations are not those of this version's kernels is refused.
 
 T packed tokens · K in features · N out features · R padded rank
 """
@@ -16,6 +17,7 @@ import os
 import pathlib
 import re
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from pallas_kernels.mosaic_gpu.da import DropDaConfig
@@ -42,6 +44,8 @@ CONFIGS = {
 }
 
 PASSES_OVER_X = ("down", "da", "mosaic_down", "mosaic_da")
+PASSES_OVER_DY = ("dsdb", "mosaic_dsdb")
+WITHOUT_MASK = (*PASSES_OVER_DY, "mosaic_fwd", "triton_fwd")  # dropout is no business of theirs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class Entry:
 
     @property
     def key(self) -> tuple:
-        return key(self.kernel, self.tokens, self.in_features, self.out_features, self.rank)
+        return key(self.kernel, self.tokens, self.in_features, self.out_features, self.rank, dropout=self.rate > 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +87,25 @@ class Table:
     def has(self, key: tuple, config: Any) -> bool:
         return any(entry.key == key and entry.config == dataclasses.asdict(config) for entry in self.entries)
 
+    def without(self, key: tuple, configs: Iterable[Any]) -> Table:
+        gone = [dataclasses.asdict(config) for config in configs]
+        kept = (entry for entry in self.entries if entry.key != key or entry.config not in gone)
+        return dataclasses.replace(self, entries=tuple(kept))
 
-def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int) -> tuple:
-    """What the time of a kernel depends on: a pass over x does not care for N, one over dY not for K."""
+
+def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int, *, dropout: bool) -> tuple:
+    """What the time of a kernel depends on: a pass over x does not care for N, one over dY not for K.
+
+    Args:
+        dropout: whether there are keep bits to make or to read; at which rate they were drawn does not matter.
+    """
     return (
         kernel,
         tokens,
-        0 if kernel in ("dsdb", "mosaic_dsdb") else in_features,
+        0 if kernel in PASSES_OVER_DY else in_features,
         0 if kernel in PASSES_OVER_X else out_features,
         rank,
+        dropout and kernel not in WITHOUT_MASK,
     )
 
 
@@ -116,10 +130,20 @@ def load(path: pathlib.Path) -> Table | None:
         return None
     try:
         raw = json.loads(path.read_text())
-        entries = tuple(Entry(**entry) for entry in raw["entries"])
+        entries = tuple(_entry(entry) for entry in raw["entries"])
         return Table(device=raw["device"], conditions=raw["conditions"], entries=entries)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no tuning table: {error}; delete it and tune again") from error
+
+
+def _entry(raw: dict[str, Any]) -> Entry:
+    entry = Entry(**raw)
+    if entry.kernel not in CONFIGS:
+        raise TypeError(f"there is no kernel {entry.kernel!r}")
+    known = [field.name for field in dataclasses.fields(CONFIGS[entry.kernel])]
+    if odd := sorted(set(entry.config) ^ set(known)):
+        raise TypeError(f"options of {entry.kernel} have changed: {', '.join(odd)}")
+    return entry
 
 
 def save(table: Table, path: pathlib.Path) -> None:

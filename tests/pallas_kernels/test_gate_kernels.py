@@ -30,7 +30,7 @@ def case(request):
         "words": keep_words(drop, own, COLUMNS) if request.param else None,
         "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if request.param else np.True_,
         "b": b, "a": a,
-        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False),
+        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 3, single=False),  # 3 blocks, 2 stages
         "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
         "s": normal(7, rows, BOTH), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip

@@ -1,8 +1,6 @@
 """Hopper's passes over x and dY in the GPU interpreter: masks bit for bit, sums per adapter, nothing foreign met."""
 
 import contextlib
-import subprocess
-import sys
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -164,36 +162,3 @@ def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         found = backend.refusal(static, ops)
     assert found is None if reason is None else reason in found
-
-
-# blocks that follow each other without a gap need more interpreter threads at once than two devices give
-SEAMLESS = """
-import jax
-jax.config.update("jax_num_cpu_devices", 64)
-import pytest, sys
-options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-W", "ignore"]
-sys.exit(pytest.main([*options, sys.argv[1], "-k", "seamless_inside"]))
-"""
-
-
-def test_blocks_without_a_gap_between_them():
-    run = subprocess.run([sys.executable, "-c", SEAMLESS, __file__], capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stdout[-2000:]
-    assert run.stdout.startswith("..")  # both ran, none was skipped
-
-
-@pytest.mark.skipif("64" not in str(jax.config.jax_num_cpu_devices), reason="runs in a process of its own")
-@pytest.mark.parametrize("pair", ["none", "rows"])
-def test_seamless_inside(pair):
-    from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
-
-    lhs, rhs, low = normal(7, 512, 128), normal(8, 128, 512), normal(9, 512, RANK)
-    bank = normal(10, ADAPTERS + 1, RANK, 512)
-    owner = jnp.asarray([1, 0, 2, 1], jnp.int32)
-    config = GemmConfig(tile_m=128, tile_n=64, stages=2, seamless=True, pair=pair)
-    with interpreted():
-        got = gemm(lhs, rhs, low, bank, owner, transposed=False, config=config, num_sms=4)
-        got = np.asarray(got, np.float32)
-    wide = [np.asarray(value, np.float32) for value in (lhs, rhs, low, bank)]
-    want = wide[0] @ wide[1] + np.einsum("tr,trn->tn", wide[2], wide[3][np.repeat(owner, 128)])
-    assert relative(got, want) < BF16

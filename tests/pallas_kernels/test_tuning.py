@@ -1,33 +1,158 @@
 """The table of measured tile sizes: what it holds, when it is believed, and the tuner that writes it."""
 
 import dataclasses
+import json
 
+import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.arg_specs import LinearSpec
+import pallas_kernels as pk
+from lorafusion_jax.cli.tune import check_table
+from lorafusion_jax.errors import ConfigError
+from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
 from pallas_kernels.triton.da import DaConfig
-from pallas_kernels.tuning import store
+from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
+from pallas_kernels.tuning import search, store
+from pallas_kernels.tuning import tune as tuner
 from pallas_kernels.tuning.search import candidates
-from pallas_kernels.tuning.tune import tune
+from pallas_kernels.tuning.tune import key_of, tune
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+LAYER = LinearSpec(tokens=2048, in_features=1024, out_features=1024, adapters=2)
 
 
-def entry(config, *, p20, p50, p80, out_features=256):
+def entry(config, *, p20, p50, p80, out_features=256, rate=0.1):
     return store.Entry(
-        kernel="da", tokens=512, in_features=256, out_features=out_features, rank=16, rate=0.1,
+        kernel="da", tokens=512, in_features=256, out_features=out_features, rank=16, rate=rate,
         config=dataclasses.asdict(config), p20_us=p20, p50_us=p50, p80_us=p80,
     )  # fmt: skip
 
 
+def da_key(tokens=512, out_features=256, *, dropout=True):
+    return store.key("da", tokens, 256, out_features, 16, dropout=dropout)
+
+
+def table_of(*entries):
+    return store.Table(device="d", conditions={}, entries=entries)
+
+
 def test_a_measured_configuration_is_taken_only_where_it_is_clearly_faster():
     own, close, fast = DaConfig(), DaConfig(block_k=64), DaConfig(block_k=256)
-    entries = (entry(own, p20=9, p50=10, p80=11), entry(close, p20=8, p50=8.5, p80=9.5))
-    table = store.Table(device="d", conditions={}, entries=entries)
-    key = store.key("da", 512, 256, 1024, 16)  # a pass over x: the width of the output does not matter
+    table = table_of(entry(own, p20=9, p50=10, p80=11), entry(close, p20=8, p50=8.5, p80=9.5))
+    key = da_key(out_features=1024)  # a pass over x: the width of the output does not matter
     assert table.best(key, own) == own
-    wider = dataclasses.replace(table, entries=(*entries, entry(fast, p20=5, p50=6, p80=7)))
+    wider = table_of(*table.entries, entry(fast, p20=5, p50=6, p80=7))
     assert wider.best(key, own) == fast
-    assert wider.best(store.key("da", 1024, 256, 256, 16), own) == own  # never measured
+    assert wider.best(da_key(1024), own) == own  # never measured
     assert wider.best(key, DaConfig(num_stages=2)) == DaConfig(num_stages=2)  # nothing to compare it with
+
+
+def test_times_with_dropout_say_nothing_about_calls_without():
+    own, fast = DaConfig(), DaConfig(block_k=256)
+    table = table_of(entry(own, p20=9, p50=10, p80=11), entry(fast, p20=5, p50=6, p80=7, rate=0.5))
+    assert table.best(da_key(), own) == fast  # keep bits cost the same at every rate
+    assert table.best(da_key(dropout=False), own) == own
+    plain, dropping = (dataclasses.replace(LAYER, rate=rate) for rate in (0.0, 0.1))
+    differ = {kernel for kernel in store.CONFIGS if key_of(plain, kernel) != key_of(dropping, kernel)}
+    assert differ == {"down", "da", "mosaic_down", "mosaic_da", "mosaic_dx", "triton_dx"}
+
+
+def lower(spec, backend):
+    """Forward and backward of a layer on an H200, as far as the choice of tiles."""
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def step(arrays):
+        def layer(x, a, b):
+            rest = {name: arrays[name] for name in ("scale", "dropout")}
+            if spec.adapters == 1:
+                options = {**rest, "scale": rest["scale"][0], "implementation": backend}
+                return pk.lora_linear(x, arrays["w"], a[0], b[0], **options)
+            rest["tile_adapter"] = arrays["tile_adapter"]
+            return pk.multi_lora_linear(x, arrays["w"], a, b, implementation=backend, **rest)
+
+        y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
+        return y, *vjp(arrays["dy"])
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        jax.eval_shape(step, arrays)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "without_choice"),
+    [
+        ({}, set()),
+        ({"adapters": 1, "rate": 0.1}, set()),
+        ({"rate": 0.1, "out_features": 8192}, set()),
+        ({"rank": 64, "rate": 0.1, "tile": 64}, set()),
+        ({"rank": 64, "in_features": 8192, "out_features": 2048}, set()),
+        # passes with fewer pipeline stages than the heuristic likes; a single block of a product fits
+        ({"rank": 256, "rate": 0.1, "tile": 64}, {"mosaic_fwd", "mosaic_dx"}),
+    ],
+)
+def test_the_tuner_measures_whatever_choice_a_call_would_have_to_beat(monkeypatch, changes, without_choice, quick):
+    spec, asked = dataclasses.replace(LAYER, **changes), []
+
+    def best(self, key, heuristic):
+        asked.append((key[0], key, heuristic))
+        return heuristic
+
+    monkeypatch.setattr(store.Table, "best", best)
+    for backend in ("pallas_mosaic_gpu", "pallas_triton"):
+        lower(spec, backend)
+    found = list(candidates(spec, quick=quick))
+    measured = [(c.kernel, key_of(spec, c.kernel), c.config) for c in found]
+    assert {kernel for kernel, *rest in asked if (kernel, *rest) not in measured} == without_choice
+    assert {"triton_fwd", "triton_dx", "mosaic_fwd"} <= {kernel for kernel, *_ in asked}
+    assert len(measured) == len({str(what) for what in measured})  # none twice
+    kernels = [kernel for kernel, *_ in measured]
+    assert all(kernels.count(kernel) > 1 for kernel in kernels)  # one alone decides nothing
+    assert not without_choice & set(kernels)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "backend", "fast", "tile"),
+    [
+        ("mosaic_fwd", "pallas_mosaic_gpu", MosaicGemmConfig(split_n=False, stages=3), 128),  # blocks of two tiles
+        ("mosaic_fwd", "pallas_mosaic_gpu", MosaicGemmConfig(stages=3), 64),
+        ("triton_fwd", "pallas_triton", TritonGemmConfig(num_stages=2), 128),
+        ("triton_dx", "pallas_triton", TritonGemmConfig(num_stages=2), 128),
+        ("triton_dx", "pallas_triton", TritonGemmConfig(num_stages=2), 64),
+    ],
+)
+def test_a_faster_configuration_is_taken_if_every_tile_of_one_adapter_holds_it(
+    monkeypatch, kernel, backend, fast, tile
+):
+    from pallas_kernels.mosaic_gpu import backend as hopper
+    from pallas_kernels.triton import backend as triton
+
+    used, module = [], hopper if backend == "pallas_mosaic_gpu" else triton
+
+    def gemm(lhs, rhs, *arrays, transposed, config, **options):
+        used.append(("dx" if transposed else "fwd", config))
+        return lhs @ (rhs.T if transposed else rhs)
+
+    monkeypatch.setattr(module, "gemm", gemm)
+    monkeypatch.setattr(store.Table, "best", lambda self, key, own: fast if key[0] == kernel else own)
+    lower(dataclasses.replace(LAYER, tile=tile), backend)
+    part = kernel.split("_")[1]
+    assert [config == fast for name, config in used if name == part] == [tile == 128]
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_the_pass_over_x_is_timed_with_the_low_rank_part_where_calls_let_it_make_that(rank):
+    spec = dataclasses.replace(LAYER, rank=rank, rate=0.1)
+    found = next(c for c in candidates(spec) if c.kernel == "mosaic_da")
+
+    def run():
+        inputs, copies = search.make_inputs(spec)
+        return found.run(inputs, found.config, copies["x"][0], copies["w"][0])
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(run))]
+    assert shapes == [(1024, rank), *([(2048, 1024)] if rank > 16 else [])]
 
 
 def test_tables_survive_the_disk_and_reject_other_files(tmp_path):
@@ -45,12 +170,43 @@ def test_tables_survive_the_disk_and_reject_other_files(tmp_path):
         store.load(path)
 
 
-def test_the_shipped_table_holds_only_configurations_that_exist():
+@pytest.mark.parametrize(
+    ("old", "reason"),
+    [
+        ({"config": {**dataclasses.asdict(DaConfig()), "mask": "shared"}}, "options of da have changed: mask"),
+        ({"config": {"block_t": 64}}, "options of da have changed: block_k, blocks_per_chunk"),
+        ({"kernel": "da_of_old"}, "there is no kernel 'da_of_old'"),
+    ],
+)
+def test_a_table_of_an_older_version_is_refused_with_the_reason(tmp_path, old, reason):
+    path = tmp_path / "old.json"
+    raw = dataclasses.asdict(entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)) | old
+    path.write_text(json.dumps({"device": "d", "conditions": {}, "entries": [raw]}))
+    with pytest.raises(ValueError, match=f"no tuning table: {reason}.*; delete it and tune again"):
+        store.load(path)
+    with pytest.raises(
+        ConfigError, match="no table of this version"
+    ) as caught:  # `lorafusion tune`, before it measures
+        check_table(path)
+    assert (caught.value.code, caught.value.where) == ("tune.old-table", str(path))
+    assert caught.value.why.startswith(reason)
+    check_table(tmp_path / "not there yet.json")
+
+
+def test_the_shipped_table_holds_only_choices_that_exist_beside_one_they_could_beat():
     table = store.shipped("NVIDIA H200")
     assert len(table.entries) > 100
     assert {"jax", "date"} <= set(table.conditions)
+    own = set()
     for item in table.entries:
         assert dataclasses.asdict(store.CONFIGS[item.kernel](**item.config)) == item.config
+        spec = LinearSpec(
+            tokens=item.tokens, in_features=item.in_features, out_features=item.out_features, rank=item.rank,
+            rate=item.rate,
+        )  # fmt: skip
+        first = next(c for c in candidates(spec) if c.kernel == item.kernel)
+        own |= {item.key} if table.has(item.key, first.config) else set()
+    assert own == {item.key for item in table.entries}
     assert store.shipped("a card nobody measured").entries == ()
 
 
@@ -61,8 +217,31 @@ def test_tuner_measures_every_candidate_once_and_goes_on_where_it_stopped(tmp_pa
     assert seen[-1].done == seen[-1].total == len(wanted)
     assert len(table.entries) + seen[-1].failed == len(wanted)
     assert store.load(path) == table
-    part = dataclasses.replace(table, entries=table.entries[2:])
+    part = dataclasses.replace(table, entries=(table.entries[0], *table.entries[2:]))
     store.save(part, path)
     again = tune([spec], path, quick=True)
     assert {(e.key, str(e.config)) for e in again.entries} == {(e.key, str(e.config)) for e in table.entries}
     assert again.entries[: len(part.entries)] == part.entries  # kept, not measured again
+
+
+def test_the_choice_to_beat_is_timed_beside_the_others_never_on_another_day(monkeypatch, tmp_path):
+    spec, path, timed = dataclasses.replace(LAYER, rate=0.1), tmp_path / "t.json", []
+    down = [c for c in candidates(spec) if c.kernel == "down"]
+    of_another_tile = dataclasses.replace(down[1].config, block_t=256)
+
+    def measure(spec, group):
+        timed.append([c.config for c in group])
+        row = entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)
+        sizes = {"tokens": spec.tokens, "in_features": spec.in_features, "out_features": spec.out_features}
+        return [
+            dataclasses.replace(row, kernel=c.kernel, config=dataclasses.asdict(c.config), **sizes) for c in group
+        ], 0
+
+    monkeypatch.setattr(tuner, "_measure", measure)
+    monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"down": down})
+    strange = measure(spec, [dataclasses.replace(down[1], config=of_another_tile)])[0]
+    table = tune([spec], path)
+    store.save(table_of(*table.entries[1:], *strange), path)  # without the heuristic's choice
+    again = tune([spec], path)
+    assert timed[1:] == [[c.config for c in down]] * 2
+    assert again.entries == (*strange, *table.entries)  # replaced; what another job measured stays
