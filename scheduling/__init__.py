@@ -49,6 +49,7 @@ from scheduling.statistics import Limit as Limit
 from scheduling.statistics import PlanStatistics as PlanStatistics
 from scheduling.statistics import plan_statistics as plan_statistics
 from scheduling.statistics import speed_up_over_one_after_another as speed_up_over_one_after_another
+from scheduling.timeline import Pause as Pause
 from scheduling.timeline import Span as Span
 from scheduling.timeline import Timeline as Timeline
 from scheduling.types import AdapterJob as AdapterJob

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduling.errors import PlanError
+from scheduling.pipeline import Kind
 from scheduling.timeline import Span, Timeline
 
 
@@ -13,7 +17,7 @@ class TimelineComparison:
     """What a measured run has in common with its prediction.
 
     Args:
-        wall_ratio: measured over predicted duration.
+        wall_ratio: measured over predicted duration, pauses left out.
         bubble_shares: per stage (predicted, measured), between fill and drain.
         busy_ratios: per stage, measured over predicted time in events: where the costs are wrong.
         host_wait_s: per stage, idle time in which the input was there and only the host was late.
@@ -60,27 +64,54 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
 
 
 def host_wait_s(timeline: Timeline) -> tuple[float, ...]:
-    """Per stage, seconds between the moment an event could have started and the host's turning to it.
+    """Per stage, seconds between the moment an event could have started and the host's turning to it; no pauses.
 
-    An event can start when the one before it on its stage and the one that makes its input have ended.
+    An event can start when the one before it on its stage and those that make its input have ended.
     """
-    issued = {(span.kind, span.stage, span.slot): span.start_s for span in timeline.host}
-    ends = {(span.kind, span.stage, span.slot): span.end_s for span in timeline.spans}
-    waits = []
-    for stage, spans in enumerate(timeline.by_stage):
-        free = spans[0].start_s if spans else 0.0
-        late = 0.0
-        for span in spans:
-            ready = max(free, ends.get((span.kind, stage + (1 if span.kind == "backward" else -1), span.slot), free))
-            late += max(0.0, min(issued.get((span.kind, stage, span.slot), ready), span.start_s) - ready)
-            free = span.end_s
-        waits.append(late)
+    issued, done = _named(timeline.host), _named(timeline.spans)
+    pause_ends = [pause.end_s for pause in timeline.pauses]
+    free: dict[int, float] = {}
+    waits = [0.0] * timeline.num_stages
+    for name, span in done.items():
+        needed = [done[other].end_s for other in _needed(name, timeline.num_stages) if other in done]
+        ready = max([free.get(name.stage, span.start_s), *needed])
+        turned = min(issued[name].start_s, span.start_s) if name in issued else ready
+        paused = pause_ends[: bisect_right(pause_ends, turned)]
+        waits[name.stage] += max(0.0, turned - max([ready, *paused[-1:]]))
+        free[name.stage] = span.end_s
     return tuple(waits)
+
+
+class _Name(NamedTuple):
+    """What tells a span from all others."""
+
+    kind: Kind
+    stage: int
+    slot: int
+    adapters: tuple[str, ...]  # of updates
+    number: int  # an adapter's batch is closed first and stepped then; both are updates
+
+
+def _named(spans: Sequence[Span]) -> dict[_Name, Span]:
+    """In order of time."""
+    named: dict[_Name, Span] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        name = _Name(span.kind, span.stage, span.slot, span.adapters if span.kind == "update" else (), 0)
+        named[name._replace(number=1) if name in named else name] = span
+    return named
+
+
+def _needed(name: _Name, num_stages: int) -> list[_Name]:
+    """Whose results an event needs, besides those of its own stage."""
+    if name.kind == "update":  # all stages' verdicts on the gradient
+        return [name._replace(stage=stage, number=0) for stage in range(num_stages)] if name.number else []
+    return [name._replace(stage=name.stage + (1 if name.kind == "backward" else -1))]
 
 
 def _wall(timeline: Timeline) -> float:
     passes = [span for span in timeline.spans if span.kind != "update"]
-    return max(span.end_s for span in passes) - min(span.start_s for span in passes)
+    whole = max(span.end_s for span in passes) - min(span.start_s for span in passes)
+    return whole - (timeline.duration_s - timeline.working_s)
 
 
 def _busy(spans: tuple[Span, ...]) -> float:

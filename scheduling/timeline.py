@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from scheduling.pipeline import Kind
@@ -21,9 +23,19 @@ class Span(NamedTuple):
     adapters: tuple[str, ...] = ()
 
 
+class Pause(NamedTuple):
+    """Training stood still for something else: an evaluation, a checkpoint. Everything begun before ends in it."""
+
+    start_s: float
+    end_s: float
+    what: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class Timeline:
     """All spans of a run, in order per stage.
+
+    A pause divides a run: like a run, each part of it has a fill and a drain, which are no bubbles.
 
     Args:
         spans: of all stages.
@@ -32,6 +44,7 @@ class Timeline:
         slot_adapters: adapters in each slot, for colours and labels.
         tokens: real tokens of the run.
         host: when the host was busy handing an event to its stage; measured runs have it.
+        pauses: in order; measured runs have them.
     """
 
     spans: tuple[Span, ...]
@@ -40,6 +53,7 @@ class Timeline:
     slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     tokens: int = 0
     host: tuple[Span, ...] = ()
+    pauses: tuple[Pause, ...] = ()
 
     @cached_property
     def start_s(self) -> float:
@@ -55,8 +69,14 @@ class Timeline:
         return self.end_s - self.start_s
 
     @property
+    def working_s(self) -> float:
+        """Duration without what pauses cost: the idle time around them of the stage that had least."""
+        return self.duration_s - min(self.paused_s, default=0.0)
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.duration_s if self.duration_s else 0.0
+        """Real tokens per second, pauses left out."""
+        return self.tokens / self.working_s if self.working_s else 0.0
 
     @cached_property
     def by_stage(self) -> tuple[tuple[Span, ...], ...]:
@@ -72,22 +92,32 @@ class Timeline:
 
     @property
     def idle_share(self) -> tuple[float, ...]:
-        """Per stage, idle time / duration, fill and drain of the whole run included."""
+        """Per stage, idle time / duration, with fill and drain of the whole run and pauses."""
         return tuple(1 - busy / self.duration_s if self.duration_s else 0.0 for busy in self.busy_s)
 
     @cached_property
+    def _parts(self) -> tuple[tuple[_Part, ...], ...]:
+        ends = [pause.end_s for pause in self.pauses]
+        return tuple(_parts(spans, ends) for spans in self.by_stage)
+
+    @cached_property
     def steady_s(self) -> tuple[float, ...]:
-        """Per stage, time between its first backward and the end of its last forward: neither fill nor drain."""
-        return tuple(max(0.0, end - start) for start, end in map(_steady_window, self.by_stage))
+        """Per stage, time between first backward and the end of the last forward of each part: no fill, no drain."""
+        return tuple(sum(part.steady_s for part in parts) for parts in self._parts)
 
     @cached_property
     def bubble_s(self) -> tuple[float, ...]:
-        """Per stage, idle time inside the steady window."""
-        return tuple(map(_steady_idle, self.by_stage))
+        """Per stage, idle time inside the steady windows."""
+        return tuple(sum(part.bubble_s for part in parts) for parts in self._parts)
+
+    @cached_property
+    def paused_s(self) -> tuple[float, ...]:
+        """Per stage, idle time around pauses, from the last forward before one to the first backward after it."""
+        return tuple(_paused(spans, parts) for spans, parts in zip(self.by_stage, self._parts, strict=True))
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
-        """Per stage, idle share of the steady window."""
+        """Per stage, idle share of the steady windows."""
         pairs = zip(self.bubble_s, self.steady_s, strict=True)
         return tuple(bubble / steady if steady else 0.0 for bubble, steady in pairs)
 
@@ -99,7 +129,7 @@ class Timeline:
     @property
     def fill_drain_s(self) -> float:
         """Idle time of a stage before its first backward and after its last forward, mean over stages."""
-        idle = self.num_stages * self.duration_s - sum(self.busy_s) - sum(self.bubble_s)
+        idle = self.num_stages * self.duration_s - sum(self.busy_s) - sum(self.bubble_s) - sum(self.paused_s)
         return idle / self.num_stages
 
     def of_slots(self, slots: range) -> Timeline:
@@ -111,7 +141,12 @@ class Timeline:
         spans, host = (tuple(one for one in of if one.slot in slots) for of in (self.spans, self.host))
         whole, part = (len({span.slot for span in of}) for of in (self.spans, spans))
         tokens = self.tokens * part // max(whole, 1)
-        return replace(self, spans=spans, host=host, tokens=tokens)
+        return replace(self, spans=spans, host=host, tokens=tokens).with_pauses(self.pauses)
+
+    def with_pauses(self, pauses: Sequence[Pause]) -> Timeline:
+        """The same with those pauses that were between its start and its end."""
+        inside = (pause for pause in pauses if pause.end_s > self.start_s and pause.start_s < self.end_s)
+        return replace(self, pauses=tuple(inside))
 
     def to_json(self) -> str:
         """Writes the timeline as JSON, a line per span; `from_json` reads it back exactly."""
@@ -140,17 +175,42 @@ class Timeline:
         return dict(sorted(finish.items(), key=lambda item: item[1]))
 
 
-def _steady_window(spans: tuple[Span, ...]) -> tuple[float, float]:
-    start = next((span.start_s for span in spans if span.kind == "backward"), 0.0)
-    end = next((span.end_s for span in reversed(spans) if span.kind == "forward"), 0.0)
-    return start, end
+class _Part(NamedTuple):
+    """What a stage did between two pauses."""
+
+    last_forward_s: float  # its end
+    first_backward_s: float  # its start
+    bubble_s: float
+
+    @property
+    def steady_s(self) -> float:
+        return max(0.0, self.last_forward_s - self.first_backward_s)
 
 
-def _steady_idle(spans: tuple[Span, ...]) -> float:
-    start, end = _steady_window(spans)
+def _parts(spans: Sequence[Span], pause_ends: Sequence[float]) -> tuple[_Part, ...]:
+    # What starts during a pause was begun before it: the host waits for it, or has it queued ahead of an evaluation.
+    parts = groupby(spans, key=lambda span: bisect_right(pause_ends, span.start_s))
+    return tuple(_part(tuple(part)) for _, part in parts)
+
+
+def _part(spans: Sequence[Span]) -> _Part:
+    # A part in which nothing goes forward is still draining; one in which nothing goes backward still fills.
+    forward = next((span.end_s for span in reversed(spans) if span.kind == "forward"), spans[0].start_s)
+    backward = next((span.start_s for span in spans if span.kind == "backward"), spans[-1].end_s)
+    return _Part(forward, backward, _idle(spans, backward, forward))
+
+
+def _paused(spans: Sequence[Span], parts: Sequence[_Part]) -> float:
+    if len(parts) < 2:
+        return 0.0
+    return _idle(spans, parts[0].last_forward_s, parts[-1].first_backward_s) - sum(p.bubble_s for p in parts[1:-1])
+
+
+def _idle(spans: Sequence[Span], start: float, end: float) -> float:
+    """Idle time between two moments; no event lies across them."""
     idle, now = 0.0, start
     for span in spans:
         if span.start_s >= start and span.end_s <= end:
             idle += max(0.0, span.start_s - now)
             now = max(now, span.end_s)
-    return idle
+    return idle + max(0.0, end - now)

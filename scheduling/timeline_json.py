@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scheduling.errors import PlanError
-from scheduling.timeline import Span, Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 SCHEMA = "lorafusion.timeline/1"
 _KINDS = ("forward", "backward", "update")
@@ -23,7 +23,7 @@ def timeline_to_json(timeline: Timeline) -> str:
     }
     adapters = {str(slot): list(names) for slot, names in sorted(timeline.slot_adapters.items())}
     lines = [f"{_dump(name)}: {_dump(value)}," for name, value in head.items()]
-    lines += [f'"slot_adapters": {_dump(adapters)},']
+    lines += [f'"slot_adapters": {_dump(adapters)},', f'"pauses": {_dump(timeline.pauses)},']
     lines += ['"spans": [', *_rows(timeline.spans), "],", '"host": [', *_rows(timeline.host), "]"]
     return "\n".join(["{", *lines, "}"]) + "\n"
 
@@ -40,6 +40,7 @@ def timeline_from_json(text: str) -> Timeline:
             title=str(data["title"]),
             tokens=int(data["tokens"]),
             slot_adapters={int(slot): tuple(names) for slot, names in data["slot_adapters"].items()},
+            pauses=tuple(Pause(float(start), float(end), str(what)) for start, end, what in data.get("pauses", ())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError("plan.timeline-format", "this is not a timeline", why=repr(error)) from None

@@ -49,6 +49,40 @@ def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """Gives a place for a complete folder, which takes the place of `target` when the block ends without error.
+
+    What was there stays until then. A crash in the middle leaves the old or the new one, or for a moment neither.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp()) / "law"
+    >>> for text in ("old", "new"):
+    ...     with replaced_folder(place) as folder, new_folder(folder) as draft:
+    ...         _ = (draft / "note.txt").write_text(text)
+    >>> (place / "note.txt").read_text(), [folder.name for folder in place.parent.iterdir()]
+    ('new', ['law'])
+
+    Raises:
+        RunError: `save.no-space` or `save.failed`.
+    """
+    fresh, old = (target.with_name(f".{target.name}.{end}") for end in ("new", "old"))
+    for left in (fresh, old):  # by a crash
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        yield fresh
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+    except OSError as problem:
+        raise _write_error(target, problem) from problem
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _flush(file: Path) -> None:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())

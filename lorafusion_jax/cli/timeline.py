@@ -95,7 +95,8 @@ def timeline_numbers(measured: Timeline, predicted: Timeline | None) -> dict:
 
 def _figures(timeline: Timeline) -> dict:
     return {
-        "seconds": timeline.duration_s,
+        "seconds": timeline.working_s,
+        "paused_s": timeline.duration_s - timeline.working_s,
         "bubble_share": timeline.bubble_share,
         "bubble_shares": list(timeline.bubble_shares),
         "fill_drain_s": timeline.fill_drain_s,
@@ -115,6 +116,8 @@ def _show(numbers: dict) -> None:
     console.print(table)
     first, last = numbers["slots"]
     say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
+    if paused := numbers["measured"]["paused_s"]:
+        say(console, f"evaluations and checkpoints took {duration(paused)} more, which are in none of these figures")
     if "predicted" in numbers:
         if first == 0:
             say(console, "pipeline and caches filled during the first of them, which no prediction knows of")

@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import Array, process_count
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.pipeline.failures import stage_failed
+from lorafusion_jax.pipeline.failures import is_of_devices, stage_failed
 from lorafusion_jax.pipeline.move import across, local, to_stage
 from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.programs import Verdict
@@ -103,6 +102,7 @@ class Executor:
         self._adapters: dict[int, Sequence[str]] = {}  # of the slots under way
         self._through: list[int] = []  # finished slots that nobody has asked for yet
         self._finished: dict[int, list[Future[_Closed]]] = {}  # adapter -> one of each stage that has finished it
+        self._ended: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
         self._failing = threading.Lock()
 
@@ -149,7 +149,7 @@ class Executor:
             adapters: that are in its slot, for the message if it fails.
 
         Raises:
-            RunError: `train.out-of-memory` or `train.stage-failed` of this or an earlier event.
+            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed` of this or an earlier event.
         """
         if self._failure is not None:
             with self.blaming(None, None):
@@ -167,6 +167,8 @@ class Executor:
     def finish(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event; True once it is closed on all stages."""
         number = self._index[adapter]
+        event = event._replace(adapters=(adapter,))  # others may end in this slot, too
+        self._ended[number] = event.slot
 
         def run() -> _Closed:
             with self._recorded(event) as record:
@@ -180,13 +182,16 @@ class Executor:
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages; the norm that clips its gradient spans them."""
         number = self._index[adapter]
+        slot = self._ended.pop(number)
         result = StepResult(self._finished.pop(number))
 
-        def run(stage: Stage) -> None:
-            stage.step(number, [across(each.verdict, stage.mesh) for each in result.closed], numbers)
+        def run(place: int, stage: Stage) -> None:
+            verdicts = [across(each.verdict, stage.mesh) for each in result.closed]
+            with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
+                record(stage.step(number, verdicts, numbers))
 
         for place, stage in enumerate(self.stages):
-            self._on(place, None, [adapter], partial(run, stage))
+            self._on(place, slot, [adapter], partial(run, place, stage))
         return result
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
@@ -207,21 +212,24 @@ class Executor:
         any, it is blamed on the stage, slot and adapters given here.
 
         Raises:
-            RunError: `train.out-of-memory` or `train.stage-failed`.
+            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
             Exception: what else a stage's thread raised, as it is; no device is to blame.
         """
         try:
             yield
-        except (jax.errors.JaxRuntimeError, _FailedEvent) as problem:
+        except Exception as problem:
+            if not isinstance(problem, _FailedEvent) and not is_of_devices(problem):
+                raise
             for lane in set(self._lanes):
                 lane.shutdown(wait=True, cancel_futures=True)
             if isinstance(problem, _FailedEvent):
                 stage, slot, adapters = problem.stage, problem.slot, problem.adapters
             first = None if self._spans is None else self._spans.first_failure()
             if first is not None:
-                stage, slot, adapters = first.stage, first.slot, self._adapters.get(first.slot, adapters)
+                stage, slot = first.stage, first.slot
+                adapters = first.adapters or self._adapters.get(slot, adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
-            if not isinstance(cause, jax.errors.JaxRuntimeError):
+            if not is_of_devices(cause):
                 raise cause from None
             raise stage_failed(cause, stage, slot, adapters) from cause
 
@@ -298,9 +306,9 @@ class Executor:
             return across(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
 
     @contextmanager
-    def _recorded(self, event: Event) -> Iterator[Callable[[Array], None]]:
+    def _recorded(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
         """Gives a function that takes the event's result, for the spans."""
-        issued = None if self._spans is None else self._spans.issued(event)
+        issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
         found: list[Array] = []
         yield found.append
         if self._spans is not None and issued is not None:

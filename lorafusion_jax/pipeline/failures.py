@@ -1,14 +1,46 @@
-"""One error for whatever a device reports, with the stage, slot and adapters that it happened to."""
+"""One error for whatever a device reports, with the stage, slot and adapters that it happened to.
+
+Another process that goes away is met in the same places: in a collective, or when processes ask each other. A transport
+(Gloo on CPUs, NCCL on GPUs) notices a closed connection, jax's coordination service a heartbeat that does not come. Who
+meets neither within 100 s is ended by jax itself.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from lorafusion_jax.errors import RunError
+import jax
+
+from lorafusion_jax.errors import LoraFusionError, RunError
+
+_PEER_LOST = re.compile(
+    "connection (closed|reset) by (remote )?peer"
+    "|remote process exited"
+    "|gloo .* failed: .*timed? ?out"
+    "|heartbeat timeout|stopped sending heartbeats"
+    "|another task died"
+    "|coordination service"
+    r"|getkeyvalue\(\) timed out|barrier timed out",
+    re.IGNORECASE | re.DOTALL,
+)
+_NUMBER = re.compile(r"/task:(\d+) heartbeat timeout|stopped sending heartbeats\):\s*(\d+)")
+_ADDRESS = re.compile(r"peer (?:\[([^\]\s]+)\]:\d+|([^\s<\[]+)<\d+>)")
+
+
+def is_of_devices(problem: Exception) -> bool:
+    """Whether a device or another process is to blame, and no bug; a lost connection may come as ValueError."""
+    if isinstance(problem, LoraFusionError):  # described already
+        return False
+    return isinstance(problem, jax.errors.JaxRuntimeError) or bool(_PEER_LOST.search(str(problem)))
 
 
 def stage_failed(problem: Exception, stage: int | None, slot: int | None, adapters: Sequence[str]) -> RunError:
-    """Describes an error of jax as `train.out-of-memory` or `train.stage-failed`; None: not known.
+    """Describes an error of jax as `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
+
+    Args:
+        problem: what jax raised.
+        stage, slot: None: not known.
 
     >>> print(stage_failed(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), 1, 7, ["law"]).what)
     the device has no memory left at stage 1, slot 7 (law).
@@ -26,9 +58,24 @@ def stage_failed(problem: Exception, stage: int | None, slot: int | None, adapte
             fix="lorafusion resume RUN train.keep=nothing, or a new run with a lower batch.capacity_tokens or more "
             "mesh.stages",
         )
+    if _PEER_LOST.search(text):
+        return RunError(
+            "train.process-lost",
+            f"another process of this run{_which(text)} went away, or the network to it; met{at or ' between slots'}.",
+            why=why,
+            fix="read the end of that process's own output or log for the reason; then lorafusion resume RUN in all "
+            "processes goes on from the last checkpoint, which stands",
+        )
     return RunError(
         "train.stage-failed",
         f"the device failed{at}.",
         why=why,
         fix="lorafusion resume RUN goes on from the last checkpoint",
     )
+
+
+def _which(text: str) -> str:
+    number, address = _NUMBER.search(text), _ADDRESS.search(text)
+    if number:
+        return f" (process {number[1] or number[2]})"
+    return f" (on {address[1] or address[2]})" if address else ""

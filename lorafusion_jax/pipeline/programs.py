@@ -99,8 +99,8 @@ class StagePrograms:
         kind = ("step", spec.rank, spec.targets, optim.name, optim.clip > 0)
         if kind not in self._steps:
             self._steps[kind] = jax.jit(
-                partial(_step, spec, optim), donate_argnums=(1, 3, 4), out_shardings=self._stage.everywhere
-            )
+                partial(_step, spec, optim), donate_argnums=(1, 3), out_shardings=self._stage.everywhere
+            )  # `alive` is a few bytes, and what others wait for to know that the step is done
         return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:

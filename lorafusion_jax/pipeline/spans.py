@@ -1,5 +1,7 @@
 """When each event ran on its stage, measured without slowing it: a thread per stage waits for results in order.
 
+An adapter has two updates of a slot on each stage: one closes its global batch there, the other is its step.
+
 Wall-clock seconds since the first event. A stage works on one event at a time, so an event starts when it was issued,
 when its input was there or when the event before it ended, whichever came last.
 """
@@ -9,13 +11,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from jax import Array
 
 from scheduling import Plan
 from scheduling.pipeline import Event
-from scheduling.timeline import Span, Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure
@@ -25,6 +29,7 @@ RECENT = 50  # slots
 class Issued(NamedTuple):
     event: Event
     at: float
+    stepping: bool
 
 
 class Spans:
@@ -32,11 +37,13 @@ class Spans:
 
     def __init__(self, num_stages: int):
         self._began = time.perf_counter()
-        self._ends: dict[tuple[str, int, int], float] = {}
+        self._ends: dict[tuple[str, int, int], float] = {}  # of passes, for their neighbours
+        self._closed: dict[tuple[int, tuple[str, ...]], float] = {}  # (slot, adapter) -> by the last stage so far
+        self._pauses: list[Pause] = []
         self._spans: list[Span] = []
         self._host: list[Span] = []
         self._lock = threading.Lock()
-        self._failed: list[Event] = []
+        self._failed: list[Issued] = []
         self._gone = False
         self._num_stages = num_stages
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
@@ -47,9 +54,23 @@ class Spans:
         for thread in self._threads:
             thread.start()
 
-    def issued(self, event: Event) -> Issued:
-        """Notes that the host begins to dispatch an event."""
-        return Issued(event, self._now())
+    def issued(self, event: Event, *, stepping: bool = False) -> Issued:
+        """Notes that the host begins to dispatch an event.
+
+        Args:
+            stepping: the step of an adapter, which waits for all stages to close its batch.
+        """
+        return Issued(event, self._now(), stepping)
+
+    @contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """Training waits for what is done inside, and it for everything issued before: no bubble of the pipeline."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses.append(Pause(start, self._now(), what))
 
     def follow(self, issued: Issued, result: Array) -> None:
         """Watches for the end of an event; `result` must not be donated to anybody."""
@@ -66,7 +87,7 @@ class Spans:
         # A slot that ended early, because a stage failed or there was no more room here, is none to compare.
         seen = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
         names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
-        return Timeline(
+        timeline = Timeline(
             spans=tuple(sorted((span for span in self._spans if span.slot in seen), key=lambda span: span.end_s)),
             num_stages=self._num_stages,
             title="measured",
@@ -74,19 +95,21 @@ class Spans:
             tokens=sum(lengths[ref.adapter][ref.sample] for slot in seen for ref in plan.slots[slot].samples),
             host=tuple(span for span in self._host if span.slot in seen),
         )
+        return timeline.with_pauses(self._pauses)
 
-    def bubble_share(self, first: int) -> float | None:
-        """Idle share of the stages over the recent slots, not earlier than `first`, without fill and drain.
+    def bubble_share(self) -> float | None:
+        """Idle share of the stages over the recent slots, without fill, drain and pauses.
 
-        None while those are fewer than twice the stages, with one stage, and when nothing is recorded any more.
+        None while those are fewer than twice the stages, with one stage, when nothing is recorded any more, and when
+        pauses leave no steady state between them.
         """
         with self._lock:
-            last = self._spans[-2 * RECENT * self._num_stages :]
-        spans = tuple(span for span in last if span.slot >= first)
+            spans, pauses = tuple(self._spans[-2 * RECENT * self._num_stages :]), tuple(self._pauses)
         enough = len({span.slot for span in spans}) > 2 * self._num_stages
         if self._num_stages == 1 or not enough or len(self._host) >= MOST:
             return None
-        return Timeline(spans=spans, num_stages=self._num_stages).bubble_share
+        recent = Timeline(spans=spans, num_stages=self._num_stages, pauses=pauses)
+        return recent.bubble_share if any(recent.steady_s) else None
 
     def first_failure(self) -> Event | None:
         """The event that failed first in order of issue; to be asked after something failed and nothing more is issued.
@@ -94,8 +117,8 @@ class Spans:
         What depends on it fails, too. Waits some seconds at most: another process may be gone.
         """
         self._join(PATIENCE_S)
-        order = {(span.kind, span.stage, span.slot): number for number, span in enumerate(self._host)}
-        return min(self._failed, key=lambda event: order[event.kind, event.stage, event.slot], default=None)
+        first = min(self._failed, key=lambda issued: issued.at, default=None)
+        return None if first is None else first.event
 
     def _join(self, patience: float | None = None) -> None:
         if self._gone:
@@ -112,20 +135,31 @@ class Spans:
     def _watch(self, stage: int) -> None:
         free = 0.0
         while (item := self._queues[stage].get()) is not None:
-            (event, at), result = item
+            issued, result = item
+            event = issued.event
             try:
                 result.block_until_ready()
             except Exception:  # the thread that issues events meets the same error and asks for the first
-                self._failed.append(event)
+                self._failed.append(issued)
                 continue
             del result, item
             end = self._now()
             with self._lock:
-                start = min(max(free, at, self._input_ready(event)), end)
-                self._ends[event.kind, stage, event.slot] = end
+                start = min(max(free, issued.at, self._input_ready(issued)), end)
+                self._note_end(issued, end)
                 self._spans.append(Span(event.kind, stage, event.slot, start, end, event.adapters))
             free = end
 
-    def _input_ready(self, event: Event) -> float:
+    def _note_end(self, issued: Issued, end: float) -> None:
+        event = issued.event
+        if event.kind != "update":
+            self._ends[event.kind, event.stage, event.slot] = end
+        elif not issued.stepping:
+            self._closed[event.slot, event.adapters] = end  # threads note ends in order of time, nearly
+
+    def _input_ready(self, issued: Issued) -> float:
+        event = issued.event
+        if event.kind == "update":
+            return self._closed.get((event.slot, event.adapters), 0.0) if issued.stepping else 0.0
         before = event.stage - 1 if event.kind == "forward" else event.stage + 1
         return self._ends.pop((event.kind, before, event.slot), 0.0)

@@ -158,8 +158,12 @@ class Stage:
         )
         return verdict, finite
 
-    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> None:
-        """Steps an adapter whose global batch is finished on every stage."""
+    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> Array:
+        """Steps an adapter whose global batch is finished on every stage.
+
+        Returns:
+            Which adapters are alive [A]; it is there when the step is done.
+        """
         spec, optim = self._specs[index], self._adapters[index].optim
         self.lora, self.optimizers[spec.name], self.alive = self.programs.step(
             spec,
@@ -172,6 +176,7 @@ class Stage:
             verdicts,
             numbers,
         )
+        return self.alive
 
     def run_alone(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, on random numbers where they would send something.

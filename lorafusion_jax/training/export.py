@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.new_folder import replaced_folder
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -23,33 +24,53 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class AdapterExporter:
-    """Writes `adapters/<name>/step-…` folders of a run."""
+    """Writes `adapters/<name>/step-…` folders of a run.
+
+    Args:
+        since: per adapter, the step at which this sitting begins. A sitting that crashed may have left folders of that
+            step and later ones; on another layout they differ from what this one computes by rounding.
+    """
 
     def __init__(
-        self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, specs: Sequence[AdapterSpec]
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        plan: Plan,
+        folder: RunFolder,
+        specs: Sequence[AdapterSpec],
+        since: Mapping[str, int],
     ):
         self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
+        self._since = since
+        self._written: set[Path] = set()
 
     def __call__(self, name: str, step: int, own: Mapping[str, np.ndarray]) -> Path:
-        """Writes one adapter, unless its folder is there already; returns the folder.
+        """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
 
         Args:
             own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r].
         """
         target = self._folder.adapter_step(name, step)
-        if target.exists():
+        if target.exists() and (step < self._since[name] or target in self._written):
             return target
         spec = next(spec for spec in self._specs if spec.name == name)
+        new = not target.exists()
+        with replaced_folder(target) as place:
+            self._export(spec, step, own, place)
+        self._written.add(target)
+        if new:
+            self._folder.mark_latest(name, self._config.save.keep)
+        return target
+
+    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], place: Path) -> None:
         export_adapter(
             {leaf: array[..., None, :, :] for leaf, array in own.items()},
             spec,
             0,
             self._config.base.model,
-            target,
-            finish=lambda draft: self._describe(draft, self._config.adapter(name), step),
+            place,
+            finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step),
         )
-        self._folder.mark_latest(name, self._config.save.keep)
-        return target
 
     def _describe(self, target: Path, adapter: AdapterConfig, step: int) -> None:
         base = base_directory(self._config)

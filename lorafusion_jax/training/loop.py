@@ -48,14 +48,14 @@ class Hooks:
         evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
         finish: (adapter, slots done); an adapter took its last step, and what follows may go on while others train.
         finished: tells what came of it meanwhile.
-        bubble_share: first slot → measured idle share of the recent slots from it on; None: nothing to say.
+        bubble_share: measured idle share of the recent slots, pauses left out; None: nothing to say.
     """
 
     save: Callable[[], None]
     evaluate: Callable[[str, int, int], None]
     finish: Callable[[str, int], None]
     finished: Callable[[], None] = lambda: None
-    bubble_share: Callable[[int], float | None] = lambda first: None
+    bubble_share: Callable[[], float | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,6 @@ class Loop:
         self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
-        self._next = self._undisturbed = progress.slot  # to be admitted; the first one after a pause
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -157,7 +156,6 @@ class Loop:
             return
         if event.kind == "forward" and event.stage == 0:
             self._executor.admit(event.slot, next(batches))
-            self._next = event.slot + 1
             self._notice(self._executor.finished_slots())
         self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
 
@@ -182,7 +180,7 @@ class Loop:
         self._executor.warm_up(self._batches.empty())
         values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
         self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
-        self._paused()
+        self._meter.pause()
 
     def _step(self, name: str, slot: int) -> None:
         number = self._batch_of[slot, name]
@@ -222,7 +220,7 @@ class Loop:
         self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
         if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
-            self._paused()
+            self._meter.pause()
         if step.step == adapter.num_steps:
             adapter.status = "done"
             self._hooks.finish(adapter.name, step.slots_done)
@@ -252,15 +250,10 @@ class Loop:
         self._progress.seconds = self._seconds_before + self._meter.seconds
         self._hooks.save()
         self._steps_since_save, self._saved_at = 0, time.monotonic()
-        self._paused()
-
-    def _paused(self) -> None:
-        """Stages stood still for something that is no microbatch: rates and bubbles are measured afresh."""
         self._meter.pause()
-        self._undisturbed = self._next
 
     def _figures(self, slots_done: int) -> dict:
-        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share(self._undisturbed)}
+        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share()}
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore, read_position
@@ -21,18 +19,17 @@ from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.processes import is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
-from lorafusion_jax.pipeline.state import adapter_arrays, adapter_part, gather, like, scatter
+from lorafusion_jax.pipeline.state import adapter_part, gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.base import load_stages
-from lorafusion_jax.training.behind import Behind
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
+from lorafusion_jax.training.exports import Exports
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
 from lorafusion_jax.training.relayout import go_on_with, plan_on
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -205,17 +202,18 @@ class _Run:
         self._store.check_space(
             sum(size.nbytes for size in jax.tree.leaves([stage.changing() for stage in self._stages]))
         )
-        spans = Spans(len(self._stages))
-        self._executor = Executor(self._stages, [spec.name for spec in self._specs], spans)
+        self._spans = Spans(len(self._stages))
+        self._executor = Executor(self._stages, [spec.name for spec in self._specs], self._spans)
         self._evaluator = Evaluator(self._config, self._prepared, self._executor)
-        self._exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs)
-        self._exports = Behind("export")
+        since = {name: adapter.step for name, adapter in self._progress.adapters.items()}
+        exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs, since)
+        self._exports = Exports(exporter, self._executor, self._specs, self._tell)
         hooks = Hooks(
             save=self._save,
             evaluate=self._evaluate,
             finish=self._finish,
             finished=self._exports.tell,
-            bubble_share=spans.bubble_share,
+            bubble_share=self._spans.bubble_share,
         )
         self._announce()
         try:
@@ -233,7 +231,7 @@ class _Run:
         finally:
             self._exports.close()
             self._store.close()
-            self._timeline(spans)
+            self._timeline()
         result = RunResult(
             folder=self._folder.path, adapters=self._progress.adapters, seconds=self._progress.seconds, plan=self._plan
         )
@@ -327,7 +325,8 @@ class _Run:
         if self._prepared.adapters[name].eval is None:
             return
         self._phase(f"evaluating {name}")
-        loss, tokens = self._evaluator(name)
+        with self._spans.pause(f"evaluating {name}"):
+            loss, tokens = self._evaluator(name)
         self._tell(
             Event(
                 kind="eval",
@@ -341,15 +340,16 @@ class _Run:
     def _save(self) -> None:
         self._phase("saving")
         started = time.perf_counter()
-        self._exports.tell(wait=True)  # an adapter that the checkpoint calls done has its folder
-        self._executor.settle()
-        arrays = gather(self._stages)
-        if is_first():
-            self._store.save(self._progress.slot, arrays, self._progress.position())
-        for name, adapter in self._progress.adapters.items():
-            if adapter.status == "running" and adapter.step:
-                self._export(name, adapter.step)
-        meet("saved")
+        with self._spans.pause("saving"):
+            self._exports.tell(wait=True)  # an adapter that the checkpoint calls done has its folder
+            self._executor.settle()
+            arrays = gather(self._stages)
+            if is_first():
+                self._store.save(self._progress.slot, arrays, self._progress.position())
+            for name, adapter in self._progress.adapters.items():
+                if adapter.status == "running" and adapter.step:
+                    self._exports.write(name, adapter.step)
+            meet("saved")
         self._tell(
             Event(
                 kind="saved",
@@ -361,49 +361,19 @@ class _Run:
             )
         )
 
-    def _export(self, name: str, step: int) -> None:
-        own = self._weights(name)()
-        if is_first():
-            self._exporter(name, step, own)
-
-    def _weights(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
-        """An adapter's weights as they are now; calling the result waits for them."""
-        index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
-        parts = self._executor.read(lambda stage: adapter_part(stage, spec, index))
-        collect = partial(_collect, parts)
-        if jax.process_count() == 1:
-            return collect
-        own = collect()  # processes may have to meet for it: in one order, so not on the side
-        return lambda: own
-
     def _finish(self, name: str, slots_done: int) -> None:
-        """Begins to write an adapter's folder; its end is told once the folder is complete."""
         adapter = self._progress.adapters[name]
-        step, done = adapter.step, adapter.status == "done"
-        if not step:
-            return
-        own = self._weights(name)
+        if adapter.step:
+            self._exports.begin(adapter, slots_done)
 
-        def told(path: Path | None) -> None:
-            this = partial(Event, slot=slots_done, adapter=name, step=step)
-            self._tell(this(kind="exported", values={"path": str(path)}))
-            if done:
-                self._tell(this(kind="adapter-done"))
-
-        self._exports.begin(lambda: self._exporter(name, step, own()) if is_first() else None, told)
-
-    def _timeline(self, spans: Spans) -> None:
-        timeline = spans.close(self._plan)
+    def _timeline(self) -> None:
+        timeline = self._spans.close(self._plan)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk has its own error
                 (self._folder.path / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
 
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))
-
-
-def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
-    return adapter_arrays([part.result() for part in parts])
 
 
 def _peak_bytes() -> int | None:

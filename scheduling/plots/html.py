@@ -55,6 +55,10 @@ def _data(timeline: Timeline, colors: dict[str, str]) -> dict:
             for span in spans
         ],
         "host": [_place(timeline, span) for span in _ends(timeline.host, MOST_SPANS)],
+        "pauses": [
+            [round(at - timeline.start_s, 7) for at in (pause.start_s, pause.end_s)] + [pause.what]
+            for pause in timeline.pauses
+        ],
     }
 
 
@@ -79,6 +83,7 @@ def _table(timeline: Timeline, reference: Timeline | None) -> str:
         ("tokens", f"{timeline.tokens_per_s:,.0f} / s"),
         ("bubbles", f"{timeline.bubble_share:.1%}"),
         ("fill and drain", f"{timeline.fill_drain_s:.3g} s"),
+        *([("pauses", f"{timeline.duration_s - timeline.working_s:.3g} s")] if timeline.pauses else []),
     ]
     tiles = "".join(f"<div class=tile><b>{value}</b><span>{name}</span></div>" for name, value in figures)
     rows = "".join(f"<tr><td>{escape(name)}<td>{seconds:.4g} s" for name, seconds in timeline.finish_s.items())
@@ -95,4 +100,4 @@ def _table(timeline: Timeline, reference: Timeline | None) -> str:
 
 
 def _ratio(timeline: Timeline, reference: Timeline) -> str:
-    return f"{timeline.duration_s / reference.duration_s:.3f}" if reference.duration_s else "–"
+    return f"{timeline.working_s / reference.working_s:.3f}" if reference.working_s else "–"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduling.timeline import Span, Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 
 def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[str, Any]:
-    """Converts to the trace event format: a process per timeline, a track per stage and one for the host.
+    """Converts to the trace event format: a process per timeline, a track per stage and one each for host and pauses.
 
     Times are microseconds from the first forward of each timeline, so predicted and measured lie on one scale.
     """
@@ -20,6 +20,7 @@ def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[
 def _process(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
     events = [_name("process", timeline.title or "pipeline", pid, 0), _sort("process", pid, 0, pid)]
     tracks = [f"stage {stage}" for stage in range(timeline.num_stages)] + ["host"] * bool(timeline.host)
+    tracks += ["pauses"] * bool(timeline.pauses)
     for tid, name in enumerate(tracks):
         events += [_name("thread", name, pid, tid), _sort("thread", pid, tid, tid)]
     events += [_span(timeline, span, pid, span.stage, f"{span.kind} {span.slot}", span.kind) for span in timeline.spans]
@@ -27,6 +28,7 @@ def _process(timeline: Timeline, pid: int) -> list[dict[str, Any]]:
         _span(timeline, span, pid, timeline.num_stages, f"{span.kind} {span.slot} to stage {span.stage}", "host")
         for span in timeline.host
     ]
+    events += [_pause(timeline, pause, pid, len(tracks) - 1) for pause in timeline.pauses]
     return events
 
 
@@ -41,6 +43,18 @@ def _span(timeline: Timeline, span: Span, pid: int, tid: int, name: str, categor
         "ts": (span.start_s - timeline.start_s) * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
         "args": {"slot": span.slot, "adapters": ", ".join(adapters)},
+    }
+
+
+def _pause(timeline: Timeline, pause: Pause, pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": pause.what or "pause",
+        "cat": "pause",
+        "pid": pid,
+        "tid": tid,
+        "ts": (pause.start_s - timeline.start_s) * 1e6,
+        "dur": (pause.end_s - pause.start_s) * 1e6,
     }
 
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 from scheduling.plots.colors import adapter_colors
-from scheduling.timeline import Span, Timeline
+from scheduling.timeline import Pause, Span, Timeline
 
 ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
 
@@ -19,7 +19,9 @@ def timeline_svg(
     end_s: float | None = None,
     compare: Timeline | None = None,
 ) -> str:
-    """Draws stages as rows and time from left to right; forward pale, backward full, update dark, the host in grey.
+    """Draws stages as rows and time from left to right; forward pale, backward full, update dark, host grey.
+
+    Pauses lie behind them, a little darker than idle time.
 
     Args:
         start_s: left edge, from the first forward (None: there). With `end_s`, a part of a long run.
@@ -53,7 +55,7 @@ class _Window(NamedTuple):
     end: float
     scale: float
 
-    def place(self, timeline: Timeline, span: Span) -> tuple[float, float] | None:
+    def place(self, timeline: Timeline, span: Span | Pause) -> tuple[float, float] | None:
         """Left edge and width of a bar; None if it is outside."""
         left, right = (at - timeline.start_s - self.start for at in (span.start_s, span.end_s))
         whole = self.end - self.start
@@ -76,6 +78,11 @@ def _drawing(timeline: Timeline, window: _Window, colors: dict[str, str], top: i
         parts.append(f'<text x="8" y="{y + tall / 2 + 4}" fill="#222">{name}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 10}" height="{tall}" fill="#eeeeee"/>')
         y += tall + GAP
+    for pause in timeline.pauses:
+        if place := window.place(timeline, pause):
+            tall = timeline.num_stages * (ROW + GAP) - GAP
+            bar = f'<rect x="{place[0]:.2f}" y="{top + TOP}" width="{place[1]:.2f}" height="{tall}" fill="#d4d9dd"/>'
+            parts += [f"<g><title>pause: {escape(pause.what)}</title>", bar, "</g>"]
     for span in timeline.spans:
         if place := window.place(timeline, span):
             parts += _bars(timeline, span, *place, top + TOP + span.stage * (ROW + GAP), colors)

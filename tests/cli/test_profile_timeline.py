@@ -66,7 +66,9 @@ def test_a_run_leaves_a_timeline_of_every_event_of_its_plan(two_stages):
         (kind, stage, slot) for kind in ("forward", "backward") for stage in (0, 1) for slot in range(len(plan.slots))
     }
     steps = sum(job.num_batches for job in plan.jobs)
-    assert sum(len(span.adapters) for span in timeline.spans if span.kind == "update") == 2 * steps
+    updates = [span.adapters for span in timeline.spans if span.kind == "update"]
+    assert {len(names) for names in updates} == {1}
+    assert len(updates) == 2 * 2 * steps  # on each stage, a batch is closed and the adapter steps
 
 
 def test_a_run_shows_its_bubbles_beside_those_of_its_plan(lorafusion, job):

@@ -24,29 +24,28 @@ def play(spans: Spans, plan: Plan) -> None:
         spans.follow(spans.issued(event), jnp.zeros(()))
 
 
-@pytest.mark.parametrize("first", [0, 7])
-def test_the_share_of_bubbles_is_that_of_the_timeline(first):
+def test_the_share_of_bubbles_is_that_of_the_timeline():
     plan, spans = plan_of(20, 2), Spans(2)
     play(spans, plan)
     timeline = spans.close(plan)
-    assert spans.bubble_share(first) == timeline.of_slots(range(first, 20)).bubble_share
+    assert spans.bubble_share() == timeline.bubble_share
     assert 0 < timeline.bubble_share < 1
 
 
 def test_only_recent_slots_count():
     plan, spans = plan_of(3 * RECENT, 2), Spans(2)
     play(spans, plan)
-    timeline, share = spans.close(plan), spans.bubble_share(0)
+    timeline, share = spans.close(plan), spans.bubble_share()
     assert share == pytest.approx(timeline.of_slots(range(2 * RECENT, 3 * RECENT)).bubble_share, rel=0.1)
     assert share != timeline.bubble_share
 
 
-@pytest.mark.parametrize(("slots", "stages", "first"), [(20, 1, 0), (4, 2, 0), (20, 2, 16)])
-def test_one_stage_and_a_few_slots_have_no_share_of_bubbles(slots, stages, first):
+@pytest.mark.parametrize(("slots", "stages"), [(20, 1), (4, 2)])
+def test_one_stage_and_a_few_slots_have_no_share_of_bubbles(slots, stages):
     plan, spans = plan_of(slots, stages), Spans(stages)
     play(spans, plan)
     spans.close(plan)
-    assert spans.bubble_share(first) is None
+    assert spans.bubble_share() is None
 
 
 @pytest.mark.parametrize("most", [10, 31, 32, 33, 34, 35])

@@ -1,0 +1,69 @@
+"""A process that goes away is no device that failed: the others say so, and where to look."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.failures import stage_failed
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:50075"
+NCCL = "INTERNAL: NCCL operation async_err failed: remote process exited or there was a network error"
+HEARTBEAT = (
+    "UNAVAILABLE: Task /job:jax_worker/replica:0/task:3 heartbeat timeout. This indicates that the remote task has "
+    "failed, got preempted, or crashed unexpectedly."
+)
+UNHEALTHY = (
+    "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n"
+    "The tasks have crashed. Check the task logs for an earlier error."
+)
+ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/agreed/7/1 and duration: 30m"
+
+
+@pytest.mark.parametrize(
+    ("text", "which"),
+    [
+        (GLOO, " (on 10.0.0.7)"),
+        (NCCL, ""),
+        (HEARTBEAT, " (process 3)"),
+        (UNHEALTHY, " (process 1)"),
+        (ASKED, ""),
+        ("UNKNOWN: Gloo ReduceScatter failed: [transport/tcp/buffer.cc:72] Read timeout [::1]:38624", ""),
+    ],
+    ids=["gloo", "nccl", "heartbeat", "heartbeats", "question", "gloo waited"],
+)
+def test_a_lost_process_is_told_from_a_failed_device(text, which):
+    problem = stage_failed(jax.errors.JaxRuntimeError(text), 1, 7, ["law"])
+    assert problem.code == "train.process-lost"
+    assert problem.what.startswith(f"another process of this run{which} went away")
+    assert "stage 1, slot 7 (law)" in problem.what
+    assert problem.why == text.splitlines()[0]
+    assert "that process's own output or log" in problem.fix
+    assert "the last checkpoint, which stands" in problem.fix
+
+
+@pytest.mark.parametrize("text", ["INTERNAL: the link is down", "DEADLINE_EXCEEDED: a kernel", ""])
+def test_other_failures_are_those_of_a_device(text):
+    assert stage_failed(jax.errors.JaxRuntimeError(text), 1, 7, []).code == "train.stage-failed"
+
+
+def test_a_lost_connection_is_known_in_whatever_it_comes():
+    """Gathering arrays of several processes raises a ValueError with the transport's words."""
+    with pytest.raises(RunError, match=r"train\.process-lost.*met between slots"), Executor([], []).blaming(None, None):
+        raise ValueError(GLOO)
+
+
+def test_what_is_described_already_is_not_described_again():
+    described = stage_failed(jax.errors.JaxRuntimeError(HEARTBEAT), 0, 3, ["law"])
+    with pytest.raises(RunError) as caught, Executor([], []).blaming(None, None):
+        raise described
+    assert caught.value is described
+
+
+@pytest.mark.parametrize("problem", [ValueError("a bug"), KeyError("law")])
+def test_a_bug_stays_what_it_is(problem):
+    with pytest.raises(type(problem)) as caught, Executor([], []).blaming(0, 3):
+        raise problem
+    assert caught.value is problem
