@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import random
+import gc
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import small_jobs
 
 from lorafusion_jax.examples import examples_directory
 
-WORDS = [
-    "adapter",
-    "base",
-    "batch",
-    "bias",
-    "cache",
-    "file",
-    "graph",
-    "kernel",
-    "layer",
-    "loss",
-    "mask",
-    "model",
-    "norm",
-    "plan",
-    "rank",
-    "row",
-    "scale",
-    "shard",
-    "slot",
-    "tile",
-]
+KEPT = {}  # programs of stages that runs of one module share, in order of their last use
+MOST_KEPT = 16  # each holds some megabytes of machine code
 
 
 def pytest_configure() -> None:
@@ -41,30 +23,75 @@ def pytest_configure() -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
+    gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Compiled programs of a module are of no use to the next one, and make a process grow to gigabytes."""
+    yield
+    import jax
+
+    KEPT.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
-    """Keeps token and program caches out of the user's, and lets equal programs compile once per session."""
+    """Keeps token and program caches out of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-@pytest.fixture(scope="session")
-def quick_compiles(own_caches):
-    """Programs of tiny models: compiling is all of the time, so most optimizations are off and results are kept."""
+@pytest.fixture(scope="session", autouse=True)
+def quick_compiles(tmp_path_factory):
+    """Programs of tiny models: compiling is all of the time, so most optimizations are off and results are kept.
+
+    All workers and the processes that tests start share one folder: equal programs compile once in a session. Those
+    processes optimize as they like: notebooks also compute.
+    """
     import jax
-    import platformdirs
 
-    def use(most: bool, folder: str | None, seconds: float) -> None:
-        jax.config.update("jax_disable_most_optimizations", most)
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    shared = {
+        "jax_compilation_cache_dir": str(folder / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")  # on a GPU: as users have it
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in shared.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        yield
 
-    use(True, platformdirs.user_cache_dir("lorafusion") + "/programs", 0.1)
-    yield
-    use(False, None, 1.0)
+
+@pytest.fixture(scope="session")
+def kept_programs(quick_compiles):
+    """Runs of one module share the programs of equal stages: tracing them again takes most of a run.
+
+    Whatever a run changes is an argument of them. Only a trace of backward needs what the trace of forward just left,
+    so programs of a run that ended between the two are not used again.
+    """
+    from lorafusion_jax.pipeline import stage as stage_module
+    from lorafusion_jax.pipeline.programs import StagePrograms
+
+    def programs(parts, *place):
+        what = repr(parts), *place
+        found = KEPT.pop(what, None)
+        if found is None or found.forward._cache_size() != found.backward._cache_size():
+            found = StagePrograms(parts, *place)
+        KEPT[what] = found
+        if len(KEPT) > MOST_KEPT:
+            del KEPT[next(iter(KEPT))]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_module, "StagePrograms", programs)
+        yield
 
 
 def write_base(directory: Path, **changes) -> Path:
@@ -112,36 +139,11 @@ def deep_base(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def write_rows(tmp_path) -> Callable[..., str]:
-    """Writes prompt/completion rows of different lengths; returns the file's name."""
-
-    def write(name: str, count: int, seed: int = 0, longest: int = 24) -> str:
-        draw = random.Random(f"{name}-{seed}")
-        rows = [
-            {
-                "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
-                "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
-            }
-            for _ in range(count)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return f"{name}.jsonl"
-
-    return write
+    """write_rows(name, count, seed, longest) → name of a file of prompts and completions of different lengths."""
+    return partial(small_jobs.write_rows, tmp_path)
 
 
 @pytest.fixture
 def write_job(tmp_path, tiny_base) -> Callable[..., Path]:
-    """Writes a job file for the tiny base; sections are keyword arguments. JSON is YAML."""
-
-    def write(adapters: list[dict], **sections) -> Path:
-        job = {
-            "base": {"model": str(tiny_base), "dtype": "float32"},
-            "data": {"max_length": 64},
-            "batch": {"capacity_tokens": 128, "tile_tokens": 16},
-            "train": {"log_every_s": 0},
-        } | sections
-        path = tmp_path / "jobs.yaml"
-        path.write_text(json.dumps(job | {"adapters": adapters}))
-        return path
-
-    return write
+    """write_job(adapters, **sections) → path of a job file for the tiny base."""
+    return partial(small_jobs.write_job, tmp_path, tiny_base)

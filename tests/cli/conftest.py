@@ -12,8 +12,8 @@ from lorafusion_jax.cli.main import run
 
 
 @pytest.fixture(autouse=True)
-def _quick(quick_compiles):
-    """Every test here compiles programs of a tiny model."""
+def _quick(kept_programs):
+    """Every test here runs programs of a tiny model."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def job(tmp_path, tiny_base) -> Job:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory, tiny_base, quick_compiles) -> Iterator[tuple[Job, Path]]:
+def finished(tmp_path_factory, tiny_base, kept_programs) -> Iterator[tuple[Job, Path]]:
     """A job and its finished run; nobody changes them."""
     job = make_job(tmp_path_factory.mktemp("finished"), tiny_base)
     out = job.folder / "run"

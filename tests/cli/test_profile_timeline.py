@@ -18,7 +18,7 @@ TWO = "mesh.stages=2"
 
 
 @pytest.fixture(scope="module")
-def two_stages(tmp_path_factory, tiny_base, quick_compiles):
+def two_stages(tmp_path_factory, tiny_base, kept_programs):
     """(job, costs, run folder) of a pipeline of two simulated devices."""
     job = make_job(tmp_path_factory.mktemp("two"), tiny_base)
     costs, out = job.folder / "measured" / "costs.json", job.folder / "run"

@@ -2,5 +2,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _quick(quick_compiles):
-    """Every test here compiles programs of a tiny model."""
+def _quick(kept_programs):
+    """Every test here runs programs of a tiny model."""

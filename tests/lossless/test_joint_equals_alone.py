@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pytest
+from small_jobs import write_job, write_rows
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
@@ -43,12 +48,40 @@ ADAPTERS = {
     },
 }
 
+PAIR = ("law", "med")
+LARGE = {"capacity_tokens": 512, "tile_tokens": 32}
 
-def run(names, write_job, write_rows, out, **sections) -> dict[str, dict]:
-    entries = [{"name": name, "data": {"train": write_rows(name, 14)}, **ADAPTERS[name]} for name in names]
-    result = train(load_config(write_job(entries, **sections)), out)
-    assert result.exit_code == 0
-    return {name: read_adapter(RunFolder(out).latest(name))[1] for name in names}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A finished run."""
+
+    folder: Path
+    weights: dict[str, dict]  # of each adapter
+
+    def losses(self, name: str) -> list[float]:
+        rows = read_rows(self.folder / "metrics.jsonl")
+        return [row["loss"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_base) -> Callable[..., Done]:
+    """run(names, **sections) → the run of these adapters, trained once for all tests."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def trained(names, **sections) -> Done:
+        what = str((*names, sections))
+        if what not in done:
+            entries = [
+                {"name": name, "data": {"train": write_rows(folder, name, 14)}, **ADAPTERS[name]} for name in names
+            ]
+            out = folder / f"run-{len(done)}"
+            assert train(load_config(write_job(folder, tiny_base, entries, **sections)), out).exit_code == 0
+            weights = {name: read_adapter(RunFolder(out).latest(name))[1] for name in names}
+            done[what] = Done(folder=out, weights=weights)
+        return done[what]
+
+    return trained
 
 
 def relative_difference(a: dict, b: dict) -> float:
@@ -58,47 +91,36 @@ def relative_difference(a: dict, b: dict) -> float:
     return (difference / size) ** 0.5
 
 
-def test_joint_is_alone(write_job, write_rows, tmp_path):
-    joint = run(ADAPTERS, write_job, write_rows, tmp_path / "joint")
+def test_joint_is_alone(run):
+    joint = run(ADAPTERS).weights
     for name in ADAPTERS:
-        alone = run([name], write_job, write_rows, tmp_path / name)
+        alone = run([name]).weights
         assert relative_difference(joint[name], alone[name]) < TOLERANCE, name
         trained = [float(np.abs(b).max()) for _, b in joint[name].values()]
         assert max(trained) > 1e-4, f"{name} learned nothing, so the comparison says nothing"
 
 
-def test_packing_does_not_change_the_result(write_job, write_rows, tmp_path):
-    names = ["law", "med"]
-    small = run(names, write_job, write_rows, tmp_path / "small", batch={"capacity_tokens": 128, "tile_tokens": 16})
-    large = run(names, write_job, write_rows, tmp_path / "large", batch={"capacity_tokens": 512, "tile_tokens": 32})
-    repeated = run(names, write_job, write_rows, tmp_path / "one", train={"block_layers": 1, "keep": "nothing"})
-    for name in names:
+def test_packing_does_not_change_the_result(run):
+    """Nor does who shares a microbatch, which these two runs differ in as well."""
+    small, large = run(ADAPTERS).weights, run(PAIR, batch=LARGE).weights
+    repeated = run(PAIR, train={"block_layers": 1, "keep": "nothing"}).weights
+    for name in PAIR:
         assert relative_difference(small[name], large[name]) < TOLERANCE
         assert relative_difference(small[name], repeated[name]) < TOLERANCE
 
 
-def test_reported_losses_do_not_depend_on_packing(write_job, write_rows, tmp_path):
-    run(["law"], write_job, write_rows, tmp_path / "small", batch={"capacity_tokens": 128, "tile_tokens": 16})
-    run(["law", "code"], write_job, write_rows, tmp_path / "large", batch={"capacity_tokens": 512, "tile_tokens": 32})
-    small, large = (
-        [
-            row["loss"]
-            for row in read_rows(tmp_path / name / "metrics.jsonl")
-            if row["kind"] == "step" and row["adapter"] == "law"
-        ]
-        for name in ("small", "large")
-    )
+def test_reported_losses_do_not_depend_on_packing(run):
+    small, large = run(["law"]).losses("law"), run(PAIR, batch=LARGE).losses("law")
     assert len(small) == 5  # 14 samples in batches of 3
     np.testing.assert_allclose(small, large, rtol=TOLERANCE)
 
 
-def test_the_plan_is_executed_exactly(write_job, write_rows, tmp_path):
-    run(["law", "chat"], write_job, write_rows, tmp_path / "run")
-    plan = RunFolder(tmp_path / "run").read_plan()
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+def test_the_plan_is_executed_exactly(run):
+    folder = run(ADAPTERS).folder
+    plan = RunFolder(folder).read_plan()
+    rows = read_rows(folder / "metrics.jsonl")
     steps = {
-        name: [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
-        for name in ("law", "chat")
+        name: [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name] for name in ADAPTERS
     }
     assert steps == {job.name: list(range(1, job.num_batches + 1)) for job in plan.jobs}
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["plan"] == plan.digest
+    assert json.loads((folder / "run.json").read_text())["plan"] == plan.digest

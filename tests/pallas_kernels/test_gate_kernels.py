@@ -14,6 +14,7 @@ from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_backward, gate_forwa
 
 COLUMNS, BOTH, BEHIND = 512, 64, 16
 CONFIG = GateConfig(warpgroups=2, forward_stages=3, backward_stages=2)
+SIZE = 3  # blocks of a chunk, more than stages: tiles are fetched again
 PLACES = ((32, 16), (0, 32))  # gate and up in S: the larger rank comes first
 
 
@@ -30,7 +31,7 @@ def case(request):
         "words": keep_words(drop, own, COLUMNS) if request.param else None,
         "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if request.param else np.True_,
         "b": b, "a": a,
-        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 3, single=False),  # 3 blocks, 2 stages
+        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, SIZE, single=False),
         "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
         "s": normal(7, rows, BOTH), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip

@@ -1,5 +1,7 @@
 """The gated MLP as one op against its parts in plain jnp: values, gradients, names, and what it refuses."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,6 +42,7 @@ def draw_mlp(*, d=D, f=F, ranks=(8, 8, 8), rates=None, down_rates=None, bias=Fal
     return {**into, **lists, "down_dropout": out["dropout"]}, dy
 
 
+@cache
 def ours(backend):
     def mlp(arguments, x, as_, bs):
         names = ("tile_adapter", "scale", "dropout", "down_dropout", "biases")
@@ -62,15 +65,11 @@ def reference(arguments, x, as_, bs):
     return linear(2, jax.nn.silu(gate) * up, arguments["down_dropout"])
 
 
+@partial(jax.jit, static_argnums=0)
 def value_and_gradients(mlp, arguments, dy):
     """y, dx, dAs, dBs."""
-
-    @jax.jit
-    def run(x, as_, bs):
-        y, vjp = jax.vjp(lambda x, as_, bs: mlp(arguments, x, as_, bs), x, as_, bs)
-        return y, *vjp(dy)
-
-    return run(arguments["x"], arguments["as_"], arguments["bs"])
+    y, vjp = jax.vjp(partial(mlp, arguments), *(arguments[name] for name in ("x", "as_", "bs")))
+    return y, *vjp(dy)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

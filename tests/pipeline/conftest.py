@@ -12,8 +12,8 @@ from lorafusion_jax.config.schema import JobConfig
 
 
 @pytest.fixture(autouse=True)
-def _quick(quick_compiles):
-    """Every test here compiles programs of a tiny model."""
+def _quick(kept_programs):
+    """Every test here runs programs of a tiny model."""
 
 
 @pytest.fixture

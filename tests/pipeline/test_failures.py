@@ -45,7 +45,7 @@ def config(tmp_path_factory, deep_base):
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory, config, quick_compiles):
+def healthy(tmp_path_factory, config, kept_programs):
     """A run without failures, and its plan."""
     folder = tmp_path_factory.mktemp("healthy") / "run"
     result = train(config, folder)

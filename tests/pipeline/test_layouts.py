@@ -22,7 +22,12 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
         {"block_layers": 2, "keep": "gemm_inputs"},
         128,
     ),
-    "2 stages that share a layer": (True, {"stages": 2, "layers": [2.5, 2.5]}, {"keep": "gemm_inputs"}, 128),
+    "2 stages that share a layer": (
+        True,
+        {"stages": 2, "layers": [2.5, 2.5]},
+        {"block_layers": 1, "keep": "gemm_inputs"},
+        128,
+    ),
     "4 uneven stages, some slots empty": (True, {"stages": 4, "layers": [1, 1.5, 1, 1.5]}, {"keep": "nothing"}, 256),
     "2 data": (True, {"data": 2}, {"block_layers": 1, "keep": "gemm_inputs"}, 128),
     "2 fsdp": (True, {"fsdp": 2}, {"block_layers": 2, "keep": "everything"}, 128),
@@ -34,14 +39,14 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory, deep_base, quick_compiles):
-    """one_device(tied) → the run of a single device with one program per stage, trained once."""
+def one_device(tmp_path_factory, deep_base, kept_programs):
+    """one_device(tied) → the run of a single device that compiles one layer and calls it five times, trained once."""
     done = {}
 
     def trained(tied: bool):
         if tied not in done:
             folder = tmp_path_factory.mktemp("one")
-            config = load_config(write_mixed_job(folder, deep_base(tied), train={"block_layers": 5}))
+            config = load_config(write_mixed_job(folder, deep_base(tied), train={"block_layers": 1}))
             assert train(config, folder / "run").exit_code == 0
             done[tied] = read_trained(folder / "run")
             assert all(max(abs(leaf).max() for leaf in own.values()) > 1e-4 for own in done[tied].weights.values())

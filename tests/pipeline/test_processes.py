@@ -38,7 +38,7 @@ def job(tmp_path_factory, deep_base) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_device(job, tmp_path_factory, quick_compiles):
+def one_device(job, tmp_path_factory, kept_programs):
     folder = tmp_path_factory.mktemp("one") / "run"
     assert train(load_config(job), folder).exit_code == 0
     return read_trained(folder)
@@ -87,14 +87,11 @@ def free_port() -> int:
 
 def start(count: int, devices: int, *arguments: str, launcher=plain) -> list[subprocess.Popen]:
     """Starts the command once per process; they find each other by the variables of a launcher."""
-    import jax
-
     port = free_port()
     same = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
     }
     return [
         subprocess.Popen(

@@ -38,7 +38,7 @@ def power_cut(after: str):
 
 
 @pytest.fixture(scope="module")
-def cut_runs(tmp_path_factory, deep_base, quick_compiles):
+def cut_runs(tmp_path_factory, deep_base, kept_programs):
     """cut_runs(mesh, uncut) → a fresh run that was cut after its first checkpoint; an uncut run, maybe elsewhere."""
     wholes = {}
 
