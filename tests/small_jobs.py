@@ -1,0 +1,57 @@
+"""Job files for the tiny base and rows to train on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+WORDS = (
+    "adapter",
+    "base",
+    "batch",
+    "bias",
+    "cache",
+    "file",
+    "graph",
+    "kernel",
+    "layer",
+    "loss",
+    "mask",
+    "model",
+    "norm",
+    "plan",
+    "rank",
+    "row",
+    "scale",
+    "shard",
+    "slot",
+    "tile",
+)
+
+
+def write_rows(folder: Path, name: str, count: int, seed: int = 0, longest: int = 24) -> str:
+    """Writes prompt/completion rows of different lengths; returns the file's name."""
+    draw = random.Random(f"{name}-{seed}")
+    rows = [
+        {
+            "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
+            "completion": " " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))),
+        }
+        for _ in range(count)
+    ]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"{name}.jsonl"
+
+
+def write_job(folder: Path, base: Path, adapters: list[dict], **sections) -> Path:
+    """Writes a job file; sections are keyword arguments. JSON is YAML."""
+    job = {
+        "base": {"model": str(base), "dtype": "float32"},
+        "data": {"max_length": 64},
+        "batch": {"capacity_tokens": 128, "tile_tokens": 16},
+        "train": {"log_every_s": 0, "plan_seconds": 0.1},
+    } | sections
+    path = folder / "jobs.yaml"
+    path.write_text(json.dumps(job | {"adapters": adapters}))
+    return path
