@@ -3,8 +3,8 @@
     python benchmarks/kernel_bytes.py --out results/     # starts ncu, which must be on the path
 
 Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
-counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes launches
-wait, which XLA's own timing of candidate kernels does not survive in reasonable time.
+counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes
+launches wait, which XLA's own timing of candidate kernels does not survive in reasonable time.
 """
 
 from __future__ import annotations
