@@ -429,11 +429,11 @@ def kernel_times(folder: Path) -> list[tuple[str, int, float]]:
     for event in events:
         process, thread = lanes.get((event["pid"], None), ""), lanes.get((event["pid"], event.get("tid")), "")
         if event.get("ph") == "X" and "Stream" in thread and "gpu" in (process or "gpu").lower():
-            entry = total.setdefault(event["name"][:90], [0, 0.0])
+            entry = total.setdefault(event["name"][:110], [0, 0.0])
             entry[0] += 1
             entry[1] += event["dur"] / 1e3
     ranked = sorted(total.items(), key=lambda item: -item[1][1])
-    return [(name, int(calls), round(ms, 3)) for name, (calls, ms) in ranked[:70]]
+    return [(name, int(calls), round(ms, 3)) for name, (calls, ms) in ranked[:200]]
 
 
 class Draw:

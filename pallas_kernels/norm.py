@@ -73,7 +73,25 @@ def add_rms_norm(
     return s, y
 
 
-def _flat(x, delta, weight, eps, implementation):
+def rms_norm_beside(
+    x: jax.Array, weight: jax.Array, *, eps: float, implementation: NormImplementation | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(x, rms_norm(x)): the start of a residual branch. The two gradients of x are added in the norm's own pass.
+
+    Args, Raises: as in `rms_norm`.
+    Returns:
+        x itself and its norm.
+
+    Example:
+        >>> x, y = rms_norm_beside(jnp.full((1, 4), 2.0), jnp.ones(4), eps=0.0)
+        >>> x.tolist(), y.tolist()
+        ([[2.0, 2.0, 2.0, 2.0]], [[1.0, 1.0, 1.0, 1.0]])
+    """
+    s, y = _flat(x, None, weight, eps, implementation, beside=True)
+    return s, y
+
+
+def _flat(x, delta, weight, eps, implementation, *, beside: bool = False):
     _check("rms_norm" if delta is None else "add_rms_norm", x, delta, weight)
     chosen = implementation or ("pallas_triton" if _kernel_wins(x) else "xla")
     if chosen not in ("xla", "pallas_triton"):
@@ -82,7 +100,8 @@ def _flat(x, delta, weight, eps, implementation):
         (delta, weight), x
     )  # outside of the rule, so that their gradients are summed over the mesh
     rows = (-1, x.shape[-1])
-    outs = _norm(chosen, float(eps), x.reshape(rows), None if delta is None else delta.reshape(rows), weight)
+    delta = None if delta is None else delta.reshape(rows)
+    outs = _norm(chosen, float(eps), beside, x.reshape(rows), delta, weight)
     return tuple(out.reshape(x.shape) for out in outs)
 
 
@@ -110,12 +129,12 @@ def _kernel_wins(x: jax.Array) -> bool:
     return is_hopper() and x.dtype in (jnp.bfloat16, jnp.float16) and x.size >= MIN_SIZE
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(implementation, eps, x, delta, weight):
-    return _forward(implementation, eps, x, delta, weight)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm(implementation, eps, beside, x, delta, weight):
+    return _forward(implementation, eps, beside, x, delta, weight)[0]
 
 
-def _forward(implementation, eps, x, delta, weight):
+def _forward(implementation, eps, beside, x, delta, weight):
     if implementation == "pallas_triton":
         *added, y, inverse = norm_forward(x, delta, weight, eps=eps, interpret=interprets())
     else:
@@ -124,10 +143,11 @@ def _forward(implementation, eps, x, delta, weight):
         inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
         y = (wide * inverse[:, None] * weight.astype(jnp.float32)).astype(x.dtype)
     s = added[0] if added else x
-    return (*added, y), (s, inverse, weight)
+    sums = [x] if beside else added
+    return (*sums, y), (s, inverse, weight)
 
 
-def _backward(implementation, eps, residuals, cotangents):
+def _backward(implementation, eps, beside, residuals, cotangents):
     del eps  # unused: it is in `inverse`
     s, inverse, weight = residuals
     *ds, dy = cotangents
@@ -140,7 +160,7 @@ def _backward(implementation, eps, residuals, cotangents):
         dx = (dx if ds is None else dx + ds.astype(jnp.float32)).astype(s.dtype)
     # Dropped by the compiler where the base is frozen.
     dweight = jnp.sum(dy.astype(jnp.float32) * s.astype(jnp.float32) * inverse[:, None], axis=0).astype(weight.dtype)
-    return dx, None if ds is None else dx, dweight
+    return dx, None if ds is None or beside else dx, dweight
 
 
 _norm.defvjp(_forward, _backward)

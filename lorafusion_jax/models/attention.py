@@ -30,7 +30,8 @@ def attention(
     segments: Segments,
     *,
     implementation: AttentionImplementation | None = None,
-) -> Float[Array, "T H C"]:
+    flat: bool = False,
+) -> Float[Array, "T H C"] | Float[Array, "T H*C"]:
     """Attends to the earlier rows of the same segment; groups of H / K query heads share a key head.
 
     o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
@@ -43,6 +44,8 @@ def attention(
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
             "cudnn" (Hopper or later; bfloat16 or float16), "xla" (everywhere), None = the first of these that serves
             the inputs, which is also the fastest.
+        flat: heads side by side [T, H·C], as a projection takes them; by our own kernels that array is the one that
+            backward keeps, where another shape of it would be kept beside it.
     Raises:
         NotImplementedError: an implementation was asked for that cannot serve these inputs.
 
@@ -54,7 +57,8 @@ def attention(
     implementation = implementation or default_implementation(q, k)
     if implementation not in _KERNELS:
         raise ValueError(f"implementation={implementation!r} is none of {', '.join(map(repr, _KERNELS))}")
-    return _isolated(implementation, q, k, v, segments)
+    o_TD = _isolated(implementation, q.shape[-1], q, k, v, segments)
+    return o_TD if flat else o_TD.reshape(q.shape)
 
 
 def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
@@ -68,7 +72,7 @@ def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementatio
     return "cudnn" if on_hopper(or_later=True) and not cudnn_why_not(q) else "xla"
 
 
-# forward: (q, k, v, segments) -> o and what backward needs; backward: (that, do) -> dq, dk, dv.
+# forward: (q, k, v, segments) -> o [T, H·C] and what backward needs; backward: (that, do [T, H, C]) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": cleaned(xla_forward, xla_backward),
     "cudnn": cleaned(cudnn_forward, cudnn_backward),
@@ -76,17 +80,19 @@ _KERNELS: dict[str, tuple[Forward, Backward]] = {
 }
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _isolated(implementation, q, k, v, segments):
-    return _isolated_fwd(implementation, q, k, v, segments)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _isolated(implementation, head_dim, q, k, v, segments):
+    return _isolated_fwd(implementation, head_dim, q, k, v, segments)[0]
 
 
-def _isolated_fwd(implementation, q, k, v, segments):
+def _isolated_fwd(implementation, head_dim, q, k, v, segments):
+    del head_dim  # backward's
     return _KERNELS[implementation][0](q, k, v, segments)
 
 
-def _isolated_bwd(implementation, residuals, do):
-    return *_KERNELS[implementation][1](residuals, do), None
+def _isolated_bwd(implementation, head_dim, residuals, do_TD):
+    do_THC = do_TD.reshape(len(do_TD), -1, head_dim)
+    return *_KERNELS[implementation][1](residuals, do_THC), None
 
 
 _isolated.defvjp(_isolated_fwd, _isolated_bwd)

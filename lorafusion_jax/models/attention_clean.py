@@ -14,18 +14,18 @@ from jax import lax
 
 from .attention_kept import kept
 
-Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o and what backward needs
-Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do -> dq, dk, dv
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C] and what backward needs
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do [T, H, C] -> dq, dk, dv
 
 
-def cleaned(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
-    """The same pair of functions, isolated between segments."""
+def cleaned(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
+    """The same pair of functions, isolated between segments; forward's first result may be [T, H, C]."""
 
     def clean_forward(q, k, v, segments):
         bad_q, bad_kv = kept((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
         o, residuals = forward(_clean(q), _clean(k), _clean(v), segments)
         o = _poison(o, bad_q | _reached(bad_kv, segments.ids))
-        return o, (residuals, bad_q | bad_kv, segments.ids)
+        return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
 
     def clean_backward(everything, do):
         residuals, bad, ids = everything

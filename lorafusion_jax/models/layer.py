@@ -84,8 +84,8 @@ class Attention(nnx.Module):
             q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's slope needs its input
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
-        o_THC = attention(q, k, v, inputs.segments, implementation=implementation)
-        return self.o_proj(o_THC.reshape(x_TD.shape[0], -1), inputs.lora, site=O_INPUT)
+        o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True)
+        return self.o_proj(o_TD, inputs.lora, site=O_INPUT)
 
 
 class MLP(nnx.Module):
@@ -133,8 +133,10 @@ class DecoderLayer(nnx.Module):
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
         if self.half == "mlp":
-            return x_TD + self.mlp(self.post_attention_layernorm(x_TD), inputs.lora)
-        o_TD = self.self_attn(self.input_layernorm(x_TD), inputs, implementation)
+            x_TD, h_TD = self.post_attention_layernorm.beside(x_TD)
+            return x_TD + self.mlp(h_TD, inputs.lora)
+        x_TD, h_TD = self.input_layernorm.beside(x_TD)
+        o_TD = self.self_attn(h_TD, inputs, implementation)
         if self.half == "attention":
             return x_TD + o_TD
         x_TD, h_TD = self.post_attention_layernorm.of_sum(x_TD, checkpoint_name(o_TD, "o_out"))

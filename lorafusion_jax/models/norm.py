@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
 
 
 class RMSNorm(nnx.Module):
@@ -20,6 +20,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return rms_norm(x, self.weight[...], eps=self.eps)
+
+    def beside(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+        """(x, its norm): the two gradients of x are added in the norm's own pass."""
+        return rms_norm_beside(x, self.weight[...], eps=self.eps)
 
     def of_sum(
         self, x: Float[Array, "*B D"], delta: Float[Array, "*B D"]

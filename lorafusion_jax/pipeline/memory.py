@@ -32,6 +32,7 @@ NOT_MODELLED = (
 )
 FLOAT32 = 4
 # Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
+ATTENTION_ROWS, ATTENTION_WIDTHS = 128, (64, 128)  # what our attention asks for
 MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE = 2048, 1024, 64, 0.85
 HOPPER_SMS = 132
 STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
@@ -57,8 +58,9 @@ class MemoryProblem:
         keep: what a layer's forward leaves for its backward.
         item: bytes of a base weight and of an activation.
         implementation: of the LoRA ops, where one is named.
+        attention: its implementation, where one is named.
+        hopper: of the GPUs; elsewhere XLA serves what nobody asked a kernel for.
         tile_tokens: rows of a tile.
-        packed_bits: the kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse).
         loss_chunk: as in `objective.adapter_losses`.
     """
 
@@ -71,13 +73,19 @@ class MemoryProblem:
     keep: Keep = "gemm_inputs"
     item: int = 2
     implementation: str | None = None
+    attention: str | None = None
+    hopper: bool = True
     tile_tokens: int = 128
-    packed_bits: bool = True
     loss_chunk: int = DEFAULT_CHUNK
 
     @property
     def num_stages(self) -> int:
         return len(self.layers)
+
+    @property
+    def packed_bits(self) -> bool:
+        """The kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse)."""
+        return self.hopper if self.implementation is None else self.implementation != "xla"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +129,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         item=4 if config.base.dtype == "float32" else 2,
         implementation=train.implementation,
         tile_tokens=config.batch.tile_tokens,
-        packed_bits=train.implementation != "xla",
+        attention=train.attention,
         loss_chunk=train.loss_chunk,
     )
 
@@ -180,10 +188,11 @@ def _kept_by_half(problem: MemoryProblem) -> tuple[dict[str, int], dict[str, int
     if problem.keep == "gemm_inputs":
         return attention, mlp
     attention |= {
-        "attention, for o_proj": item * T * query,  # rows that attention isolated are put back: another array
         "norm 1 out": item * T * D,
         "norm 1 scale": FLOAT32 * T,
     }
+    if not _attention_is_ours(problem):  # the others put back the rows that they isolated: another array
+        attention |= {"attention, for o_proj": item * T * query}
     mlp |= {"norm 2 out": item * T * D, "norm 2 scale": FLOAT32 * T}
     if not _mlp_is_one_op(problem):
         mlp |= {"silu(gate) · up": item * T * F}
@@ -342,6 +351,15 @@ def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 
 def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
     return {site: sum(bank_rank(problem.adapters, name) for name in names) for site, names in SITES.items()}
+
+
+def _attention_is_ours(problem: MemoryProblem) -> bool:
+    """Whether our own kernels run attention: dtype, head width and rows are such that they serve."""
+    if problem.attention != "pallas_mosaic_gpu" and not (problem.hopper and problem.attention is None):
+        return False
+    m = problem.model
+    served = m.head_dim in ATTENTION_WIDTHS and m.num_heads % m.num_kv_heads == 0
+    return served and problem.item == 2 and problem.capacity_tokens % ATTENTION_ROWS == 0
 
 
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:

@@ -151,7 +151,7 @@ class StagePrograms:
                 given, self._at(lora, weights, number + place), before[0] if place else x, rest, dy
             )
             sums = sums | {
-                name: sums[name].at[0, number + place - self._extent.layers_of(name).start].add(own)
+                name: _added(sums[name], number + place - self._extent.layers_of(name).start, own)
                 for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
             }
         return dy[None], sums
@@ -196,6 +196,13 @@ class StagePrograms:
 
     def _whole(self, weights: Weights) -> Weights:
         return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
+
+
+def _added(sums: Array, layer: Array, own: Array) -> Array:
+    """Adds a layer's gradient to its place in the sums [1, L, ...]; `.at[].add` costs a kernel more on GPUs."""
+    place = (0, layer, *[0] * own.ndim)
+    before = lax.dynamic_slice(sums, place, (1, 1, *own.shape))
+    return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
 def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):

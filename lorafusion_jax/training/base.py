@@ -69,8 +69,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
     size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    problem = memory_problem(config, model)
-    problem = replace(problem, packed_bits=problem.packed_bits and is_hopper())  # elsewhere the XLA ops serve
+    problem = replace(memory_problem(config, model), hopper=is_hopper())
     mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
     return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))

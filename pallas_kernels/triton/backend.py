@@ -65,7 +65,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         dx = _dx(prepared, fused, dys[fused], joined, bits)
     for i, (dy, w) in enumerate(zip(dys, padded.ws, strict=True)):
         if i != fused:
-            dx = dx + jnp.matmul(dy, w.T, precision=_precision(dy.dtype))
+            dx = jnp.matmul(dy, w.T, precision=_precision(dy.dtype)) + dx  # in this order one pass, as on Hopper
     return dx[: ops.x.shape[0], : ops.x.shape[1]], das, dbs
 
 

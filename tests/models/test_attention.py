@@ -250,7 +250,7 @@ def test_policy_that_keeps_attention_keeps_each_array_of_our_kernels_once(capsys
         jax.ad_checkpoint.print_saved_residuals(loss, *args)
     assert text.count("custom_call @mosaic_gpu") == 3  # forward, dq, dk and dv
     saved = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "'attention'" in line]
-    assert saved.count("bf16[128,1,64]") == 4  # q, k, v and o
+    assert (saved.count("bf16[128,1,64]"), saved.count("bf16[128,64]")) == (3, 1)  # q, k, v; o
 
 
 PACKINGS = {"one": [4096], "equal": [256] * 16, "ragged": [3, 900, 1, 64, 2000, 333], "many": [100] * 40}

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
 
@@ -70,6 +70,18 @@ def test_norm_alone_and_the_gradient_of_its_weight(implementation):
     close(dx, right_dx, jnp.float32)
     unit = right / np.asarray(weight, np.float64)
     close(dweight, (np.asarray(dy, np.float64) * unit).sum(0), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_norm_beside_its_input_adds_both_gradients(implementation, dtype):
+    x, _, weight, dy, ds = drawn(8, 96, dtype)
+    (s, y), pullback = jax.vjp(lambda x: rms_norm_beside(x, weight, eps=1e-5, implementation=implementation), x)
+    (dx,) = pullback((ds, dy))
+    wanted = reference(x, 0 * x, weight, dy, ds)
+    np.testing.assert_array_equal(s, x)
+    close(y, wanted[1], dtype)
+    close(dx, wanted[2], dtype)
 
 
 def test_a_bad_row_stays_alone():

@@ -45,6 +45,8 @@ ADAPTERS = (
 )
 FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
 
+HOPPER = "pallas_mosaic_gpu"
+
 
 def problem(model=TINY, adapters=ADAPTERS, stages=1, tokens=64, **changes):
     settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "keep": "gemm_inputs"} | changes
@@ -147,7 +149,7 @@ def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
         return kept.get("silu(gate) · up")
 
     assert gated() is None
-    assert gated(packed_bits=False) == 2 * T * F
+    assert gated(hopper=False) == 2 * T * F
     assert gated(item=4) == 4 * T * F
     for left_out in ("gate_proj", "up_proj", "down_proj"):
         targets = tuple(name for name in ("gate_proj", "up_proj", "down_proj") if name != left_out)
@@ -168,10 +170,10 @@ def test_the_gated_array_is_working_memory_where_it_is_not_kept():
     for keep in KEEPS:
         again = everything - sum(kept_per_layer(of(keep)).values())
         assert working_memory(of(keep), 0)["forward"] == hand_over + again + gated
-    assert working_memory(of("everything", packed_bits=False), 0)["forward"] == hand_over
+    assert working_memory(of("everything", hopper=False), 0)["forward"] == hand_over
 
 
-def real_kept(wanted, implementation):
+def real_kept(wanted):
     """Bytes that the executor's forward pass of one layer returns, and the layer's input; from shapes alone."""
     import jax
     import jax.numpy as jnp
@@ -182,7 +184,8 @@ def real_kept(wanted, implementation):
     from lorafusion_jax.pipeline.keep import Split
     from lorafusion_jax.pipeline.parts import Parts
 
-    T, settings = wanted.capacity_tokens, TrainSettings(implementation=implementation, attention="xla")
+    T = wanted.capacity_tokens
+    settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)
     parts = Parts(model=wanted.model, specs=wanted.adapters, settings=settings, dtype=jnp.bfloat16)
     whole = jax.ShapeDtypeStruct
     frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes().items()}
@@ -204,21 +207,20 @@ def real_kept(wanted, implementation):
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_mosaic_gpu"])
+@pytest.mark.parametrize(("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER)])
 @pytest.mark.parametrize("keep", KEEPS)
-def test_a_real_layer_keeps_what_the_table_says(keep, implementation):
+def test_a_real_layer_keeps_what_the_table_says(keep, implementation, attention):
     """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
     model = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4, qk_norm=True)
-    packed = implementation != "xla"
-    wanted = problem(model, FOUR, tokens=1024, keep=keep, packed_bits=packed, implementation=implementation)
-    assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted, implementation), rel=1e-3)
+    wanted = problem(model, FOUR, tokens=1024, keep=keep, implementation=implementation, attention=attention)
+    assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
 
 
 def test_what_nobody_uses_is_not_kept():
     plain = (AdapterSpec(name="law", rank=4, alpha=8, targets=("down_proj",)),)
     names = kept_per_layer(problem(adapters=plain))
     assert {name for name in names if name.startswith(("S of", "dropout"))} == {"S of down"}
-    assert not any(name.startswith("dropout") for name in kept_per_layer(problem(packed_bits=False)))
+    assert not any(name.startswith("dropout") for name in kept_per_layer(problem(hopper=False)))
 
 
 def test_earlier_stages_hold_more_microbatches():
