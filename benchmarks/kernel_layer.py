@@ -63,6 +63,7 @@ class Variant:
     adapters: int = 1
     rate: float = 0.0
     siblings: bool = True
+    options: bool = False  # compiled as the package advises for its own ops
 
     @property
     def name(self) -> str:
@@ -70,18 +71,19 @@ class Variant:
 
 
 def variants(full: bool) -> Iterator[Variant]:
-    yield Variant(kind="frozen", project=frozen)
+    yield Variant(kind="frozen", project=frozen, options=True)
     yield Variant(kind="xla_naive", project=plain(oracles.lora_xla), rate=0.1)
-    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, rate=0.1)
+    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, options=True, rate=0.1)
     yield Variant(kind="xla_wide", project=plain(oracles.lora_wide), rate=0.1, adapters=4)
-    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, rate=0.1, adapters=4)
+    yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, options=True, rate=0.1, adapters=4)
     if full:
-        yield Variant(kind="ours_mlp_apart", project=ours(None), rate=0.1, adapters=4)
-        yield Variant(kind="ours_separate", project=ours(None, siblings=False), rate=0.1, adapters=4)
+        yield Variant(kind="frozen_default", project=frozen)
+        yield Variant(kind="ours_mlp_apart", project=ours(None), options=True, rate=0.1, adapters=4)
+        yield Variant(kind="ours_separate", project=ours(None, siblings=False), options=True, rate=0.1, adapters=4)
         yield Variant(kind="ours_on_xla", project=ours("xla"), rate=0.1, adapters=4)
         yield Variant(kind="xla_wide", project=plain(oracles.lora_wide), adapters=4)
-        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, adapters=4)
-        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp)
+        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, options=True, adapters=4)
+        yield Variant(kind="ours", project=ours(None), mlp=ours_mlp, options=True)
         yield Variant(kind="xla_naive", project=plain(oracles.lora_xla))
         yield Variant(kind="ragged_dot", project=plain(oracles.lora_ragged), rate=0.1, adapters=4)
 
@@ -107,7 +109,8 @@ def run_part(recorder, shape: Shape, part: str, chosen: list[Variant], body, tin
 
         def compile_one(variant=variant):
             arrays = make_arrays(shape, variant)
-            fn = jax.jit(forward_backward(variant, body, shape)).lower(arrays).compile()
+            options = pk.compiler_options() if variant.options else None
+            fn = jax.jit(forward_backward(variant, body, shape), compiler_options=options).lower(arrays).compile()
             jax.block_until_ready(fn(arrays))
             calls[variant.name] = (fn, [(arrays,)])
 

@@ -170,7 +170,9 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
                     arrays = dict(make_arrays(variant.spec), key=jax.random.key(3))
                     other = {**arrays, "x": jnp.roll(arrays["x"], 1, 0), "dy": jnp.roll(arrays["dy"], 1, 0)}
                     inputs[variant.spec] = [(arrays,), (other,)]
-                lowered = jax.jit(forward_backward(variant)).lower(*inputs[variant.spec][0])
+                options = pk.compiler_options() if variant.parallel else None
+                fn = jax.jit(forward_backward(variant), compiler_options=options)
+                lowered = fn.lower(*inputs[variant.spec][0])
                 compiled = pool.submit(lowered.compile) if variant.parallel else lowered.compile
                 jobs[variant.name] = (compiled, inputs[variant.spec])
 

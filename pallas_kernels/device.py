@@ -36,6 +36,21 @@ def is_hopper() -> bool:
     return any(name in device_kind() for name in ("H100", "H200", "GH200", "H800", "H20"))
 
 
+def compiler_options() -> dict[str, bool]:
+    """Options of XLA with which programs of these ops run fastest on this device; none on devices not measured.
+
+    On Hopper: products by cuBLAS alone. Where XLA may try Triton as well, cuBLAS wins all products of a layer, but the
+    sums of several, as the gradient of an input that q, k and v share, are passes of their own then, where cuBLAS adds
+    to what is there: 144 us of a layer of Llama-3.1-8B's shape, 8192 tokens, on an H200 (jax 0.11.2).
+
+    Example:
+        >>> step = jax.jit(lambda x: x @ x, compiler_options=compiler_options())
+        >>> step(jax.numpy.ones((2, 2))).tolist()
+        [[2.0, 2.0], [2.0, 2.0]]
+    """
+    return {"xla_gpu_enable_triton_gemm": False} if is_hopper() else {}
+
+
 def interprets() -> bool:
     """True where Pallas-Triton kernels can only be interpreted."""
     return target_platform() == "cpu"

@@ -29,6 +29,7 @@ from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.optim import Hyper, clipped, transformation
 from lorafusion_jax.pipeline.parts import Parts, Weights
+from pallas_kernels import compiler_options
 
 ROWS, WHOLE = P(REPLICAS), P()
 LAYERS = "layers."  # in front of the names of trainable leaves
@@ -66,9 +67,11 @@ class StagePrograms:
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
-        self.forward = self._jit(self._forward, block, (ROWS, ROWS))
-        self.backward = self._jit(self._backward, (*block, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(6, 7))
-        self.evaluate = self._jit(self._evaluate, block, ROWS)
+        kernels = {} if parts.settings.implementation == "xla" else compiler_options()
+        gradients = (*block, ROWS, ROWS, ROWS)
+        self.forward = self._jit(self._forward, block, (ROWS, ROWS), options=kernels)
+        self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
+        self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
@@ -107,9 +110,12 @@ class StagePrograms:
         """State of one adapter's optimizer at its first step."""
         return transformation(optim, Hyper(*[0.0] * 7)).init(lv.take(lora, spec, 0))
 
-    def _jit(self, function: Callable, in_specs: tuple, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
+    def _jit(
+        self, function: Callable, in_specs: tuple, out_specs: Any, *,
+        donate: tuple[int, ...] = (), options: dict[str, bool] | None = None,
+    ) -> Any:  # fmt: skip
         if self._stage.replicas == 1:
-            return jax.jit(function, donate_argnums=donate)
+            return jax.jit(function, donate_argnums=donate, compiler_options=options or None)
 
         def mapped(*operands: Any) -> Any:
             specs = tuple(
@@ -120,8 +126,8 @@ class StagePrograms:
             local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return local(*operands)
 
-        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if self._stage.fsdp > 1 else None
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=overlap)
+        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if self._stage.fsdp > 1 else {}
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=(options or {}) | overlap or None)
 
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))

@@ -183,6 +183,12 @@ def test_the_hopper_backend_keeps_nothing_besides_s_and_bits(names, ranks):
     assert made == [(512, 16 * len(ranks)), (512, 1, 8)]
 
 
+def test_only_hopper_has_compiler_options():
+    assert pk.compiler_options() == {}
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        assert pk.compiler_options() == {"xla_gpu_enable_triton_gemm": False}
+
+
 def test_partial_sums_of_an_adapter_ignore_the_others():
     random = np.random.default_rng(0)
     partials = random.normal(size=(7, 64, 16)).astype(np.float32)
