@@ -62,7 +62,7 @@ def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool) -> None
 def run_ops(recorder: Recorder, tiny: bool) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
     rows = [(8192, *shape, True) for shape in BENCHMARK_SHAPES]
-    rows += [(t, *shape, False) for t in (16384, 4096, 2048) for shape in BENCHMARK_SHAPES]
+    rows += [(t, *shape, False) for t in (2048, 4096, 16384) for shape in BENCHMARK_SHAPES]
     for tokens, k, n, full in [(256, 256, 512, True)] if tiny else rows:
         if recorder.left_s < 25 and not tiny:
             recorder.add(name=f"{tokens}x{k}->{n}", error="no time left")
