@@ -9,7 +9,7 @@ import pytest
 from shapes import LLAMA_8B
 
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
+from lorafusion_jax.pipeline.memory import GIB, USABLE, memory_problem, stage_memory
 from scheduling import CostModel, CostParts, PassCost, StageCost
 
 
@@ -61,10 +61,13 @@ def test_screen_shows_memory_and_fit(lorafusion, large):
 
 
 def test_auto_keeps_less_before_it_gives_up(lorafusion, large):
-    keeps = [
-        plan(lorafusion, large, "--device", "h100", "--device-memory", str(size))["memory"]["keep"]
-        for size in (79, 50, 30)
+    def memory(size, *arguments):
+        return plan(lorafusion, large, *arguments, "--device", "h100", "--device-memory", str(size))["memory"]
+
+    needs = [
+        memory(79, f"train.keep={keep}")["stages"][0]["total"] / USABLE / GIB for keep in ("everything", "gemm_inputs")
     ]
+    keeps = [memory(f"{size:.3f}")["keep"] for size in (needs[0] + 0.01, needs[0] - 0.01, needs[1] - 0.01)]
     assert keeps == ["everything", "gemm_inputs", "nothing"]
 
 
