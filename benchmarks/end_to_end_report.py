@@ -70,6 +70,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """A panel per model, a group per workload, a bar per variant; published figures hatched."""
     models = [model for model in ("8b", "32b", "70b") if any(row["model"] == model for row in rows)]
     groups = [len({row["workload"] for row in rows if row["model"] == model}) for model in models]
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=["#e8a33d", "#c2703d", "#8b5e3c", "#d9c17a", "#a89f68"])
     figure, axes = plt.subplots(
         1,
         len(models),
@@ -100,7 +101,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def bars(axis: Any, start: float, width: float, heights: list[float], label: str, ours: bool, hatch: str = "") -> None:
-    color = "#1f6f8b" if ours else "#dddddd" if hatch else None
+    color = "#1f6f8b" if ours else "#dddddd" if hatch else "#9aa0a6" if label == LABELS["frozen"] else None
     places = [n + start for n in range(len(heights))]
     drawn = axis.bar(places, heights, width, align="edge", label=label, color=color, hatch=hatch, edgecolor="white")
     if ours:
