@@ -73,14 +73,15 @@ CELLS = (
     ),
     Cell(name="mlp", gpus=1, seconds=130, command="mlp.py"),
     Cell(name="layer", gpus=1, seconds=240, command="kernels.py --sections layer --budget 230"),
-    Cell(name="ops", gpus=1, seconds=330, command="kernels.py --sections ops --budget 320"),
-    Cell(name="bytes", gpus=1, seconds=220, command="kernel_bytes.py"),
+    Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
+    Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --budget 450"),
+    Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
     Cell(
         name="8b_data4", gpus=4, seconds=110,
         command="end_to_end.py --model 8b --data 4 --variants ours --slots 60 --no-profile",
     ),
     Cell(
-        name="8b_data2", gpus=2, seconds=100,
+        name="8b_data2", gpus=2, seconds=90,
         command="end_to_end.py --model 8b --data 2 --variants ours --slots 60 --no-profile",
     ),
 )  # fmt: skip

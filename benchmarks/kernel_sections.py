@@ -10,8 +10,9 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
 SWEEP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
+FULL = 8192  # tokens at which every form is timed
 BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
 
 
@@ -55,25 +57,27 @@ class Recorder:
 def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool) -> None:
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
-    sections = {"check": kernel_checks.run, "ops": run_ops, "profile": run_profile, "sweep": run_sweep}
+    sections = {
+        "check": kernel_checks.run, "ops": run_ops, "rows": partial(run_ops, tokens=(2048, 4096, 16384)),
+        "profile": run_profile, "sweep": run_sweep,
+    }  # fmt: skip
     {**sections, "layer": kernel_layer.run}[section](recorder, tiny)
 
 
-def run_ops(recorder: Recorder, tiny: bool) -> None:
+def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,)) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
-    rows = [(8192, *shape, True) for shape in BENCHMARK_SHAPES]
-    rows += [(t, *shape, False) for t in (2048, 4096, 16384) for shape in BENCHMARK_SHAPES]
-    for tokens, k, n, full in [(256, 256, 512, True)] if tiny else rows:
+    rows = [(t, *shape, t == FULL) for t in tokens for shape in BENCHMARK_SHAPES]
+    for num, k, n, full in [(256, 256, 512, tokens == (FULL,))] if tiny else rows:
         if recorder.left_s < 25 and not tiny:
-            recorder.add(name=f"{tokens}x{k}->{n}", error="no time left")
+            recorder.add(name=f"{num}x{k}->{n}", error="no time left")
             continue
-        variants = list(op_variants(tokens, k, n, tiny=tiny, full=full))
+        variants = list(op_variants(num, k, n, tiny=tiny, full=full))
         calls = compile_all(recorder, variants)
         timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
         for variant in variants:
             if variant.name in timings:
                 recorder.add(
-                    shape=f"{tokens}x{k}->{n}", variant=variant.kind, adapters=variant.spec.adapters,
+                    shape=f"{num}x{k}->{n}", variant=variant.kind, adapters=variant.spec.adapters,
                     rank=variant.spec.rank, rate=variant.spec.rate, **dataclasses.asdict(timings[variant.name]),
                 )  # fmt: skip
 
