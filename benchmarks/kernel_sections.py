@@ -54,12 +54,12 @@ class Recorder:
             self.add(name=name, error=f"{type(error).__name__}: {error}"[:600])
 
 
-def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool) -> None:
+def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = ()) -> None:
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
     sections = {
         "check": kernel_checks.run, "ops": run_ops, "rows": partial(run_ops, tokens=(2048, 4096, 16384)),
-        "profile": run_profile, "sweep": run_sweep,
+        "profile": run_profile, "sweep": partial(run_sweep, only=only),
     }  # fmt: skip
     {**sections, "layer": kernel_layer.run}[section](recorder, tiny)
 
@@ -226,22 +226,23 @@ def run_profile(recorder: Recorder, tiny: bool) -> None:
             recorder.attempt(variant.name, work)
 
 
-def run_sweep(recorder: Recorder, tiny: bool) -> None:
-    """Times tile sizes kernel by kernel; a program runs a kernel over several copies of its large operand."""
+def run_sweep(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
+    """Times tile sizes kernel by kernel (of `only` those, if any are named); a program runs a kernel over several
+    copies of its large operand."""
     shapes = ((256, 256),) if tiny else SWEEP_SHAPES
     for k, n, rank in [(*shape, 16) for shape in shapes] + [(*shapes[0], 64)]:
         spec = LinearSpec(
             tokens=256 if tiny else 8192, in_features=k, out_features=n, rank=rank, rate=0.1, tile=64 if tiny else 128
         )
-        sweep_shape(recorder, spec, tiny, quick=tiny or rank == 64)
+        sweep_shape(recorder, spec, tiny, quick=not only and (tiny or rank == 64), only=only)
 
 
-def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool) -> None:
+def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool, only: Sequence[str]) -> None:
     inputs, copies = search.make_inputs(spec)
     jobs, calls, by_name = {}, {}, {}
     with ThreadPoolExecutor(14) as pool:
         for candidate in search.candidates(spec, quick=quick):
-            if tiny and candidate.kernel.startswith("mosaic"):
+            if (tiny and candidate.kernel.startswith("mosaic")) or (only and candidate.kernel not in only):
                 continue
             name = f"{candidate.kernel} {candidate.config}"
             by_name[name] = candidate

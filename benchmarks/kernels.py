@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=450, help="seconds for everything")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--only", nargs="+", default=[], help="kernels of the sweep, e.g. mosaic_down mosaic_da")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
     parser.add_argument("--child", choices=tuple(SECTIONS))
     args = parser.parse_args()
@@ -41,7 +42,7 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))
         from benchmarks import kernel_sections
 
-        kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny)
+        kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny, only=args.only)
         return 0
     started = time.monotonic()
     sections = args.sections.split(",")
@@ -64,6 +65,7 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
     """
     (args.out / f"kernels_{section}.jsonl").unlink(missing_ok=True)
     command = [sys.executable, __file__, "--child", section, "--out", str(args.out), "--budget", f"{budget_s:.0f}"]
+    command += ["--only", *args.only] if args.only else []
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
         if section in ("sweep", "profile"):

@@ -136,6 +136,8 @@ def drop_down_grid(quick: bool) -> list[DropDownConfig]:
         DropDownConfig(split_k=4, stages=2, block_k=256),
         DropDownConfig(split_k=2, stages=4),
         DropDownConfig(split_k=8, stages=3),
+        DropDownConfig(split_k=4, stages=2),  # more programs a multiprocessor, each with less under way
+        DropDownConfig(split_k=8, stages=2),
     ]
     return grid[:2] if quick else grid
 
@@ -148,6 +150,9 @@ def drop_da_grid(quick: bool) -> list[DropDaConfig]:
         DropDaConfig(blocks_per_chunk=16, block_k=64, stages=4),
         DropDaConfig(blocks_per_chunk=32, block_k=128, stages=4),
         DropDaConfig(blocks_per_chunk=16, block_k=256, stages=3),
+        DropDaConfig(blocks_per_chunk=8, block_k=128, stages=2),  # more programs a multiprocessor
+        DropDaConfig(blocks_per_chunk=16, block_k=64, stages=3),
+        DropDaConfig(blocks_per_chunk=8, block_k=64, stages=3),
     ]
     return grid[:2] if quick else grid
 
@@ -160,6 +165,7 @@ def wide_dsdb_grid(quick: bool) -> list[WideDsdbConfig]:
         WideDsdbConfig(blocks_per_chunk=8, block_n=64, split_n=8, stages=3),
         WideDsdbConfig(blocks_per_chunk=4, block_n=128, split_n=8, stages=3),
         WideDsdbConfig(blocks_per_chunk=4, block_n=64, split_n=16, stages=3),
+        WideDsdbConfig(blocks_per_chunk=4, block_n=64, split_n=16, stages=2),
     ]
     return grid[:2] if quick else grid
 
