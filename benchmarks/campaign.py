@@ -73,6 +73,7 @@ CELLS = (
     ),
     Cell(name="mlp", gpus=1, seconds=130, command="mlp.py"),
     Cell(name="layer", gpus=1, seconds=240, command="kernels.py --sections layer --budget 230"),
+    Cell(name="check", gpus=1, seconds=70, command="kernels.py --sections check --budget 90"),
     Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
     Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --budget 450"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),

@@ -57,7 +57,7 @@ def count(case: str, features: int, programs: str) -> dict:
         subprocess.run(child, capture_output=True, text=True, timeout=CASE_S, env=os.environ | kept, check=True)
         run = subprocess.run(profiler + child, capture_output=True, text=True, timeout=CASE_S, env=watched)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as failed:
-        return {"error": f"{failed} {failed.stderr!s:.500}"}
+        return {"error": f"{failed} {str(failed.stderr)[-500:]}"}
     lines = run.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:

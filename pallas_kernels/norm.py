@@ -92,7 +92,7 @@ def rms_norm_beside(
 
 
 def _flat(x, delta, weight, eps, implementation, *, beside: bool = False):
-    _check("rms_norm" if delta is None else "add_rms_norm", x, delta, weight)
+    _check("add_rms_norm" if delta is not None else "rms_norm_beside" if beside else "rms_norm", x, delta, weight)
     chosen = implementation or ("pallas_triton" if _kernel_wins(x) else "xla")
     if chosen not in ("xla", "pallas_triton"):
         raise ValueError(f"implementation={chosen!r} is none of 'xla', 'pallas_triton'")

@@ -31,8 +31,8 @@ NOT_MODELLED = (
     "host memory",
 )
 FLOAT32 = 4
-# Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
 ATTENTION_ROWS, ATTENTION_WIDTHS = 128, (64, 128)  # what our attention asks for
+# Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
 MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE = 2048, 1024, 64, 0.85
 HOPPER_SMS = 132
 STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter

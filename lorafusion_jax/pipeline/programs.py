@@ -205,7 +205,11 @@ class StagePrograms:
 
 
 def _added(sums: Array, layer: Array, own: Array) -> Array:
-    """Adds a layer's gradient to its place in the sums [1, L, ...]; `.at[].add` costs a kernel more on GPUs."""
+    """Adds a layer's gradient to its place in the sums [1, L, ...]; `.at[].add` costs a kernel more on GPUs.
+
+    Args:
+        layer: int32, one of the L: another one would be clamped to them.
+    """
     place = (0, layer, *[0] * own.ndim)
     before = lax.dynamic_slice(sums, place, (1, 1, *own.shape))
     return lax.dynamic_update_slice(sums, before + own[None, None], place)

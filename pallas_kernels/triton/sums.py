@@ -2,7 +2,7 @@
 
 Every program owns a block of one adapter's gradient. It finds out which partial sums are that adapter's and reads those
 alone, several at once: nothing foreign is read, and the order of the additions is that of the adapter's own partial
-sums, whoever else is in the call.
+sums, whoever else is in the call, as long as the padded rank is the same.
 
 C chunks · M rows of a partial sum · R padded rank · A adapters
 """
@@ -17,10 +17,10 @@ from jax import lax
 
 from pallas_kernels.triton.common import call
 
-# Partial sums under way at once. An adapter has some 16 of them; one after another, each waits for device memory, and
-# 64 of 4096 x 16 took 16 us on an H200 where reading them takes 4.
-AT_ONCE = 16
-ROWS = 32
+# An adapter has some 16 partial sums. One after another, each waits for device memory: 64 of 4096 x 16 took 16 us on an
+# H200 where reading them takes 4. As many are under way as a program's registers hold, 64 of a thread.
+TILE = 16 * 512
+MIN_ROWS = 8  # 32 bytes of a transposed row
 
 
 def sum_partials(
@@ -29,17 +29,19 @@ def sum_partials(
     """Returns factor[k] * sum of the partial sums of adapter k: float32 [A, M, R], or [A, R, M] when transposed.
 
     Args:
-        partials: float32 [C, M, R]; M divides by 32, R is a power of two.
+        partials: float32 [C, M, R]; M divides by 32, R is a power of two from 16 on.
         adapter: int32 [C]; chunks of other numbers than 0 .. A - 1 belong to nobody.
         factor: float32 [A].
     """
     chunks, size, rank = partials.shape
     num_adapters = factor.shape[0]
-    padded = max(AT_ONCE, 1 << (chunks - 1).bit_length())
-    block = ROWS * rank
+    rows = max(MIN_ROWS, 512 // rank)
+    block = rows * rank
+    at_once = max(1, TILE // block)
+    padded = max(16, 1 << (chunks - 1).bit_length())
 
     def kernel(partials_ref, adapter_ref, factor_ref, out_ref):
-        own, row0 = pl.program_id(1), pl.program_id(0) * ROWS
+        own, row0 = pl.program_id(1), pl.program_id(0) * rows
         number = lax.iota(jnp.int32, padded)
         mine = plt.load(adapter_ref.at[number], mask=number < chunks, other=-1) == own
         place = jnp.where(mine, jnp.cumsum(mine.astype(jnp.int32)) - 1, -1)
@@ -47,28 +49,28 @@ def sum_partials(
         elements = row0 * rank + lax.iota(jnp.int32, block)
 
         def step(i, acc):
-            wanted = i * AT_ONCE + lax.iota(jnp.int32, AT_ONCE)
+            wanted = i * at_once + lax.iota(jnp.int32, at_once)
             chunk = jnp.sum(jnp.where(place[None, :] == wanted[:, None], number[None, :], 0), axis=1)
-            there = jnp.broadcast_to((wanted < count)[:, None], (AT_ONCE, block))
+            there = jnp.broadcast_to((wanted < count)[:, None], (at_once, block))
             source = partials_ref.at[
                 jnp.broadcast_to(chunk[:, None], there.shape), jnp.broadcast_to(elements[None, :], there.shape)
             ]
             return acc + jnp.sum(plt.load(source, mask=there, other=0.0), axis=0)
 
-        steps = lax.div(count + (AT_ONCE - 1), AT_ONCE)
+        steps = lax.div(count + (at_once - 1), at_once)
         acc = lax.fori_loop(0, steps, step, jnp.zeros(block, jnp.float32)) * factor_ref[own]
-        acc = acc.reshape(ROWS, rank)
+        acc = acc.reshape(rows, rank)
         if transposed:
-            out_ref[own, :, pl.ds(row0, ROWS)] = acc.T
+            out_ref[own, :, pl.ds(row0, rows)] = acc.T
         else:
-            out_ref[own, pl.ds(row0, ROWS), :] = acc
+            out_ref[own, pl.ds(row0, rows), :] = acc
 
     shape = (num_adapters, rank, size) if transposed else (num_adapters, size, rank)
     return call(
         kernel,
         [partials.reshape(chunks, size * rank), adapter, factor],
         name="lora_sum",
-        grid=(size // ROWS, num_adapters),
+        grid=(size // rows, num_adapters),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         num_warps=4,
         num_stages=1,

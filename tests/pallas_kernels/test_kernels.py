@@ -189,20 +189,32 @@ def test_only_hopper_has_compiler_options():
         assert pk.compiler_options() == {"xla_gpu_enable_triton_gemm": False}
 
 
-def test_partial_sums_of_an_adapter_ignore_the_others():
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("chunks", "rank"), [(7, 16), (33, 32), (100, 128), (300, 16)])
+def test_partial_sums_of_an_adapter_ignore_the_others(chunks, rank, transposed):
     random = np.random.default_rng(0)
-    partials = random.normal(size=(7, 64, 16)).astype(np.float32)
-    adapter = np.array([1, 0, 2, 1, 3, 0, -1], np.int32)
+    partials = random.normal(size=(chunks, 64, rank)).astype(np.float32)
+    adapter = random.integers(-1, 4, chunks).astype(np.int32)  # nobody's, three adapters, padding
+    adapter[:4] = 1, 0, 2, 1
     partials[adapter == 2] = np.nan
     factor = np.array([2.0, 0.5, 1.0], np.float32)
-    got = np.asarray(sum_partials(*map(jnp.asarray, (partials, adapter, factor)), transposed=True, interpret=True))
+
+    def summed(*arrays):
+        return np.asarray(sum_partials(*map(jnp.asarray, arrays), transposed=transposed, interpret=True))
+
+    got = summed(partials, adapter, factor)
     for k in (0, 1):
-        want = factor[k] * partials[adapter == k].astype(np.float64).sum(0).T
-        np.testing.assert_allclose(got[k], want, rtol=1e-5, atol=1e-6)
+        want = factor[k] * partials[adapter == k].astype(np.float64).sum(0)
+        np.testing.assert_allclose(got[k], want.T if transposed else want, rtol=1e-5, atol=1e-5)
     assert np.isnan(got[2]).all()
-    alone = sum_partials(*map(jnp.asarray, (partials[adapter == 1], np.zeros(2, np.int32), factor[1:2])),
-                         transposed=True, interpret=True)  # fmt: skip
-    np.testing.assert_array_equal(got[1], alone[0])
+    own = partials[adapter == 1]
+    np.testing.assert_array_equal(got[1], summed(own, np.zeros(len(own), np.int32), factor[1:2])[0])
+
+
+def test_an_adapter_without_partial_sums_gets_zeros():
+    partials, adapter = jnp.ones((3, 32, 16)), jnp.array([0, -1, 2], jnp.int32)
+    got = sum_partials(partials, adapter, jnp.ones(2), transposed=False, interpret=True)
+    assert got.sum(axis=(1, 2)).tolist() == [32 * 16, 0]
 
 
 @pytest.mark.parametrize(("rank", "passes_over_x"), [(16, 1), (64, 3)])

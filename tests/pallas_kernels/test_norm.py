@@ -84,6 +84,19 @@ def test_a_norm_beside_its_input_adds_both_gradients(implementation, dtype):
     close(dx, wanted[2], dtype)
 
 
+def test_a_norm_beside_its_input_has_the_gradients_of_the_two_apart():
+    """Of the weight too, and where a checkpoint makes the norm again."""
+    x, _, weight, dy, ds = drawn(8, 96, jnp.float32)
+
+    def together(x, weight):
+        return rms_norm_beside(x, weight, eps=1e-5)
+
+    wanted = jax.vjp(lambda x, weight: (x, rms_norm(x, weight, eps=1e-5)), x, weight)[1]((ds, dy))
+    for function in (together, jax.checkpoint(together)):
+        for found, right in zip(jax.vjp(function, x, weight)[1]((ds, dy)), wanted, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
 def test_a_bad_row_stays_alone():
     x, _, weight, _, _ = drawn(8, 96, jnp.float32)
     clean = rms_norm(x, weight, eps=1e-5, implementation="pallas_triton")

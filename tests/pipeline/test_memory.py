@@ -1,14 +1,17 @@
 """The memory model: against real arrays where there are any, by hand where not, and the advice it gives."""
 
 from dataclasses import replace
+from importlib import import_module
 from math import prod
+from unittest import mock
 
 import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import extents
+from lorafusion_jax.pipeline.extent import extents, half_of
 from lorafusion_jax.pipeline.layout import split_layers
 from lorafusion_jax.pipeline.memory import (
     ALLOCATOR_USABLE,
@@ -21,6 +24,7 @@ from lorafusion_jax.pipeline.memory import (
     fits,
     kept_per_layer,
     largest_capacity,
+    memory_problem,
     stage_memory,
     working_memory,
 )
@@ -173,7 +177,7 @@ def test_the_gated_array_is_working_memory_where_it_is_not_kept():
     assert working_memory(of("everything", hopper=False), 0)["forward"] == hand_over
 
 
-def real_kept(wanted):
+def real_kept(wanted, half=None):
     """Bytes that the executor's forward pass of one layer returns, and the layer's input; from shapes alone."""
     import jax
     import jax.numpy as jnp
@@ -188,8 +192,9 @@ def real_kept(wanted):
     settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)
     parts = Parts(model=wanted.model, specs=wanted.adapters, settings=settings, dtype=jnp.bfloat16)
     whole = jax.ShapeDtypeStruct
-    frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes().items()}
+    frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
     lora = {name.removeprefix("layers."): whole(shape[1:], jnp.float32) for name, shape in parts.lora_shapes(1).items()}
+    lora = {name: leaf for name, leaf in lora.items() if half in (None, half_of(name))}
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     batch = Microbatch(
@@ -202,18 +207,49 @@ def real_kept(wanted):
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention"), "on_hopper", return_value=True)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
         _, kept = jax.eval_shape(forward, frozen, lora, x, batch)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
 
 
-@pytest.mark.parametrize(("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER)])
+WIDE = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER), (HOPPER, None)]
+)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_real_layer_keeps_what_the_table_says(keep, implementation, attention):
     """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
-    model = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4, qk_norm=True)
-    wanted = problem(model, FOUR, tokens=1024, keep=keep, implementation=implementation, attention=attention)
+    wanted = problem(WIDE, FOUR, tokens=1024, keep=keep, implementation=implementation, attention=attention)
     assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_half_a_real_layer_keeps_what_the_table_says(half):
+    wanted = problem(WIDE, FOUR, tokens=1024, keep="everything", implementation=HOPPER)
+    assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=1e-3)
+
+
+def test_where_our_attention_does_not_serve_its_result_is_kept_twice():
+    def again(model=LLAMA_8B, tokens=1024, **changes):
+        return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, keep="everything", **changes))
+
+    assert not again()
+    assert not again(hopper=False, attention=HOPPER)
+    assert again(hopper=False)
+    assert again(attention="cudnn")
+    assert again(item=4)
+    assert again(tokens=1024 + 64)
+    assert again(replace(LLAMA_8B, head_dim=96))
+
+
+def test_the_job_says_which_attention():
+    config = JobConfig(
+        base={"model": "random"}, adapters=({"name": "law", "data": {"train": "x"}},), train={"attention": "cudnn"}
+    )
+    assert memory_problem(config, LLAMA_8B).attention == "cudnn"
 
 
 def test_what_nobody_uses_is_not_kept():

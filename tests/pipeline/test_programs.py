@@ -1,0 +1,57 @@
+"""How the programs of a stage are compiled, and how they add up gradients."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline import programs
+from lorafusion_jax.pipeline.extent import Extent
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.parts import Parts
+
+MODEL = ModelConfig(
+    family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=8,
+)  # fmt: skip
+
+
+def options(implementation):
+    """Of every program of a stage on an H200, by the function's name."""
+    parts = Parts(
+        model=MODEL, specs=(AdapterSpec(name="law", rank=4, alpha=8),),
+        settings=TrainSettings(implementation=implementation),
+    )  # fmt: skip
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    stage = stage_meshes()[0]
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)),
+        mock.patch.object(programs.jax, "jit", wraps=jax.jit) as jit,
+    ):
+        programs.StagePrograms(parts, stage, Extent(0, 4), "everything")
+    return {
+        call.args[0].__name__: call.kwargs["compiler_options"]
+        for call in jit.call_args_list
+        if hasattr(call.args[0], "__name__")
+    }
+
+
+@pytest.mark.parametrize(("implementation", "told"), [(None, True), ("pallas_mosaic_gpu", True), ("xla", False)])
+def test_layers_are_compiled_as_the_kernels_want_it(implementation, told):
+    found = options(implementation)
+    wanted = {"xla_gpu_enable_triton_gemm": False} if told else None
+    assert [found[name] for name in ("_forward", "_backward", "_evaluate")] == [wanted] * 3
+    assert found["_head"] is None  # its second product is slower so
+
+
+def test_a_layers_gradient_is_added_in_its_place_only():
+    sums = jnp.arange(24.0).reshape(1, 3, 2, 4)
+    own = jnp.full((2, 4), 0.5)
+    found = jax.jit(programs._added)(sums, jnp.int32(1), own)
+    np.testing.assert_array_equal(found, np.asarray(sums) + np.array([0, 0.5, 0])[None, :, None, None])
