@@ -24,6 +24,7 @@ from pallas_kernels.chunks import Chunks, make_chunks
 from pallas_kernels.device import device_kind
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tiles import spread
 from pallas_kernels.triton.bank import transposed_bank
 from pallas_kernels.triton.bits import keep_words
 from pallas_kernels.triton.da import da
@@ -77,7 +78,7 @@ class Prepared:
             return jnp.zeros(self.rows // rows, jnp.int32)
         table = self.ops.tile_adapter
         table = jnp.where(table < 0, self.static.num_adapters, table)
-        return jnp.repeat(table, self.static.tile // rows, total_repeat_length=self.rows // rows)
+        return spread(table, self.static.tile // rows)
 
     def tuned(self, kernel: str, num_in: int, num_out: int, rank: int, heuristic: Any) -> Any:
         """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
