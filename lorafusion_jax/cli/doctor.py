@@ -56,11 +56,11 @@ def diagnosis() -> dict[str, dict[str, str]]:
 
 
 def _kernels() -> dict[str, str]:
-    """Which implementations serve a usual layer here; nothing is compiled."""
+    """Which implementations serve a usual layer here, and what they ask of the compiler; nothing is compiled."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import Implementation, lora_linear
+    from pallas_kernels import Implementation, compiler_options, lora_linear
 
     x, w, a, b = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096))
@@ -72,6 +72,10 @@ def _kernels() -> dict[str, str]:
             found[name] = "available"
         except NotImplementedError as problem:
             found[name] = f"not here: {str(problem).split(': ', 1)[-1]}"
+    wanted = " ".join(f"{name}={json.dumps(value)}" for name, value in compiler_options().items())
+    found["compiler options"] = (
+        f"{wanted}, set by train; scripts: see pallas_kernels.compiler_options" if wanted else "none"
+    )
     return found
 
 

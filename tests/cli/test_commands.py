@@ -224,6 +224,19 @@ def test_doctor(lorafusion):
     assert outcome.code == 0
     assert outcome.last_line == "next: lorafusion demo"
     assert numbers["versions"]["jax"] in outcome.out
+    assert numbers["kernels"]["compiler options"] == "none"
+
+
+def test_doctor_names_the_options_of_a_hopper_gpu():
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from lorafusion_jax.cli.doctor import diagnosis
+
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+        kernels = diagnosis()["kernels"]
+    assert kernels["compiler options"].startswith("xla_gpu_enable_triton_gemm=false")
+    assert kernels["pallas_mosaic_gpu"] == "available"
 
 
 @pytest.mark.parametrize(
