@@ -48,7 +48,7 @@ MEMORY_RATE = 4.3e12
 RANK = 16
 ASSUMPTIONS = """\
 samples: log-normal, 950 +- 430 tokens (32 to 4096), seed 0; batches per adapter as in BATCHES; LoRA r 16 on all linears
-compute: default rates of one H200 (scheduling/rates.py: 8B in 0.48 s for 8192 tokens, as in whole runs); bfloat16
+compute: default rates of one H200 (scheduling/rates.py: 8B in 0.46 s for 8192 tokens, as in whole runs); bfloat16
 keep: fastest that fits 140 GiB by the memory model; gemm_inputs adds 2 % to backward, nothing a whole forward
 stages: inside a host of 8 GPUs, activations 112 GB/s and 20 us; layers by modelled cost
 fsdp: inside a host, a layer's weights gathered at 369 GB/s before it runs; programs of four layers may hide some of

@@ -18,13 +18,13 @@ class _Rates(NamedTuple):
 
 
 # H200: products of the head at 716 TFLOP/s in whole training runs; what an 8B layer of 8192 tokens takes above that and
-# attention, for LoRA's passes, norms, gate and lower clocks, is 3.3 ms: 22 ps a token and column of D + F. Packed
+# attention, for LoRA's passes, norms, gate and lower clocks, is 2.7 ms: 18 ps a token and column of D + F. Packed
 # attention at 600 TFLOP/s (counted causal); device_put over NVLink 112 GB/s; a GEMM of 4096 rows takes 1/1.95 of one of
-# 8192. So 8B is predicted at 17.1 k tok/s and measured at 16.8 k (mean of five workloads). H100: same chip, 5 % lower
-# clocks under load, 0.7 of the memory bandwidth. CPU: order of magnitude of two cores in float32.
+# 8192. So whole runs of 8B are predicted to 1 % (five workloads), of 32B and 70B in stages to 3 % too slow. H100: same
+# chip, 5 % lower clocks under load, 0.7 of the memory bandwidth. CPU: order of magnitude of two cores in float32.
 _RATES = {
-    "h200": _Rates(716e12, 22e-12, 600e12, 112e9, 200),
-    "h100": _Rates(680e12, 31e-12, 570e12, 112e9, 200),
+    "h200": _Rates(716e12, 18e-12, 600e12, 112e9, 200),
+    "h100": _Rates(680e12, 26e-12, 570e12, 112e9, 200),
     "cpu": _Rates(55e9, 0.0, 20e9, 5e9, 20),
 }
 MLP_OVER_MODEL_WIDTH = 3.5  # as in Llama 3
@@ -89,7 +89,7 @@ def default_cost_parts(
 
     >>> parts = default_cost_parts("h200", layer_parameters=218e6, table_parameters=525e6, hidden_size=4096)
     >>> round(1e3 * parts.layer.forward.seconds(8192, 13 * 630**2), 1)  # ms
-    6.9
+    6.6
     """
     rates = _rates(device)
     width = hidden_size + (mlp_width or MLP_OVER_MODEL_WIDTH * hidden_size)
