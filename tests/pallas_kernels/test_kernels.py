@@ -46,6 +46,9 @@ def test_chunks_hold_every_block_once_and_one_adapter_each(seed, size):
         assert (chunks.count[chunks.adapter == adapter][:-1] == size).all()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="jax 0.11.1 interprets its barriers so that a warpgroup waits for ever"
+)
 @pytest.mark.parametrize("split_n", [True, False])
 @pytest.mark.parametrize("mode", ["forward", "backward", "backward with dropout"])
 def test_hopper_gemm_in_the_interpreter(mode, split_n):
