@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +69,7 @@ def clean(case):
     return run(case, *inputs(case))
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_the_definition(case):
     (q, k, v, do), (first, _) = inputs(case)
@@ -79,6 +81,7 @@ def test_output_and_gradients_are_the_definition(case):
         assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 5e-3, name
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
 def test_bad_values_stay_in_their_document(where, bad):

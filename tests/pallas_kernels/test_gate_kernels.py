@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import needs_gpu_interpreter
 from kernel_problems import relative
 from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, normal
 
@@ -48,6 +49,7 @@ def wide(case):
     return g, u, f32["a"][OWNER]
 
 
+@needs_gpu_interpreter
 def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
     names = ("gate", "up", "s", "b", "a")
     with interpreted():
@@ -63,6 +65,7 @@ def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
         np.testing.assert_array_equal(bits, case["words"])
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("sick", [None, 0])
 def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
     dh = case["dh"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["dh"])

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_problems import draw, relative
 
@@ -63,6 +64,7 @@ def by_adapter(partials, chunks, adapter):
     return np.asarray(partials)[np.asarray(chunks.adapter) == adapter].sum(0)
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("config", [DropDownConfig(split_k=1), DropDownConfig(split_k=2, stages=2, block_k=256)])
 def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
     with interpreted():
@@ -73,6 +75,7 @@ def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
     np.testing.assert_array_equal(bits, problem["words"])
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("with_low", [False, True])
 def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
     chunks, ds = problem["chunks"], normal(2, OWNER.size, RANK)
@@ -92,6 +95,7 @@ def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
         assert relative(low, np.where(keep, wide, 0)) < BF16
 
 
+@needs_gpu_interpreter
 def test_ds_and_db_of_one_pass_and_a_nan_stays_with_its_adapter(problem):
     chunks, sick = problem["chunks"], 0
     dy, s = normal(3, OWNER.size, COLUMNS), normal(4, OWNER.size, 2 * RANK)

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from kernel_problems import draw, new_residuals, ours, relative
@@ -46,9 +47,7 @@ def test_chunks_hold_every_block_once_and_one_adapter_each(seed, size):
         assert (chunks.count[chunks.adapter == adapter][:-1] == size).all()
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="jax 0.11.1 interprets its barriers so that a warpgroup waits for ever"
-)
+@needs_gpu_interpreter
 @pytest.mark.parametrize("split_n", [True, False])
 @pytest.mark.parametrize("mode", ["forward", "backward", "backward with dropout"])
 def test_hopper_gemm_in_the_interpreter(mode, split_n):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import needs_gpu_interpreter
 from jax._src import config as jax_config
 from kernel_problems import draw, relative
 from test_hopper import interpreted
@@ -76,6 +77,7 @@ def both_ways(given, dy, implementation, dtype):
     return jax.jit(step)(given["x"].astype(dtype), given["as_"], given["bs"])
 
 
+@needs_gpu_interpreter
 def test_values_and_gradients_are_those_of_the_formula(on_hopper):
     given, dy = draw_mlp()
     want = both_ways(given, dy, "xla", jnp.float32)
