@@ -396,7 +396,7 @@ def _power_of_two(size: int) -> int:
 
 def _together(problem: MemoryProblem, rank: int) -> int:
     """Columns of S: the kernels make one array for all projections of a site, in a power of two."""
-    return 1 << max(4, (rank - 1).bit_length()) if problem.packed_bits else rank
+    return _padded(rank) if problem.packed_bits else rank
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

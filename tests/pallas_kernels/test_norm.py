@@ -160,7 +160,6 @@ def sums_over_rows(mesh, implementation, check_vma):
 
 
 # under check_vma=True jax cannot interpret Pallas kernels (it says so); that they lower there is tested below
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two (simulated) devices")
 @pytest.mark.parametrize(("implementation", "check_vma"), [("xla", True), ("xla", False), ("pallas_triton", False)])
 def test_shard_map_sums_the_gradient_of_the_weight(implementation, check_vma):
     x, delta, weight, dy, ds = drawn(8, 96, jnp.float32)

@@ -200,7 +200,6 @@ def test_residuals_are_the_callers_own_arrays_besides_s_and_bits(backend, names,
 
 
 # under check_vma=True jax cannot interpret Pallas kernels (it says so); that they lower there is tested beside them
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two (simulated) devices")
 @pytest.mark.parametrize(("backend", "check_vma"), [("xla", True), ("xla", False), ("pallas_triton", False)])
 def test_shard_map_sums_adapter_gradients(backend, check_vma):
     arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])

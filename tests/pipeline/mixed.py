@@ -8,26 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import small_jobs
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder
 
-WORDS = (
-    "adapter",
-    "base",
-    "batch",
-    "bias",
-    "cache",
-    "file",
-    "graph",
-    "kernel",
-    "layer",
-    "loss",
-    "mask",
-    "model",
-    "slot",
-)
+WORDS = (*small_jobs.WORDS[:12], "slot")
 
 # Adam's eps is large enough not to magnify the rounding of gradients that are almost zero: what is compared is the
 # pipeline, not the condition of an optimizer.
