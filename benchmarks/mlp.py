@@ -34,11 +34,10 @@ from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 TOKENS, WIDTH, HIDDEN, ADAPTERS, RANK, TILE = 8192, 4096, 14336, 4, 16, 128
 PLACES = ((0, RANK), (RANK, RANK))
 CONFIGS = (
-    GateConfig(),
+    GateConfig(forward_stages=4, backward_stages=3),
     GateConfig(forward_stages=3, backward_stages=2),
-    GateConfig(warpgroups=2, forward_stages=4, backward_stages=3),
-    GateConfig(warpgroups=3, forward_stages=3, backward_stages=2),
-    GateConfig(warpgroups=3, forward_stages=2, backward_stages=2),
+    GateConfig(forward_stages=2, backward_stages=2),
+    GateConfig(warpgroups=2, forward_stages=3, backward_stages=2),
 )
 BF16 = 1e-2
 

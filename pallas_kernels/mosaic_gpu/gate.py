@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,7 +29,8 @@ from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment, transforms
 
-WIDTH = 64  # columns of a tile: a 128-byte row, and three of them in float32 leave room in the registers
+WIDTH = 64  # columns of a tile: a 128-byte row
+PART = 32  # columns in registers at a time: 128 of a thread's registers are taken, whole tiles take up to 228
 STEPS = BLOCK // WIDTH  # tiles of a block of keep words
 LOW_SWIZZLE = 16  # elements: rows of S may be as short as that, and what they meet must lie alike
 # exp2 as the hardware has it, 2 units in the last place: the exact one is a fifth of all instructions
@@ -41,8 +43,8 @@ class GateConfig:
     """How a program is built.
 
     Attributes:
-        warpgroups: each with work of its own. One takes 220 to 250 registers, so two programs share a multiprocessor;
-            three in one program are held to 168 by the assembler, and three fit.
+        warpgroups: each with work of its own. One takes 100 to 130 registers, so four programs could share a
+            multiprocessor; shared memory leaves room for two or three.
         forward_stages, backward_stages: tiles under way; two or more: one is fetched when the one before it is spent.
     """
 
@@ -53,7 +55,7 @@ class GateConfig:
     def smem_bytes(self, both: int, rank: int) -> int:
         """Shared memory of the larger program with 2-byte operands, for ranks of gate and up together and behind."""
         forward = self.forward_stages * 2 * WIDTH * (2 * ROWS + both + rank) + 2 * ROWS * both
-        stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank)
+        stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank) + 4 * ROWS * WORDS
         backward = self.backward_stages * stage + 2 * WIDTH * (both + rank)
         return self.warpgroups * max(forward, backward)
 
@@ -134,30 +136,37 @@ def gate_forward(
                     if dropout is not None:
                         words = make_words(key, thresh, row_key, part * (steps // STEPS) + number)
                         store_fragment(bits_gmem.at[rows, part * (steps // STEPS) + number, :], words)
-                    for quarter in range(STEPS):
-                        step = number * STEPS + quarter
-                        slot = lax.rem(step, stages)
-                        plgpu.barrier_wait(barrier.at[wg * stages + slot])
-                        low_gate, low_up = (_product(s_smem, b_smem.at[slot], place) for place in places)
-                        g = _registers(gate_smem.at[slot]) + low_gate
-                        u = _registers(up_smem.at[slot]) + low_up
-                        h = g * _sigmoid(g) * u
-                        gate_smem[slot] = h.astype(dtype)
-                        if words is not None:
-                            up_smem[slot] = keep_words_of(h, words, first=quarter * WIDTH // WORDS).astype(dtype)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(gate_smem.at[slot], h_gmem.at[rows, columns_of(step)])
-                        kept_smem = gate_smem if words is None else up_smem
-                        plgpu.wgmma(acc, kept_smem.at[slot], a_smem.at[slot].transpose((1, 0)))
-                        plgpu.wgmma_wait(0)
-                        # the tile before this one: stored, and spent by every warp, which passed the barrier above
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    lax.fori_loop(0, STEPS, functools.partial(tile, number, words), None)
 
-                        @pl.when((step > 0) & (step - 1 + stages < steps))
-                        def _(step=step):
-                            fetch(step - 1 + stages, lax.rem(step - 1, stages))
+                def tile(number, words, quarter, _):
+                    step = number * STEPS + quarter
+                    slot = lax.rem(step, stages)
+                    if words is not None:
+                        words = _shifted(words, quarter * (WIDTH // WORDS))
+                    plgpu.barrier_wait(barrier.at[wg * stages + slot])
+                    for first in range(0, WIDTH, PART):
+                        columns = pl.ds(first, PART)
+                        own_b = b_smem.at[slot].at[:, columns]
+                        low_gate, low_up = _products(*((s_smem, own_b, place, place) for place in places))
+                        g = _registers(gate_smem.at[slot].at[:, columns]) + low_gate
+                        u = _registers(up_smem.at[slot].at[:, columns]) + low_up
+                        h = g * _sigmoid(g) * u
+                        gate_smem[slot, :, columns] = h.astype(dtype)
+                        if words is not None:
+                            up_smem[slot, :, columns] = keep_words_of(h, words, first=first // WORDS).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(gate_smem.at[slot], h_gmem.at[rows, columns_of(step)])
+                    kept_smem = gate_smem if words is None else up_smem
+                    plgpu.wgmma(acc, kept_smem.at[slot], a_smem.at[slot].transpose((1, 0)))  # next step waits for it
+                    # the tile before this one: stored, and spent by every warp, which passed the barrier above
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+                    @pl.when((step > 0) & (step - 1 + stages < steps))
+                    def _():
+                        fetch(step - 1 + stages, lax.rem(step - 1, stages))
 
                 lax.fori_loop(0, steps // STEPS, block, None)
+                plgpu.wgmma_wait(0)
                 store_fragment(s_out_gmem.at[part, rows, :], acc[...])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -237,7 +246,9 @@ def gate_backward(
         wg = lax.axis_index("wg")
         unit = lax.axis_index("program") * warpgroups + wg
 
-        def work(gate_smem, up_smem, dh_smem, ds_t_smem, low_smem, b_smem, a_smem, barrier, bank_barrier):
+        def work(
+            gate_smem, up_smem, dh_smem, ds_t_smem, low_smem, b_smem, a_smem, barrier, bank_barrier, words_smem=None
+        ):
             chunk = lax.rem(unit, total)
             col0 = lax.div(unit, total) * WIDTH
             columns = pl.ds(col0, WIDTH)
@@ -255,6 +266,8 @@ def gate_backward(
                         plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], at)
                     plgpu.copy_gmem_to_smem(ds_t_gmem.at[:, rows], ds_t_smem.at[slot], at)
                     plgpu.copy_gmem_to_smem(low_gmem.at[rows, :], low_smem.at[slot], at)
+                    if has_bits:
+                        plgpu.copy_gmem_to_smem(bits_gmem.at[rows, lax.div(col0, BLOCK), :], words_smem.at[slot], at)
 
             for bank_gmem, bank_smem in ((b_gmem, b_smem), (a_gmem, a_smem)):
                 plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, columns], bank_smem, bank_barrier)
@@ -269,29 +282,34 @@ def gate_backward(
                     slot = lax.rem(step, stages)
                     this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
                     rows = pl.ds(this * ROWS, ROWS)
-                    if has_bits:
-                        source = bits_gmem.at[rows, lax.div(col0, BLOCK), :]
-                        words = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-                        words = lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
                     plgpu.barrier_wait(barrier.at[wg * stages + slot])
-                    low = _product(low_smem.at[slot], a_smem, ds_place, bank_row=0)
                     if has_bits:
-                        low = keep_words_of(low, words)
-                    own_dh = _registers(dh_smem.at[slot]) + low
-                    low_gate, low_up = (_product(low_smem.at[slot], b_smem, place) for place in places)
-                    u = _registers(up_smem.at[slot]) + low_up
-                    g = _registers(gate_smem.at[slot]) + low_gate
-                    sigmoid = _sigmoid(g)
-                    silu = g * sigmoid
-                    h = silu * u
-                    dh_smem[slot] = (keep_words_of(h, words) if has_bits else h).astype(dtype)
-                    up_smem[slot] = (own_dh * silu).astype(dtype)
-                    gate_smem[slot] = (own_dh * u * (sigmoid + silu * (1.0 - sigmoid))).astype(dtype)
+                        words = plgpu.load(words_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+                        words = _shifted(words, first)
+                    low_of = low_smem.at[slot]
+                    for first_of_part in range(0, WIDTH, PART):
+                        part = pl.ds(first_of_part, PART)
+                        low_dh, low_gate, low_up = _products(
+                            (low_of, a_smem.at[:, part], ds_place, (0, rank)),
+                            *((low_of, b_smem.at[:, part], place, place) for place in places),
+                        )
+                        if has_bits:
+                            low_dh = keep_words_of(low_dh, words, first=first_of_part // WORDS)
+                        own_dh = _registers(dh_smem.at[slot].at[:, part]) + low_dh
+                        u = _registers(up_smem.at[slot].at[:, part]) + low_up
+                        g = _registers(gate_smem.at[slot].at[:, part]) + low_gate
+                        sigmoid = _sigmoid(g)
+                        silu = g * sigmoid
+                        h = silu * u
+                        kept = keep_words_of(h, words, first=first_of_part // WORDS) if has_bits else h
+                        dh_smem[slot, :, part] = kept.astype(dtype)
+                        up_smem[slot, :, part] = (own_dh * silu).astype(dtype)
+                        gate_smem[slot, :, part] = (own_dh * u * (sigmoid + silu * (1.0 - sigmoid))).astype(dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(gate_smem.at[slot], dgate_gmem.at[rows, columns])
                     plgpu.copy_smem_to_gmem(up_smem.at[slot], dup_gmem.at[rows, columns])
+                    # the next step waits for it
                     plgpu.wgmma(acc, dh_smem.at[slot].transpose((1, 0)), ds_t_smem.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
                     # the tiles before these: stored, and spent by every warp, which passed the barrier above
                     plgpu.wait_smem_to_gmem(2, wait_read_only=True)
 
@@ -300,6 +318,7 @@ def gate_backward(
                         fetch(step - 1 + stages, lax.rem(step - 1, stages), ahead)
 
                 lax.fori_loop(0, count, body, None)
+                plgpu.wgmma_wait(0)
                 store_fragment(da_gmem.at[chunk, columns, :], acc[...])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -312,7 +331,8 @@ def gate_backward(
             low_smem=_low(warpgroups, stages, ROWS, both + rank, dtype=dtype),
             b_smem=_low(warpgroups, both, WIDTH, dtype=dtype),
             a_smem=_low(warpgroups, rank, WIDTH, dtype=dtype),
-            barrier=plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups * stages),
+            **({"words_smem": plgpu.SMEM((warpgroups, stages, ROWS, WORDS), jnp.uint32)} if has_bits else {}),
+            barrier=plgpu.Barrier(num_arrivals=6 if has_bits else 5, num_barriers=warpgroups * stages),
             bank_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
             collective_axes="wg",
         )
@@ -341,7 +361,7 @@ def gate_backward(
 
 def _tiles(warpgroups: int, stages: int, rows: int, dtype: jnp.dtype):
     """Wide tiles of every warpgroup."""
-    return plgpu.SMEM((warpgroups, stages, rows, WIDTH), dtype, transforms=transforms(WIDTH, dtype))
+    return plgpu.SMEM((warpgroups, stages, rows, WIDTH), dtype, transforms=transforms(PART, dtype))
 
 
 def _low(*shape: int, dtype: jnp.dtype):
@@ -353,18 +373,23 @@ def _registers(tile_smem) -> jax.Array:
     return plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _product(low_smem, bank_smem, place: tuple[int, int], bank_row: int | None = None) -> jax.Array:
-    """S B of a tile, for the columns of S that `place` says and, as a rule, the same rows of the bank."""
-    first, rank = place
+type Range = tuple[int, int]  # first, size
 
-    @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, WIDTH), jnp.float32))
-    def product(acc):
-        bank = bank_smem.at[pl.ds(first if bank_row is None else bank_row, rank), :]
-        plgpu.wgmma(acc, low_smem.at[:, pl.ds(first, rank)], bank)
+
+def _products(*given: tuple[Any, Any, Range, Range]) -> tuple[jax.Array, ...]:
+    """Products of (left, right, columns of left, rows of right), with one wait for all and what was issued before."""
+
+    def run(*accs):
+        for acc, (left, right, (column, rank), (row, _)) in zip(accs, given, strict=True):
+            plgpu.wgmma(acc, left.at[:, pl.ds(column, rank)], right.at[pl.ds(row, rank), :])
         plgpu.wgmma_wait(0)
-        return acc[...]
+        return tuple(acc[...] for acc in accs)
 
-    return product
+    return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(given))
+
+
+def _shifted(words: jax.Array, bits: Any) -> jax.Array:
+    return lax.shift_right_logical(words, jnp.broadcast_to(jnp.asarray(bits).astype(jnp.uint32), words.shape))
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

@@ -126,7 +126,8 @@ def _bank_b(prepared: Prepared) -> jax.Array:
 
 def _config(prepared: Prepared, behind: Prepared) -> GateConfig | None:
     given = prepared.static.config.gate if prepared.static.config else None
-    return given or tuning.gate_config(prepared.layout.total, behind.layout.total)
+    drops = behind.ops.dropout is not None
+    return given or tuning.gate_config(prepared.layout.total, behind.layout.total, drops=drops)
 
 
 def _places(prepared: Prepared) -> Places:
