@@ -59,11 +59,14 @@ def install(venv, oldest):
         run(sys.executable, "-m", "venv", "--clear", venv)
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", uv_of_lock())
     pip = (uv, "pip", "--quiet")
+    # Compiling 7600 files takes 10 s, once. Importing jax, flax and the rest takes a process 7.4 s of CPU without it,
+    # 2.1 s with it; where Python is told to write no bytecode, every process would pay.
+    into = ("--python", python, "--compile-bytecode")
     if oldest:
-        run(*pip, "install", "--python", python, "--resolution", "lowest-direct", "--upgrade", "--editable", ".[dev]")
+        run(*pip, "install", *into, "--resolution", "lowest-direct", "--upgrade", "--editable", ".[dev]")
     else:
-        run(*pip, "sync", "--require-hashes", "--python", python, "requirements.lock")
-        run(*pip, "install", "--python", python, "--no-deps", "--editable", ".")
+        run(*pip, "sync", *into, "--require-hashes", "requirements.lock")
+        run(*pip, "install", *into, "--no-deps", "--editable", ".")
 
 
 def main():
