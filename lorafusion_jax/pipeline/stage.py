@@ -66,6 +66,7 @@ class Stage:
         firsts = [weights.extent.pieces[group[0]].layer for group in groups]
         self._numbers = [everywhere(np.int32(first), mesh) for first in firsts]  # of each block's first layer
         self._index = [everywhere(np.int32(number), mesh) for number in range(len(adapters))]
+        self._adapter = jax.jit(lv.at, out_shardings=mesh.everywhere)
         self._live: dict[int, _Live] = {}
         self._gradients: dict[int, Leaves] = {}
         self.lora: Leaves = {}
@@ -91,22 +92,18 @@ class Stage:
         self.alive = everywhere(np.ones(len(self._adapters), bool), self.mesh)
         own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
         self.lora = everywhere(own, self.mesh)
-        rows = self.mesh.by_replica
+        rows, whole = self.mesh.by_replica, self.mesh.everywhere
         shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
-        self.sums = jax.jit(
-            lambda: {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}, out_shardings=rows
-        )()
-        if self.weights.head is not None:
-            self.loss = jax.jit(
-                lambda: jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32), out_shardings=rows
-            )()
-        self.optimizers = {
-            spec.name: jax.jit(
-                lambda lora, spec=spec, settings=settings: self.programs.init_optimizer(spec, settings.optim, lora),
-                out_shardings=self.mesh.everywhere,
-            )(self.lora)
-            for spec, settings in zip(self._specs, self._adapters, strict=True)
-        }
+
+        def zeros_and_optimizers(lora: Leaves):
+            sums = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+            loss = None if self.weights.head is None else jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
+            settings = zip(self._specs, self._adapters, strict=True)
+            return sums, loss, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
+
+        # One program, not one for each adapter and two more.
+        new = jax.jit(zeros_and_optimizers, out_shardings=(rows, rows, whole))(self.lora)
+        self.sums, self.loss, self.optimizers = new
 
     def changing(self) -> list[Any]:
         """All arrays that training changes."""
@@ -198,27 +195,18 @@ class Stage:
 
     def compile_steps(self, num_stages: int) -> None:
         """Compiles the optimizer steps of all adapters by running them on copies that are thrown away."""
-        seen = set()
-        for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
-            kind = (spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0)
-            if kind in seen:
-                continue
-            seen.add(kind)
-            lora, sums, loss, optimizer, alive = _copied(
-                (self.lora, self.sums, self.loss, self.optimizers[spec.name], self.alive)
-            )
-            gradient, verdict, *_ = self.programs.finish(spec, self._index[index], sums, loss)
-            numbers = hyper(settings.optim, 0.0)
-            self.programs.step(
-                spec,
-                settings.optim,
-                self._index[index],
-                lora,
-                gradient,
-                optimizer,
-                alive,
-                [verdict] * num_stages,
-                numbers,
+        kinds = {
+            (spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0): index
+            for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
+        }
+        optimizers = {index: self.optimizers[self._specs[index].name] for index in kinds.values()}
+        lora, sums, loss, alive, optimizers = _copied((self.lora, self.sums, self.loss, self.alive, optimizers))
+        for index, optimizer in optimizers.items():
+            spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
+            gradient, verdict, _, sums, loss = self.programs.finish(spec, number, sums, loss)
+            verdicts = [verdict] * num_stages
+            lora, _, alive = self.programs.step(
+                spec, optim, number, lora, gradient, optimizer, alive, verdicts, hyper(optim, 0.0)
             )
 
     def noise(self, batch: Microbatch) -> Array:
@@ -236,6 +224,10 @@ class Stage:
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
         return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
+
+    def adapter(self, index: int) -> Leaves:
+        """A copy of one adapter's weights, at the padded rank."""
+        return self._adapter(self.lora, self._index[index])
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `finish` reports them."""

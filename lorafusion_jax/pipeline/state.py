@@ -79,14 +79,17 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     }
 
 
-def adapter_part(stage: Stage, spec: AdapterSpec, index: int) -> lv.Leaves:
-    """A copy of one adapter's weights on a stage; later steps leave it alone."""
-    return lv.take(stage.lora, spec, index)
+def adapter_part(stage: Stage, index: int) -> lv.Leaves:
+    """A copy of one adapter's weights on a stage, at the padded rank; later steps leave it alone.
+
+    One program for all adapters: slicing leaf by leaf compiled 45 of them for four adapters on two stages.
+    """
+    return stage.adapter(index)
 
 
-def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
+def adapter_arrays(parts: Sequence[lv.Leaves], spec: AdapterSpec) -> dict[str, np.ndarray]:
     """Parts of all stages on the host, at the adapter's own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return _joined(list(parts), axis=0)
+    return lv.cut(_joined(list(parts), axis=0), spec)
 
 
 def _of_stage(extent: Extent, tree: Any) -> Any:

@@ -58,13 +58,13 @@ class Exports:
     def _weights(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """An adapter's weights as they are now; calling the result waits for them."""
         index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
-        parts = self._executor.read(lambda stage: adapter_part(stage, spec, index))
-        collect = partial(_collect, parts)
+        parts = self._executor.read(lambda stage: adapter_part(stage, index))
+        collect = partial(_collect, parts, spec)
         if jax.process_count() == 1:
             return collect
         own = collect()  # processes may have to meet for it: in one order, so not on the side
         return lambda: own
 
 
-def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
-    return adapter_arrays([part.result() for part in parts])
+def _collect(parts: Sequence[Future[Leaves]], spec: AdapterSpec) -> dict[str, np.ndarray]:
+    return adapter_arrays([part.result() for part in parts], spec)
