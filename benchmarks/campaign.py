@@ -64,25 +64,29 @@ CELLS = (
         command="end_to_end.py --model 8b --workloads mix --variants ours single_xla frozen --baseline-slots 50",
     ),
     Cell(
-        name="8b_rest", gpus=1, seconds=310,
+        name="8b_rest", gpus=1, seconds=370,
         command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants ours",
     ),
     Cell(
         name="8b_rest_single", gpus=1, seconds=190,
         command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants single_xla --baseline-slots 50",
     ),
+    Cell(name="8b_het", gpus=1, seconds=110, command="end_to_end.py --model 8b --workloads het --variants ours"),
     Cell(name="mlp", gpus=1, seconds=130, command="mlp.py"),
-    Cell(name="layer", gpus=1, seconds=240, command="kernels.py --sections layer --budget 230"),
+    Cell(name="layer", gpus=1, seconds=240, command="kernels.py --sections layer --only 8B --budget 230"),
+    Cell(name="layer_large", gpus=1, seconds=180, command="kernels.py --sections layer --only 32B 70B --budget 170"),
+    Cell(name="siblings", gpus=1, seconds=110, command="kernels.py --sections layer --only q,k,v gate,up --budget 100"),
     Cell(name="check", gpus=1, seconds=70, command="kernels.py --sections check --budget 90"),
     Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
-    Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --budget 450"),
+    Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --only 2048x 4096x --budget 450"),
+    Cell(name="rows16k", gpus=1, seconds=250, command="kernels.py --sections rows --only 16384x --budget 240"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
     Cell(
         name="8b_data4", gpus=4, seconds=110,
         command="end_to_end.py --model 8b --data 4 --variants ours --slots 60 --no-profile",
     ),
     Cell(
-        name="8b_data2", gpus=2, seconds=90,
+        name="8b_data2", gpus=2, seconds=88,
         command="end_to_end.py --model 8b --data 2 --variants ours --slots 60 --no-profile",
     ),
 )  # fmt: skip

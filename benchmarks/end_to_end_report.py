@@ -23,7 +23,7 @@ from scheduling import Timeline, to_perfetto  # noqa: E402
 COLUMNS = (
     "model", "workload", "variant", "useful_tokens_per_s", "slots", "density", "noops", "slot_s", "bubbles",
     "simulated_over_measured", "host_s_per_slot", "compile_s", "peak_gb", "capacity_tokens", "global_batch", "adapters",
-    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "sm_mhz", "watts",
+    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "sm_mhz", "watts", "run",
 )  # fmt: skip
 PUBLISHED = {  # useful tokens/s on H100-80GB
     ("8b", "single"): {"xsum": 12353, "cnn": 12232, "wiki": 9754, "mix": 10744, "het": 11271},
@@ -33,6 +33,7 @@ PUBLISHED = {  # useful tokens/s on H100-80GB
     ("70b", "FSDP"): {"xsum": 2697, "cnn": 3476, "wiki": 3124, "mix": 3142, "het": 3110},
     ("70b", "LoRAFusion"): {"xsum": 4893, "cnn": 5183, "wiki": 5074, "mix": 5115, "het": 5136},
 }
+PUBLISHED_GPUS = {"8b": 1, "32b": 2, "70b": 4}
 LABELS = {
     "ours": "ours", "ours_xla": "ours, XLA LoRA", "single_xla": "one at a time, XLA LoRA",
     "single": "one at a time, our kernels",
@@ -67,20 +68,24 @@ def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """A panel per model, a group per workload, a bar per variant; published figures hatched."""
-    models = [model for model in ("8b", "32b", "70b") if any(row["model"] == model for row in rows)]
-    groups = [len({row["workload"] for row in rows if row["model"] == model}) for model in models]
+    """A panel per model, on as many GPUs as was published; a group per workload, a bar per variant."""
+    panels = [
+        own
+        for model, gpus in PUBLISHED_GPUS.items()
+        if (own := [row for row in rows if row["model"] == model and len(row["peak_gb"]) == gpus])
+    ]
+    groups = [len({row["workload"] for row in own}) for own in panels]
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=["#e8a33d", "#c2703d", "#8b5e3c", "#d9c17a", "#a89f68"])
     figure, axes = plt.subplots(
         1,
-        len(models),
-        figsize=(3 * len(models) + 1.2 * sum(groups), 4.6),
+        len(panels),
+        figsize=(3 * len(panels) + 1.2 * sum(groups), 4.6),
         width_ratios=[2 + count for count in groups],
         squeeze=False,
         layout="constrained",
     )
-    for axis, model in zip(axes[0], models, strict=True):
-        own = [row for row in rows if row["model"] == model]
+    for axis, own in zip(axes[0], panels, strict=True):
+        model = own[0]["model"]
         workloads = [name for name in ("xsum", "cnn", "wiki", "mix", "het") if any(r["workload"] == name for r in own)]
         variants = [name for name in ORDER if any(r["variant"] == name for r in own)]
         published = [(who, figures) for (which, who), figures in PUBLISHED.items() if which == model]
@@ -93,8 +98,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
             hatch = "//" if who == "LoRAFusion" else "xx"
             bars(axis, place * width, width, heights, f"{who}, published, H100", False, hatch=hatch)
         axis.set_xticks([n + 0.42 for n in range(len(workloads))], workloads)
-        gpus = len(own[0]["peak_gb"])
-        axis.set_title(f"{model.upper()} on {gpus} × {own[0]['device'].removeprefix('NVIDIA ')}")
+        axis.set_title(f"{model.upper()} on {PUBLISHED_GPUS[model]} × {own[0]['device'].removeprefix('NVIDIA ')}")
         axis.set_ylabel("useful tokens/s")
         axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.savefig(file, dpi=130)

@@ -6,7 +6,7 @@ T packed tokens · D model width · H heads · K key heads · C head width · A 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +88,19 @@ def variants(full: bool) -> Iterator[Variant]:
         yield Variant(kind="ragged_dot", project=plain(oracles.lora_ragged), rate=0.1, adapters=4)
 
 
-def run(recorder, tiny: bool) -> None:
-    """Times every variant of every shape; the groups of siblings of the first shape too."""
+def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
+    """Times every variant of every shape; the groups of siblings of the first shape too.
+
+    Args:
+        only: names of shapes and groups ("32B", "q,k,v"); none: all.
+    """
     for number, shape in enumerate((TINY,) if tiny else SHAPES):
-        run_part(recorder, shape, f"layer {shape.name}", list(variants(number == 0)), layer, tiny)
+        if not only or shape.name in only:
+            run_part(recorder, shape, f"layer {shape.name}", list(variants(number == 0)), layer, tiny)
         if number == 0:
             for group in (("q", "k", "v"), ("gate", "up")):
+                if only and ",".join(group) not in only:
+                    continue
                 chosen = [v for v in variants(True) if v.kind in ("frozen", "ours", "ours_separate", "xla_wide")]
 
                 def siblings(variant, x, arrays, shape, group=group):

@@ -58,16 +58,19 @@ def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: S
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
     sections = {
-        "check": kernel_checks.run, "ops": run_ops, "rows": partial(run_ops, tokens=(2048, 4096, 16384)),
-        "profile": run_profile, "sweep": partial(run_sweep, only=only),
+        "check": kernel_checks.run, "ops": partial(run_ops, only=only),
+        "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only), "profile": run_profile,
+        "sweep": partial(run_sweep, only=only), "layer": partial(kernel_layer.run, only=only),
     }  # fmt: skip
-    {**sections, "layer": kernel_layer.run}[section](recorder, tiny)
+    sections[section](recorder, tiny)
 
 
-def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,)) -> None:
+def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,), only: Sequence[str] = ()) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
     rows = [(t, *shape, t == FULL) for t in tokens for shape in BENCHMARK_SHAPES]
     for num, k, n, full in [(256, 256, 512, tokens == (FULL,))] if tiny else rows:
+        if only and not f"{num}x{k}->{n}".startswith(tuple(only)):
+            continue
         if recorder.left_s < 25 and not tiny:
             recorder.add(name=f"{num}x{k}->{n}", error="no time left")
             continue

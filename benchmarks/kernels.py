@@ -33,7 +33,10 @@ def main() -> int:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=450, help="seconds for everything")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--only", nargs="+", default=[], help="kernels of the sweep, e.g. mosaic_down mosaic_da")
+    parser.add_argument(
+        "--only", nargs="+", default=[],
+        help="kernels of the sweep (mosaic_down), beginnings of shapes of ops and rows (16384x), parts of layer (32B)",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
     parser.add_argument("--child", choices=tuple(SECTIONS))
     args = parser.parse_args()
