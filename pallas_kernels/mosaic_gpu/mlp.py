@@ -2,7 +2,7 @@
 
     forward    S, bits of x                 one pass over x for gate and up
                gate, up = x W               cuBLAS
-               h, S, bits of h              one pass over gate and up (`gate.py`)
+               h, S, bits of h              one pass over gate and up (`gate/`)
                y = h W + S B                inside the GEMM
     backward   dS, dB of down               one pass over dY
                dh = dY W^T                  cuBLAS

@@ -1,0 +1,36 @@
+"""How the programs at the gate are built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.dropout import WORDS
+from pallas_kernels.mosaic_gpu.tiling import ROWS
+
+WIDTH = 64  # columns of a tile
+PART = 32  # columns in registers at a time: 128 of a thread's registers are taken, whole tiles take up to 228
+
+type Place = tuple[int, int]  # first column of S, rank
+type Places = tuple[Place, Place]  # of gate and of up
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """How a program is built.
+
+    Attributes:
+        warpgroups: each with work of its own. One takes 100 to 130 registers, so four programs could share a
+            multiprocessor; shared memory leaves room for two or three.
+        forward_stages, backward_stages: tiles under way; two or more: one is fetched when the one before it is spent.
+    """
+
+    warpgroups: int = 1
+    forward_stages: int = 4
+    backward_stages: int = 3
+
+    def smem_bytes(self, both: int, rank: int) -> int:
+        """Shared memory of the larger program with 2-byte operands, for ranks of gate and up together and behind."""
+        forward = self.forward_stages * 2 * WIDTH * (2 * ROWS + both + rank) + 2 * ROWS * both
+        stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank) + 4 * ROWS * WORDS
+        backward = self.backward_stages * stage + 2 * WIDTH * (both + rank)
+        return self.warpgroups * max(forward, backward)
