@@ -40,7 +40,7 @@ def adapter_losses(
 
     Args:
         hidden: after the final norm; products run in its dtype and add up in float32.
-        head: output projection.
+        head: output projection; the transpose of a checkpoint's table [V, D] is not copied.
         targets: the token to predict at each row.
         weights: float32; 0 for rows that teach nothing.
         row_adapter: adapter of each row, -1 for none.
@@ -57,7 +57,7 @@ def adapter_losses(
         num_adapters,
         chunk_rows(hidden.shape[0], head.shape[1], chunk),
         hidden,
-        head,
+        head.T,
         _rows(targets, weights, row_adapter),
     )
 
@@ -82,7 +82,7 @@ def adapter_hits(
     def hit(logits_cV: jax.Array, piece: _Rows) -> tuple[jax.Array]:
         return (jnp.where(logits_cV.argmax(-1) == piece.targets, piece.weights, 0.0),)
 
-    (hits_T,) = _over_chunks(hit, c, hidden, head, rows, (jnp.zeros(hidden.shape[:1], jnp.float32),))
+    (hits_T,) = _over_chunks(hit, c, hidden, head.T, rows, (jnp.zeros(hidden.shape[:1], jnp.float32),))
     return _per_adapter(hits_T, rows, num_adapters)
 
 
@@ -101,26 +101,26 @@ def _rows(targets, weights, row_adapter) -> _Rows:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(num_adapters, c, hidden_TD, head_DV, rows):
+def _losses(num_adapters, c, hidden_TD, head_VD, rows):
     def loss(logits_cV, piece):
         return (_weighted(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
 
-    (losses_T,) = _over_chunks(loss, c, hidden_TD, head_DV, rows, (jnp.zeros(hidden_TD.shape[:1], jnp.float32),))
+    (losses_T,) = _over_chunks(loss, c, hidden_TD, head_VD, rows, (jnp.zeros(hidden_TD.shape[:1], jnp.float32),))
     return _per_adapter(losses_T, rows, num_adapters)
 
 
-def _losses_fwd(num_adapters, c, hidden_TD, head_DV, rows):
+def _losses_fwd(num_adapters, c, hidden_TD, head_VD, rows):
     def loss_and_slope(logits_cV, piece):
         log_sum = _log_sum(logits_cV)
         losses_c = _weighted(piece, log_sum - _target(logits_cV, piece))
         is_target = jnp.arange(logits_cV.shape[1]) == piece.targets[:, None]
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * piece.weights[:, None]
-        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_DV.T)
+        slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
         counts = (piece.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
     empty = (jnp.zeros(hidden_TD.shape[:1], jnp.float32), jnp.zeros_like(hidden_TD))
-    losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_DV, rows, empty)
+    losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_VD, rows, empty)
     # The head itself is no residual: a pipeline stage would copy it for every microbatch in flight.
     return _per_adapter(losses_T, rows, num_adapters), (slope_TD, rows)
 
@@ -138,7 +138,7 @@ _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
 def _over_chunks(
-    function, c: int, hidden_TD, head_DV, rows: _Rows, out: tuple[jax.Array, ...]
+    function, c: int, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     """Applies `function(logits, rows)` to chunks of rows that count and scatters its per-row results into `out`."""
     T = hidden_TD.shape[0]
@@ -150,7 +150,9 @@ def _over_chunks(
     def step(i, out):
         here = lax.dynamic_slice_in_dim(order, i * c, c)
         take = partial(jnp.take, indices=here, axis=0, mode="clip")
-        logits_cV = _product(take(hidden_TD), head_DV)
+        # Transposed here, where a product takes it as it lies. Before the loop it is a copy of the whole table for
+        # every microbatch: 1 GB and 0.56 ms with Llama-3.1-8B's on an H200.
+        logits_cV = _product(take(hidden_TD), head_VD.T)
         piece = _Rows(*map(take, rows))
         return tuple(
             old.at[here].set(new, mode="drop") for old, new in zip(out, function(logits_cV, piece), strict=True)

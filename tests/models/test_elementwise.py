@@ -1,4 +1,4 @@
-"""Norm and gate: written-out gradients against automatic ones, and what they keep for the backward pass."""
+"""Norm, gate and rotation: written-out gradients against automatic ones, and what they keep for the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from lorafusion_jax.models.rope import apply_rope
 from pallas_kernels.gate import silu_gate
 from pallas_kernels.norm import rms_norm
 
@@ -20,9 +21,16 @@ def norm(x, weight):
     return rms_norm(x, weight, eps=1e-3)
 
 
+def rotated(x):
+    angle = np.arange(5)[:, None] * 0.5 ** np.arange(4)
+    cos, sin = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+    return apply_rope(x, (jnp.concatenate([cos, cos], -1)[:, None], jnp.concatenate([-sin, sin], -1)[:, None]))
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
+        (rotated, (normal(5, 3, 8),)),
         (norm, (normal(5, 16), normal(16))),
         (norm, (normal(5, 3, 8), normal(8))),
         (silu_gate, (normal(5, 16), normal(5, 16))),

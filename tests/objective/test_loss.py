@@ -149,3 +149,12 @@ def test_all_logits_never_exist_at_once():
 )
 def test_chunk_rows(T, V, chunk, rows):
     assert chunk_rows(T, V, chunk) == rows
+
+
+def test_a_checkpoint_s_table_is_not_copied():
+    """Transposed outside, as the output projection of a checkpoint is: a copy would be 1 GB for every microbatch."""
+    hidden, head, *rest = problem(D=24, V=3001)
+    program = jax.jit(jax.value_and_grad(lambda hidden, table: total(hidden, table.T, *rest)[0]))
+    text = program.lower(hidden, head.T).compile().as_text()
+    assert "[3001,24]" in text
+    assert "[24,3001]" not in text
