@@ -60,6 +60,11 @@ CELLS = (
         command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 14",
     ),
     Cell(
+        name="32b_baselines", gpus=2, seconds=280,
+        command="end_to_end.py --model 32b --stages 2 --variants flush mlora single --baseline-slots 20 --slots 40"
+        " --no-profile",
+    ),
+    Cell(
         name="8b_mix", gpus=1, seconds=210,
         command="end_to_end.py --model 8b --workloads mix --variants ours single_xla frozen --baseline-slots 50",
     ),
@@ -70,6 +75,10 @@ CELLS = (
     Cell(
         name="8b_rest_single", gpus=1, seconds=190,
         command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants single_xla --baseline-slots 50",
+    ),
+    Cell(
+        name="8b_single", gpus=1, seconds=100,
+        command="end_to_end.py --model 8b --workloads mix --variants single --baseline-slots 50",
     ),
     Cell(name="8b_het", gpus=1, seconds=110, command="end_to_end.py --model 8b --workloads het --variants ours"),
     Cell(name="mlp", gpus=1, seconds=130, command="mlp.py"),
