@@ -68,12 +68,14 @@ def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """A panel per model, on as many GPUs as was published; a group per workload, a bar per variant."""
+    """A panel per model, on as many GPUs as was published (other rows are in the table); a bar per variant."""
     panels = [
         own
         for model, gpus in PUBLISHED_GPUS.items()
         if (own := [row for row in rows if row["model"] == model and len(row["peak_gb"]) == gpus])
     ]
+    if not panels:
+        return
     groups = [len({row["workload"] for row in own}) for own in panels]
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=["#e8a33d", "#c2703d", "#8b5e3c", "#d9c17a", "#a89f68"])
     figure, axes = plt.subplots(

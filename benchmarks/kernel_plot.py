@@ -38,11 +38,12 @@ def draw_ops(axes) -> None:
     """Four adapters, rank 16, dropout 0.1; one group of bars per layer shape at 8192 tokens."""
     rows = [row for row in records("ops") if row["shape"].startswith("8192x")]
     wanted = (("xla_wide", 4, "XLA, one wide masked adapter"), ("pallas_mosaic_gpu", 4, "these kernels"))
-    needed = {"frozen", *(variant for variant, *_ in wanted)}
+    needed = {("frozen", 1, 0.0), *((variant, adapters, 0.1) for variant, adapters, _ in wanted)}
+    made = {(row["shape"], row["variant"], row["adapters"], row["rate"]) for row in rows if row["rank"] == 16}
     shapes = [
         shape
         for shape in dict.fromkeys(row["shape"] for row in rows)
-        if needed <= {row["variant"] for row in rows if row["shape"] == shape}
+        if needed <= {r[1:] for r in made if r[0] == shape}
     ]
     for place, (variant, adapters, label) in enumerate(wanted):
         heights = [over_frozen(rows, shape, variant, adapters) for shape in shapes]

@@ -5,9 +5,6 @@ A adapters · K in · N out · R padded rank · r an adapter's rank · L layers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -23,17 +20,13 @@ def projection(name: str) -> str:
 
 def take(leaves: Leaves, spec: AdapterSpec, index: int | Array) -> Leaves:
     """Cuts one adapter out of the stacked leaves, at its own rank and targets only."""
-    return cut(at({name: leaf for name, leaf in leaves.items() if projection(name) in spec.targets}, index), spec)
+    own = at({name: leaf for name, leaf in leaves.items() if projection(name) in spec.targets}, index)
+    return {name: _cut(leaf, name, spec.rank) for name, leaf in own.items()}
 
 
 def at(leaves: Leaves, index: int | Array) -> Leaves:
     """One adapter's part of the stacked leaves, all of them at the padded rank."""
     return {name: lax.dynamic_index_in_dim(leaf, index, leaf.ndim - 3, keepdims=False) for name, leaf in leaves.items()}
-
-
-def cut[T](own: Mapping[str, T], spec: AdapterSpec) -> dict[str, T]:
-    """What an adapter has of its part: its targets, at its own rank; arrays of numpy or jax."""
-    return {name: _cut(leaf, name, spec.rank) for name, leaf in own.items() if projection(name) in spec.targets}
 
 
 def put(leaves: Leaves, index: int | Array, own: Leaves) -> Leaves:
@@ -51,7 +44,7 @@ def clear(leaves: Leaves, index: int | Array) -> Leaves:
     return {name: zeroed(leaf) for name, leaf in leaves.items()}
 
 
-def _cut(leaf: Any, name: str, rank: int) -> Any:
+def _cut(leaf: Array, name: str, rank: int) -> Array:
     return leaf[..., :rank] if name.endswith("lora_a") else leaf[..., :rank, :]
 
 

@@ -226,7 +226,10 @@ class Stage:
         return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
 
     def adapter(self, index: int) -> Leaves:
-        """A copy of one adapter's weights, at the padded rank."""
+        """A copy of one adapter's weights, at the padded rank; later steps leave it alone.
+
+        One program for all adapters: slicing leaf by leaf compiled 45 of them for four adapters on two stages.
+        """
         return self._adapter(self.lora, self._index[index])
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
@@ -79,17 +78,9 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     }
 
 
-def adapter_part(stage: Stage, index: int) -> lv.Leaves:
-    """A copy of one adapter's weights on a stage, at the padded rank; later steps leave it alone.
-
-    One program for all adapters: slicing leaf by leaf compiled 45 of them for four adapters on two stages.
-    """
-    return stage.adapter(index)
-
-
-def adapter_arrays(parts: Sequence[lv.Leaves], spec: AdapterSpec) -> dict[str, np.ndarray]:
-    """Parts of all stages on the host, at the adapter's own rank: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return lv.cut(_joined(list(parts), axis=0), spec)
+def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
+    """An adapter's parts of all stages (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, R]."""
+    return _joined(list(parts), axis=0)
 
 
 def _of_stage(extent: Extent, tree: Any) -> Any:

@@ -48,7 +48,7 @@ class AdapterExporter:
         """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
 
         Args:
-            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r].
+            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank.
         """
         target = self._folder.adapter_step(name, step)
         if target.exists() and (step < self._since[name] or target in self._written):

@@ -14,7 +14,7 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.processes import is_first
-from lorafusion_jax.pipeline.state import adapter_arrays, adapter_part
+from lorafusion_jax.pipeline.state import adapter_arrays
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.training.behind import Behind
 from lorafusion_jax.training.export import AdapterExporter
@@ -57,14 +57,14 @@ class Exports:
 
     def _weights(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """An adapter's weights as they are now; calling the result waits for them."""
-        index, spec = next((i, spec) for i, spec in enumerate(self._specs) if spec.name == name)
-        parts = self._executor.read(lambda stage: adapter_part(stage, index))
-        collect = partial(_collect, parts, spec)
+        index = next(i for i, spec in enumerate(self._specs) if spec.name == name)
+        parts = self._executor.read(lambda stage: stage.adapter(index))
+        collect = partial(_collect, parts)
         if jax.process_count() == 1:
             return collect
         own = collect()  # processes may have to meet for it: in one order, so not on the side
         return lambda: own
 
 
-def _collect(parts: Sequence[Future[Leaves]], spec: AdapterSpec) -> dict[str, np.ndarray]:
-    return adapter_arrays([part.result() for part in parts], spec)
+def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
+    return adapter_arrays([part.result() for part in parts])

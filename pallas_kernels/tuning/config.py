@@ -72,10 +72,10 @@ def drop_da_config(num_rows: int, num_in: int, rank: int) -> DropDaConfig:
 
 
 def gate_config(both: int, rank: int, *, drops: bool) -> GateConfig | None:
-    """The stages with which two programs share a multiprocessor, or one fits; None: none does.
+    """The most stages with which two programs share a multiprocessor, or one fits; None: none does.
 
-    Making bits takes instructions, so three programs with fewer stages are faster there: 223 us against 230 with
-    dropout, 214 against 206 without (8192 x 14336, H200).
+    Forward with dropout is the exception. Making bits takes instructions, and a third program, where it fits, issues
+    them meanwhile: 223 us with three stages, 230 with four; without dropout 215 and 206 (8192 x 14336, H200).
 
     Args:
         both: ranks of gate and up together; rank: of the projection behind the gate.
