@@ -18,8 +18,8 @@ from jax import lax
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.mosaic_gpu.mask import apply_words, keep_words_of
-from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment, transforms
+from pallas_kernels.mosaic_gpu.mask import apply_words, first_bit, keep_words_of, load_words
+from pallas_kernels.mosaic_gpu.tiling import ROWS, block_of_chunk, store_fragment, transforms
 
 LOW_RANK = 64  # dS^T is read transposed in its 128-byte swizzle: the low-rank product takes 64 ranks at a time
 
@@ -85,8 +85,7 @@ def drop_da(
             bank_barrier=plgpu.Barrier() if has_low else None,
         )
         def _(x_smem, ds_smem, words_smem, barrier, bank_smem, low_smem, bank_barrier):
-            def block_of(step):
-                return blocks_gmem[chunk * size + lax.min(step, jnp.int32(size - 1))]
+            block_of = functools.partial(block_of_chunk, blocks_gmem, chunk, size)
 
             def fetch(step, slot, block):
                 @pl.when(step < count)
@@ -105,7 +104,7 @@ def drop_da(
                 fetch(jnp.int32(step), step, block_of(jnp.int32(step)))
             if has_low:
                 plgpu.barrier_wait(bank_barrier)
-            first = lax.div(lax.rem(col0, BLOCK), WORDS).astype(jnp.uint32)
+            first = first_bit(col0)
 
             @functools.partial(pl.run_scoped, acc=plgpu.ACC((width, rank), jnp.float32))
             def _(acc):
@@ -113,8 +112,7 @@ def drop_da(
                     slot = lax.rem(step, stages)
                     this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
                     plgpu.barrier_wait(barrier.at[slot])
-                    words = plgpu.load(words_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-                    words = lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
+                    words = load_words(words_smem.at[slot], first)
                     apply_words(x_smem.at[slot], words)
 
                     # every warp has passed a barrier since it spent the slot before this one

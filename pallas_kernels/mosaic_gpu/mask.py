@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.dropout import WORDS, keep_words_at, row_state
+from pallas_kernels.dropout import BLOCK, WORDS, keep_words_at, row_state
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 
 ATOM = 64  # columns of a 128-byte swizzle with 2-byte elements
@@ -33,6 +33,21 @@ def make_words(key: Any, thresh: Any, row_key: jax.Array, block: Any) -> jax.Arr
     word = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * WORDS
     start, stride = (lax.broadcast_in_dim(value, shape, (0,)) for value in (start, stride))
     return keep_words_at(start, stride, jnp.broadcast_to(thresh, shape), word.astype(jnp.uint32))
+
+
+def first_bit(column: Any) -> jax.Array:
+    """The bit that a column has in the words of its block."""
+    return lax.div(lax.rem(column, BLOCK), WORDS).astype(jnp.uint32)
+
+
+def load_words(words_smem: Any, bit: jax.Array) -> jax.Array:
+    """Reads the words of a block, so that their lowest bits are those of the columns from `bit` on."""
+    return shifted(plgpu.load(words_smem, layout=plgpu.Layout.WGMMA, optimized=False), bit)
+
+
+def shifted(words: jax.Array, bit: Any) -> jax.Array:
+    """Words whose lowest bit is that one."""
+    return lax.shift_right_logical(words, jnp.broadcast_to(jnp.asarray(bit).astype(jnp.uint32), words.shape))
 
 
 def apply_words(tile_smem: Any, words: jax.Array, *, first: int = 0) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 ROWS = 64  # rows of a tile of the passes over x and dY: one warpgroup
 
@@ -23,3 +24,8 @@ def store_fragment(ref: Any, value: Any) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def block_of_chunk(blocks_gmem: Any, chunk: Any, size: int, step: Any) -> Any:
+    """Row block of a step over a chunk of at most `size`; steps behind the last one name a block that is in memory."""
+    return blocks_gmem[chunk * size + lax.min(step, jnp.int32(size - 1))]

@@ -17,9 +17,9 @@ from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Place, Places
-from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, shifted, sigmoid, tile
-from pallas_kernels.mosaic_gpu.mask import keep_words_of
-from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment
+from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, sigmoid, tile
+from pallas_kernels.mosaic_gpu.mask import first_bit, keep_words_of, load_words
+from pallas_kernels.mosaic_gpu.tiling import ROWS, block_of_chunk, store_fragment
 
 
 def gate_backward(
@@ -64,8 +64,7 @@ def gate_backward(
         count = count_gmem[chunk]
         adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
 
-        def block_of(step):
-            return blocks_gmem[chunk * size + lax.min(step, jnp.int32(size - 1))]
+        block_of = functools.partial(block_of_chunk, blocks_gmem, chunk, size)
 
         def fetch(step, slot, block):
             @pl.when(step < count)
@@ -84,7 +83,7 @@ def gate_backward(
         for step in range(stages):
             fetch(jnp.int32(step), step, block_of(jnp.int32(step)))
         plgpu.barrier_wait(bank_barrier())
-        first = lax.div(lax.rem(col0, BLOCK), WORDS).astype(jnp.uint32)
+        first = first_bit(col0)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WIDTH, rank), jnp.float32))
         def _(acc):
@@ -93,10 +92,7 @@ def gate_backward(
                 this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
                 rows = pl.ds(this * ROWS, ROWS)
                 plgpu.barrier_wait(barrier(slot))
-                words = None
-                if has_bits:
-                    words = plgpu.load(words_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-                    words = shifted(words, first)
+                words = load_words(words_smem.at[slot], first) if has_bits else None
                 wide = gate_smem.at[slot], up_smem.at[slot], dh_smem.at[slot]
                 gradient_tile(*wide, low_smem.at[slot], b_smem, a_smem, words, places, (both, rank))
                 plgpu.commit_smem()

@@ -16,8 +16,8 @@ from jax import lax
 from pallas_kernels.dropout import BLOCK, WORDS, Dropout, threshold
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Places
-from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, shifted, sigmoid, tile
-from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words
+from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, sigmoid, tile
+from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words, shifted
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment
 
 STEPS = BLOCK // WIDTH  # tiles of a block of keep words

@@ -102,10 +102,5 @@ def products(*given: tuple[Any, Any, Place, Place]) -> tuple[jax.Array, ...]:
     return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(given))
 
 
-def shifted(words: jax.Array, bits: Any) -> jax.Array:
-    """Keep words whose lowest bits are those of a tile."""
-    return lax.shift_right_logical(words, jnp.broadcast_to(jnp.asarray(bits).astype(jnp.uint32), words.shape))
-
-
 def sigmoid(x: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + jnp.exp(-x))
