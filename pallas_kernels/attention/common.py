@@ -40,64 +40,6 @@ def tile(*shape: int, dtype: Any):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
-def kernel(body, out_type, *, sms: int, scratch):
-    """One block per multiprocessor: two warpgroups that multiply and one that streams."""
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(sms,),
-        grid_names=("sm",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """The work of one multiprocessor: items of (block, head), longest blocks first, in strata of one item for each.
-
-    The direction alternates from stratum to stratum, so that who had the longest item gets the shortest next.
-    """
-
-    blocks: int
-    heads: int
-    sms: int
-    repeats: int  # of the block's tiles in one item
-
-    @property
-    def items(self) -> int:
-        return self.blocks * self.heads
-
-    def __call__(self, table_g, visit):
-        """Calls visit(number, block, head, begin, num, step) for each item, where `step` counts the tiles before it.
-
-        Returns the number of items and of tiles.
-        """
-        strata = -(-self.items // self.sms)
-        count = jnp.where(self._position(strata - 1) < self.items, strata, strata - 1)
-
-        def one(number, carry):
-            step, *item = carry
-            following = self._load(table_g, number + 1)  # a load from memory has all this item's time to arrive
-            visit(number, *item, step)
-            return step + item[3] * self.repeats, *following
-
-        step, *_ = lax.fori_loop(0, count, one, (jnp.int32(0), *self._load(table_g, jnp.int32(0))))
-        return count, step
-
-    def _position(self, stratum):
-        sm = lax.axis_index("sm")
-        return stratum * self.sms + jnp.where(rem(jnp.int32(stratum), 2) == 0, sm, self.sms - 1 - sm)
-
-    def _load(self, table_g, stratum):
-        position = jnp.minimum(self._position(stratum), self.items - 1)
-        row = div(position, self.heads)
-        block, begin, num = (table_g[row, column] for column in range(3))
-        return block, position - row * self.heads, begin, num
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
     """How the queries of one key head and one block of rows are shared out: 64 rows of one query head at a time.
@@ -141,14 +83,14 @@ def across(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def multiply(acc, lhs: jax.Array, rhs, spare) -> None:
-    """acc += lhs rhs with lhs from registers, or by way of `spare` in shared memory."""
-    if spare is None:
+def multiply(acc, lhs: jax.Array, rhs, spare_s, wg) -> None:
+    """acc += lhs rhs with lhs from registers, or by way of this warpgroup's `spare_s` in shared memory."""
+    if spare_s is None:
         plgpu.wgmma(acc, lhs, rhs)
         return
-    spare[...] = lhs
+    spare_s[wg] = lhs
     plgpu.commit_smem()
-    plgpu.wgmma(acc, spare, rhs)
+    plgpu.wgmma(acc, spare_s.at[wg], rhs)
     plgpu.wgmma_wait(0)
 
 

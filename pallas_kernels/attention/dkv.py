@@ -15,14 +15,13 @@ T packed rows · H query heads · K key heads · G = H / K · C head width
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-
-from pallas_kernels.manual_axes import vary_like
 
 from .common import (
     BY_COLUMN,
@@ -32,10 +31,8 @@ from .common import (
     WARPGROUPS,
     WGMMA,
     AttentionConfig,
-    Walk,
     across,
     div,
-    kernel,
     multiply,
     rem,
     rows,
@@ -44,6 +41,8 @@ from .common import (
     wait_for_rest,
     wait_for_room,
 )
+from .launch import Refs, Static, launch, static_of
+from .walk import Item
 
 KEYS = TILE * WARPGROUPS
 
@@ -60,147 +59,189 @@ def dkv(
         dirty: int32 [1], whether any of lse2 is not finite. Then tiles of queries are cleaned where they meet keys of
             another document: a weight of zero does not keep a NaN out of a product.
     """
-    T, H, C = q_THC.shape
-    num_keys, dtype = k_TKC.shape[1], q_THC.dtype
-    group, stages, places, shape = H // num_keys, config.dkv_stages, config.places, (TILE, TILE)
-    sms = min(sms, T // KEYS * num_keys)
-    walk = Walk(blocks=T // KEYS, heads=num_keys, sms=sms, repeats=group)
+    group, stages = q_THC.shape[1] // k_TKC.shape[1], config.dkv_stages
+    static = static_of(q_THC, k_TKC, rows=KEYS, repeats=group, stages=stages, scale=scale, sms=sms, config=config)
+    out = jax.ShapeDtypeStruct(k_TKC.shape, q_THC.dtype)
+    return launch(
+        static,
+        stream=_stream,
+        compute=_compute,
+        operands={
+            "q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "do_g": do_THC, "lse_g": lse2_HT, "delta_g": delta_HT,
+            "end_g": end_T, "table_g": table, "dirty_g": dirty,
+        },
+        results={"dk_g": out, "dv_g": out},
+        scratch=_scratch(static),
+    )  # fmt: skip
 
-    def body(q_g, k_g, v_g, do_g, lse_g, delta_g, end_g, table_g, dirty_g, dk_g, dv_g, *scratch):
-        k_s, v_s, q_s, do_s, lse_s, delta_s, own_bar, own_free, q_bar, do_bar, free_bar, *spare = scratch
-        wg = lax.axis_index("wg")
 
-        @pl.when(wg == WARPGROUPS)
-        def stream():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
+class _Own(NamedTuple):
+    """The 64 keys of a warpgroup."""
 
-            def item(number, block, head, begin, num, step0):
-                place = rem(number, places)
-                for i in range(WARPGROUPS):
-                    wait_for_room(own_free, number, places, i, WARPGROUPS)
-                    own = rows(block * KEYS + i * TILE), head
-                    plgpu.copy_gmem_to_smem(k_g.at[own], k_s.at[place, i], own_bar.at[place * WARPGROUPS + i])
-                    plgpu.copy_gmem_to_smem(v_g.at[own], v_s.at[place, i], own_bar.at[place * WARPGROUPS + i])
+    wg: Any
+    place: Any  # in their ring
+    row0: Any
+    first_tile: Any  # of queries that see them
+    end_tile: Any
+    first_end: Any  # the first of `end`
+    end: jax.Array  # of each key's document, [64] in registers
+    is_dirty: Any
 
-                @pl.loop(0, num * group)
-                def _(step):
-                    member = lax.div(step, num)
-                    query_head = head * group + member
-                    here = rows((begin + step - member * num) * TILE)
-                    slot = rem(step0 + step, stages)
-                    wait_for_room(free_bar, step0 + step, stages)
-                    plgpu.copy_gmem_to_smem(q_g.at[here, query_head], q_s.at[slot], q_bar.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_g.at[query_head, here], lse_s.at[slot], q_bar.at[slot])
-                    plgpu.copy_gmem_to_smem(do_g.at[here, query_head], do_s.at[slot], do_bar.at[slot])
-                    plgpu.copy_gmem_to_smem(delta_g.at[query_head, here], delta_s.at[slot], do_bar.at[slot])
+    @property
+    def at(self):
+        """Number of the place's barrier."""
+        return self.place * WARPGROUPS + self.wg
 
-            items, steps = walk(table_g, item)
-            wait_for_rest(own_free, items, places, WARPGROUPS)
-            wait_for_rest(free_bar, steps, stages)
 
-        @pl.when(wg < WARPGROUPS)
-        def compute():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-            spares = [ref.at[wg] for ref in spare] or [None, None]
-            is_dirty = dirty_g[0] != 0
+def _scratch(static: Static) -> dict[str, Any]:
+    stages, places, width, dtype = static.stages, static.config.places, static.width, static.dtype
+    spare = tile(WARPGROUPS, TILE, TILE, dtype=dtype) if static.config.through_smem else None
+    return {
+        "k_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+        "v_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+        "q_s": tile(stages, TILE, width, dtype=dtype),
+        "do_s": tile(stages, TILE, width, dtype=dtype),
+        "lse_s": plgpu.SMEM((stages, TILE), jnp.float32),
+        "delta_s": plgpu.SMEM((stages, TILE), jnp.float32),
+        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
+        "own_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
+        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "do_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        "spare_p_s": spare,
+        "spare_ds_s": spare,
+    }
 
-            def item(number, block, head, begin, num, step0):
-                place = rem(number, places)
-                row0 = block * KEYS + wg * TILE
-                own_first, own_last = begin + wg, div(end_g[row0 + (TILE - 1)] + (TILE - 1), TILE)
-                first_end = end_g[row0]
-                ends = plgpu.load(end_g.at[rows(row0)], layout=BY_ROW, optimized=False)
-                k, v = k_s.at[place, wg], v_s.at[place, wg]
-                plgpu.barrier_wait(own_bar.at[place * WARPGROUPS + wg])
 
-                def skip(step, _):
-                    slot = rem(step, stages)
-                    plgpu.barrier_wait(q_bar.at[slot])
-                    plgpu.barrier_wait(do_bar.at[slot])
-                    plgpu.barrier_arrive(free_bar.at[slot])
+def _stream(static: Static, refs: Refs) -> None:
+    items, steps = static.walk(refs.table_g, functools.partial(_fetch_item, static, refs))
+    wait_for_rest(refs.own_free, items, static.config.places, WARPGROUPS)
+    wait_for_rest(refs.free_bar, steps, static.stages)
 
-                @functools.partial(
-                    pl.run_scoped, dk=plgpu.ACC((TILE, C), jnp.float32), dv=plgpu.ACC((TILE, C), jnp.float32)
-                )
-                def _(dk, dv):
-                    def visit(step, tile_number):
-                        slot = rem(step, stages)
-                        query0 = tile_number * TILE
-                        other_documents = query0 + (TILE - 1) >= first_end
-                        unclean = is_dirty & other_documents
 
-                        def masked(x):
-                            seen = seen_by(
-                                row0,
-                                query0,
-                                shape,
-                                lambda key, query: (key <= query) & (query < across(ends, shape, 0)),
-                            )
-                            return jnp.where(seen, x, jnp.zeros_like(x))
+def _fetch_item(static: Static, refs: Refs, item: Item) -> None:
+    place = rem(item.number, static.config.places)
+    for wg in range(WARPGROUPS):
+        wait_for_room(refs.own_free, item.number, static.config.places, wg, WARPGROUPS)
+        own, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.own_bar.at[place * WARPGROUPS + wg]
+        plgpu.copy_gmem_to_smem(refs.k_g.at[own], refs.k_s.at[place, wg], barrier)
+        plgpu.copy_gmem_to_smem(refs.v_g.at[own], refs.v_s.at[place, wg], barrier)
 
-                        @functools.partial(
-                            pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32)
-                        )
-                        def _(s, dp):
-                            q, do = q_s.at[slot], do_s.at[slot]
-                            plgpu.barrier_wait(q_bar.at[slot])
-                            pl.when(unclean)(functools.partial(_clean, q))
-                            plgpu.wgmma(s, k, q.transpose((1, 0)))
-                            plgpu.barrier_wait(do_bar.at[slot])
-                            pl.when(unclean)(functools.partial(_clean, do))
-                            plgpu.wgmma(dp, v, do.transpose((1, 0)))
-                            lse = plgpu.load(lse_s.at[slot], layout=BY_COLUMN)
-                            scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-                            p = jnp.exp2(scores * (scale * LOG2E) - across(lse, shape, 1))
-                            p = lax.cond((tile_number == own_first) | other_documents, masked, lambda x: x, p)
-                            multiply(dv, p.astype(dtype), do, spares[0])
-                            delta = plgpu.load(delta_s.at[slot], layout=BY_COLUMN)
-                            ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
-                            ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
-                            multiply(dk, ds.astype(dtype), q, spares[1])
-                            plgpu.wgmma_wait(0)
+    @pl.loop(0, item.num * static.group)
+    def _(step):
+        _fetch_tile(static, refs, item, step)
 
-                        plgpu.barrier_arrive(free_bar.at[slot])
 
-                    def of_head(member, _):
-                        base = step0 + member * num - begin
-                        lax.fori_loop(base + begin, base + own_first, skip, None)
-                        lax.fori_loop(
-                            own_first, own_last, lambda tile_number, _: visit(base + tile_number, tile_number), None
-                        )
-                        lax.fori_loop(base + own_last, base + begin + num, skip, None)
+def _fetch_tile(static: Static, refs: Refs, item: Item, step) -> None:
+    member = lax.div(step, item.num)
+    query_head = item.head * static.group + member
+    here = rows((item.begin + step - member * item.num) * TILE)
+    slot = rem(item.step + step, static.stages)
+    wait_for_room(refs.free_bar, item.step + step, static.stages)
+    plgpu.copy_gmem_to_smem(refs.q_g.at[here, query_head], refs.q_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.lse_g.at[query_head, here], refs.lse_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.do_g.at[here, query_head], refs.do_s.at[slot], refs.do_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.delta_g.at[query_head, here], refs.delta_s.at[slot], refs.do_bar.at[slot])
 
-                    lax.fori_loop(0, group, of_head, None)
-                    k[...] = (dk[...] * scale).astype(dtype)
-                    v[...] = dv[...].astype(dtype)
 
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(k, dk_g.at[rows(row0), head])
-                plgpu.copy_smem_to_gmem(v, dv_g.at[rows(row0), head])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(own_free.at[place * WARPGROUPS + wg])
+def _compute(static: Static, refs: Refs, wg) -> None:
+    is_dirty = refs.dirty_g[0] != 0
+    static.walk(refs.table_g, functools.partial(_one_item, static, refs, wg, is_dirty))
 
-            walk(table_g, item)
-            plgpu.wait_smem_to_gmem(0)
 
-    scratch = [
-        tile(places, WARPGROUPS, TILE, C, dtype=dtype),
-        tile(places, WARPGROUPS, TILE, C, dtype=dtype),
-        tile(stages, TILE, C, dtype=dtype),
-        tile(stages, TILE, C, dtype=dtype),
-        plgpu.SMEM((stages, TILE), jnp.float32),
-        plgpu.SMEM((stages, TILE), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
-        plgpu.Barrier(num_barriers=places * WARPGROUPS),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-    ]
-    if config.through_smem:
-        scratch += [tile(WARPGROUPS, *shape, dtype=dtype)] * 2
-    out = jax.ShapeDtypeStruct((T, num_keys, C), dtype)
-    run = kernel(body, (out, out), sms=sms, scratch=scratch)
-    return vary_like(run(q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty), q_THC)
+def _one_item(static: Static, refs: Refs, wg, is_dirty, item: Item) -> None:
+    """dk and dv of 64 keys of a key head."""
+    own = _own_keys(static, refs, wg, is_dirty, item)
+    k, v = refs.k_s.at[own.place, wg], refs.v_s.at[own.place, wg]
+    plgpu.barrier_wait(refs.own_bar.at[own.at])
+    wide = plgpu.ACC((TILE, static.width), jnp.float32)
+
+    @functools.partial(pl.run_scoped, dk=wide, dv=wide)
+    def _(dk, dv):
+        one_head = functools.partial(_one_head, static, refs, item, own, (dk, dv))
+        lax.fori_loop(0, static.group, one_head, None)
+        k[...] = (dk[...] * static.scale).astype(static.dtype)
+        v[...] = dv[...].astype(static.dtype)
+
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k, refs.dk_g.at[rows(own.row0), item.head])
+    plgpu.copy_smem_to_gmem(v, refs.dv_g.at[rows(own.row0), item.head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(refs.own_free.at[own.at])
+
+
+def _own_keys(static: Static, refs: Refs, wg, is_dirty, item: Item) -> _Own:
+    row0 = item.block * KEYS + wg * TILE
+    return _Own(
+        wg=wg,
+        place=rem(item.number, static.config.places),
+        row0=row0,
+        first_tile=item.begin + wg,
+        end_tile=div(refs.end_g[row0 + (TILE - 1)] + (TILE - 1), TILE),
+        first_end=refs.end_g[row0],
+        end=plgpu.load(refs.end_g.at[rows(row0)], layout=BY_ROW, optimized=False),
+        is_dirty=is_dirty,
+    )
+
+
+def _one_head(static: Static, refs: Refs, item: Item, own: _Own, sums, member, _) -> None:
+    """Takes the tiles of a query head that see these keys; those that only the other warpgroup wants it lets pass."""
+    base = item.step + member * item.num - item.begin
+
+    def skip(step, _):
+        slot = rem(step, static.stages)
+        plgpu.barrier_wait(refs.q_bar.at[slot])
+        plgpu.barrier_wait(refs.do_bar.at[slot])
+        plgpu.barrier_arrive(refs.free_bar.at[slot])
+
+    def visit(tile_number, _):
+        _one_tile(static, refs, own, sums, rem(base + tile_number, static.stages), tile_number)
+
+    lax.fori_loop(base + item.begin, base + own.first_tile, skip, None)
+    lax.fori_loop(own.first_tile, own.end_tile, visit, None)
+    lax.fori_loop(base + own.end_tile, base + item.begin + item.num, skip, None)
+
+
+def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) -> None:
+    """dv += Pᵀ dO and dk += dSᵀ Q of a tile of queries."""
+    dk, dv = sums
+    k, v = refs.k_s.at[own.place, own.wg], refs.v_s.at[own.place, own.wg]
+    q, do = refs.q_s.at[slot], refs.do_s.at[slot]
+    shape, query0 = (TILE, TILE), tile_number * TILE
+    other_documents = query0 + (TILE - 1) >= own.first_end
+    unclean = own.is_dirty & other_documents
+
+    @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
+    def _(s, dp):
+        plgpu.barrier_wait(refs.q_bar.at[slot])
+        pl.when(unclean)(functools.partial(_clean, q))
+        plgpu.wgmma(s, k, q.transpose((1, 0)))
+        plgpu.barrier_wait(refs.do_bar.at[slot])
+        pl.when(unclean)(functools.partial(_clean, do))
+        plgpu.wgmma(dp, v, do.transpose((1, 0)))
+        lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+        p = jnp.exp2(scores * (static.scale * LOG2E) - across(lse, shape, 1))
+        masked = functools.partial(_masked, own, query0)
+        p = lax.cond((tile_number == own.first_tile) | other_documents, masked, lambda x: x, p)
+        multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, own.wg)
+        delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
+        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
+        ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
+        multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, own.wg)
+        plgpu.wgmma_wait(0)
+
+    plgpu.barrier_arrive(refs.free_bar.at[slot])
+
+
+def _masked(own: _Own, query0, p):
+    """Zero where a query does not see the key: one before it, or of another document."""
+
+    def rule(key, query):
+        return (key <= query) & (query < across(own.end, p.shape, 0))
+
+    seen = seen_by(own.row0, query0, p.shape, rule)
+    return jnp.where(seen, p, jnp.zeros_like(p))
 
 
 def _where_seen(p, ds):
