@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -59,103 +61,159 @@ def drop_da(
         chunks: of 64-row blocks.
         bank: [A + 1, rows of ds: a multiple of LOW_RANK, K], the dropout scale folded in; adapter A is zero.
     """
-    num_in, depth = x.shape[1], ds.shape[0]
-    width, size, stages = config.block_k, config.blocks_per_chunk, min(config.stages, config.blocks_per_chunk)
-    total = chunks.blocks.shape[0]
+    num_in, total, has_low = x.shape[1], chunks.blocks.shape[0], bank is not None
+    static = _Static(
+        width=config.block_k, rank=rank, depth=ds.shape[0], dtype=x.dtype, size=config.blocks_per_chunk,
+        stages=min(config.stages, config.blocks_per_chunk), has_low=has_low,
+    )  # fmt: skip
+    operands = {
+        "x_gmem": x, "ds_gmem": ds, "bits_gmem": bits, "blocks_gmem": chunks.blocks.reshape(-1),
+        "count_gmem": chunks.count,
+    }  # fmt: skip
+    results = {"out_gmem": jax.ShapeDtypeStruct((total, num_in, rank), jnp.float32)}
+    if has_low:
+        operands |= {"adapter_gmem": chunks.adapter, "bank_gmem": bank}
+        results["low_gmem"] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = vary_like(_launch(static, operands, results, grid=(num_in // static.width, total)), x)
+    return out if has_low else (out[0], None)
 
-    has_low = bank is not None
 
-    def kernel(x_gmem, ds_gmem, bits_gmem, blocks_gmem, count_gmem, *rest: Any):
-        adapter_gmem: Any  # with the next one, only where there is a bank
-        bank_gmem: Any
-        adapter_gmem, bank_gmem, out_gmem, low_gmem = rest if has_low else (None, None, *rest, None)
-        chunk = lax.axis_index("chunk")
-        col0 = lax.axis_index("columns") * width
-        columns = pl.ds(col0, width)
-        count = count_gmem[chunk]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
 
-        @functools.partial(
-            pl.run_scoped,
-            x_smem=plgpu.SMEM((stages, ROWS, width), x.dtype, transforms=transforms(width, x.dtype)),
-            ds_smem=plgpu.SMEM((stages, depth, ROWS), x.dtype, transforms=transforms(ROWS, x.dtype)),
-            words_smem=plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32),
-            barrier=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            bank_smem=plgpu.SMEM((depth, width), x.dtype, transforms=transforms(width, x.dtype)) if has_low else None,
-            low_smem=plgpu.SMEM((ROWS, width), x.dtype, transforms=transforms(width, x.dtype)) if has_low else None,
-            bank_barrier=plgpu.Barrier() if has_low else None,
-        )
-        def _(x_smem, ds_smem, words_smem, barrier, bank_smem, low_smem, bank_barrier):
-            block_of = functools.partial(block_of_chunk, blocks_gmem, chunk, size)
+    width: int  # columns of x
+    rank: int
+    depth: int  # rows of ds
+    dtype: Any
+    size: int  # blocks of a chunk at most
+    stages: int
+    has_low: bool
 
-            def fetch(step, slot, block):
-                @pl.when(step < count)
-                def _():
-                    rows = pl.ds(block * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(x_gmem.at[rows, columns], x_smem.at[slot], barrier.at[slot])
-                    plgpu.copy_gmem_to_smem(ds_gmem.at[:, rows], ds_smem.at[slot], barrier.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        bits_gmem.at[rows, lax.div(col0, BLOCK), :], words_smem.at[slot], barrier.at[slot]
-                    )
 
-            if has_low:
-                adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
-                plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, columns], bank_smem, bank_barrier)
-            for step in range(stages):
-                fetch(jnp.int32(step), step, block_of(jnp.int32(step)))
-            if has_low:
-                plgpu.barrier_wait(bank_barrier)
-            first = first_bit(col0)
+class _Chunk(NamedTuple):
+    """What a program works on: some columns of a chunk's rows."""
 
-            @functools.partial(pl.run_scoped, acc=plgpu.ACC((width, rank), jnp.float32))
-            def _(acc):
-                def body(step, _):
-                    slot = lax.rem(step, stages)
-                    this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
-                    plgpu.barrier_wait(barrier.at[slot])
-                    words = load_words(words_smem.at[slot], first)
-                    apply_words(x_smem.at[slot], words)
+    number: Any
+    column0: Any
+    columns: Any
+    count: Any  # of row blocks
+    block_of: Callable[[Any], Any]  # step -> row block
 
-                    # every warp has passed a barrier since it spent the slot before this one
-                    @pl.when(step > 0)
-                    def _():
-                        fetch(step - 1 + stages, lax.rem(step - 1, stages), ahead)
 
-                    own = ds_smem.at[slot, pl.ds(0, rank)]
-                    plgpu.wgmma(acc, x_smem.at[slot].transpose((1, 0)), own.transpose((1, 0)))
-                    if has_low:
-                        low = low_rank(ds_smem.at[slot].transpose((1, 0)), bank_smem)
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        low_smem[...] = keep_words_of(low, words).astype(x.dtype)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(low_smem, low_gmem.at[pl.ds(this * ROWS, ROWS), columns])
-                    else:
-                        plgpu.wgmma_wait(0)
+def _launch(static: _Static, operands: dict[str, jax.Array], results: dict[str, Any], *, grid: tuple[int, int]):
+    """One program for `width` columns and a chunk of row blocks."""
 
-                lax.fori_loop(0, count, body, None)
-                store_fragment(out_gmem.at[chunk, columns, :], acc[...])
-                if has_low:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def kernel(*gmem):
+        in_memory = dict(zip((*operands, *results), gmem, strict=True))
 
-    def low_rank(ds_smem, bank_smem):
-        """dS A^T of a tile; waits for everything that was issued."""
+        @functools.partial(pl.run_scoped, **_scratch(static))
+        def _(**scratch):
+            _one_chunk(static, SimpleNamespace(**in_memory, **scratch))
 
-        @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, width), jnp.float32))
-        def low(acc):
-            plgpu.wgmma(acc, ds_smem, bank_smem)
-            plgpu.wgmma_wait(0)
-            return acc[...]
-
-        return low
-
-    partials = jax.ShapeDtypeStruct((total, num_in, rank), jnp.float32)
-    run = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
-        out_type=(partials, jax.ShapeDtypeStruct(x.shape, x.dtype)) if has_low else (partials,),
-        grid=(num_in // width, total),
+        out_type=tuple(results.values()),
+        grid=grid,
         grid_names=("columns", "chunk"),
         kernel_name="lora_drop_da",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*operands.values())
+
+
+def _scratch(static: _Static) -> dict[str, Any]:
+    stages, width, dtype = static.stages, static.width, static.dtype
+    wide, narrow = transforms(width, dtype), transforms(ROWS, dtype)
+    scratch = {
+        "x_smem": plgpu.SMEM((stages, ROWS, width), dtype, transforms=wide),
+        "ds_smem": plgpu.SMEM((stages, static.depth, ROWS), dtype, transforms=narrow),
+        "words_smem": plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32),
+        "barrier": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+    }
+    if static.has_low:
+        scratch |= {
+            "bank_smem": plgpu.SMEM((static.depth, width), dtype, transforms=wide),
+            "low_smem": plgpu.SMEM((ROWS, width), dtype, transforms=wide),
+            "bank_barrier": plgpu.Barrier(),
+        }
+    return scratch
+
+
+def _one_chunk(static: _Static, refs: SimpleNamespace) -> None:
+    """dA of some columns over a chunk, and their low-rank part of dx."""
+    number, column0 = lax.axis_index("chunk"), lax.axis_index("columns") * static.width
+    chunk = _Chunk(
+        number=number,
+        column0=column0,
+        columns=pl.ds(column0, static.width),
+        count=refs.count_gmem[number],
+        block_of=functools.partial(block_of_chunk, refs.blocks_gmem, number, static.size),
     )
-    low_inputs = (chunks.adapter, bank) if has_low else ()
-    out = vary_like(run(x, ds, bits, chunks.blocks.reshape(-1), chunks.count, *low_inputs), x)
-    return out if has_low else (out[0], None)
+    if static.has_low:
+        adapter = lax.max(refs.adapter_gmem[number], jnp.int32(0))
+        plgpu.copy_gmem_to_smem(refs.bank_gmem.at[adapter].at[:, chunk.columns], refs.bank_smem, refs.bank_barrier)
+    for step in range(static.stages):
+        _fetch(refs, chunk, jnp.int32(step), step, chunk.block_of(jnp.int32(step)))
+    if static.has_low:
+        plgpu.barrier_wait(refs.bank_barrier)
+    first = first_bit(column0)
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC((static.width, static.rank), jnp.float32))
+    def _(acc):
+        one_tile = functools.partial(_one_tile, static, refs, chunk, first, acc)
+        lax.fori_loop(0, chunk.count, one_tile, None)
+        store_fragment(refs.out_gmem.at[number, chunk.columns, :], acc[...])
+        if static.has_low:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _fetch(refs: SimpleNamespace, chunk: _Chunk, step, slot, block) -> None:
+    @pl.when(step < chunk.count)
+    def _():
+        rows = pl.ds(block * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(refs.x_gmem.at[rows, chunk.columns], refs.x_smem.at[slot], refs.barrier.at[slot])
+        plgpu.copy_gmem_to_smem(refs.ds_gmem.at[:, rows], refs.ds_smem.at[slot], refs.barrier.at[slot])
+        words_gmem = refs.bits_gmem.at[rows, lax.div(chunk.column0, BLOCK), :]
+        plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], refs.barrier.at[slot])
+
+
+def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, first: jax.Array, acc, step, _) -> None:
+    """acc += drop(x)^T dS of a row block, and with a bank mask * (dS A^T) of it.
+
+    Args:
+        first: the bit of the first column.
+    """
+    stages = static.stages
+    slot = lax.rem(step, stages)
+    this, ahead = chunk.block_of(step), chunk.block_of(step - 1 + stages)  # early: device memory is far
+    plgpu.barrier_wait(refs.barrier.at[slot])
+    words = load_words(refs.words_smem.at[slot], first)
+    apply_words(refs.x_smem.at[slot], words)
+
+    # every warp has passed a barrier since it spent the slot before this one
+    @pl.when(step > 0)
+    def _():
+        _fetch(refs, chunk, step - 1 + stages, lax.rem(step - 1, stages), ahead)
+
+    own = refs.ds_smem.at[slot, pl.ds(0, static.rank)]
+    plgpu.wgmma(acc, refs.x_smem.at[slot].transpose((1, 0)), own.transpose((1, 0)))
+    if static.has_low:
+        low = _low_rank(refs.ds_smem.at[slot].transpose((1, 0)), refs.bank_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        refs.low_smem[...] = keep_words_of(low, words).astype(static.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.low_smem, refs.low_gmem.at[pl.ds(this * ROWS, ROWS), chunk.columns])
+    else:
+        plgpu.wgmma_wait(0)
+
+
+def _low_rank(ds_smem, bank_smem) -> jax.Array:
+    """dS A^T of a tile; waits for everything that was issued."""
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, bank_smem.shape[1]), jnp.float32))
+    def low(acc):
+        plgpu.wgmma(acc, ds_smem, bank_smem)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return low
