@@ -15,6 +15,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -187,9 +188,10 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
 
 
 def output_gradient(prepared: Prepared, i: int, partials_CNR: jax.Array, chunk_adapter: jax.Array) -> jax.Array:
-    """Adds up partial sums of dB and cuts off the padded ranks."""
-    db_ARN = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, transposed=True)
-    return db_ARN[:, : prepared.ops.bs[i].shape[1], :]
+    """Adds up partial sums of dB, without the padded ranks."""
+    own = [(0, prepared.ops.bs[i].shape[1])]
+    (db_ARN,) = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, own, transposed=True)
+    return db_ARN
 
 
 def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dict[int, jax.Array]:
@@ -213,11 +215,12 @@ def input_side(prepared: Prepared, ds: jax.Array, bits: jax.Array | None) -> dic
 
 
 def input_gradients(prepared: Prepared, partials_CKR: jax.Array, chunks: Chunks) -> dict[int, jax.Array]:
-    """Adds up partial sums of dA and cuts them into projections."""
+    """Adds up partial sums of dA by projection, without the padded ranks."""
     ops, layout = prepared.ops, prepared.layout
     factor = jnp.ones_like(ops.scale) if ops.dropout is None else inverse_keep(ops.dropout.rate)
-    da_AKR = _sum(prepared, partials_CKR, chunks.adapter, factor, transposed=False)
-    return {i: da_AKR[:, :, start : start + ops.as_[i].shape[2]] for i, start in layout.offsets.items()}
+    parts = [(start, ops.as_[i].shape[2]) for i, start in layout.offsets.items()]
+    das = _sum(prepared, partials_CKR, chunks.adapter, factor, parts, transposed=False)
+    return dict(zip(layout.offsets, das, strict=True))
 
 
 def join_ds(prepared: Prepared, by_projection: dict[int, jax.Array]) -> jax.Array:
@@ -232,12 +235,22 @@ def widest(ops: Operands) -> int:
     return max(ops.with_lora, key=lambda i: ops.ws[i].shape[1])
 
 
-def _sum(prepared: Prepared, partials: jax.Array, adapter: jax.Array, factor: jax.Array, *, transposed: bool):
-    """Adds up partial sums per adapter and scales them; one adapter is one plain reduction for XLA."""
-    if prepared.static.single:
-        total = partials.sum(0)[None] * factor[:, None, None]
-        return total.swapaxes(1, 2) if transposed else total
-    return sum_partials(partials, adapter, factor, transposed=transposed, interpret=prepared.static.interpret)
+def _sum(
+    prepared: Prepared,
+    partials: jax.Array,
+    adapter: jax.Array,
+    factor: jax.Array,
+    parts: Sequence[tuple[int, int]],
+    *,
+    transposed: bool,
+) -> tuple[jax.Array, ...]:
+    """Adds up the partial sums in `parts` per adapter and scales them; one adapter is one plain reduction for XLA."""
+    if not prepared.static.single:
+        interpret = prepared.static.interpret
+        return sum_partials(partials, adapter, factor, parts, transposed=transposed, interpret=interpret)
+    total = partials.sum(0)[None] * factor[:, None, None]
+    cut = (total[:, :, start : start + width] for start, width in parts)
+    return tuple(part.swapaxes(1, 2) if transposed else part for part in cut)
 
 
 def _configs(static: Static) -> Any:

@@ -202,7 +202,8 @@ def test_partial_sums_of_an_adapter_ignore_the_others(chunks, rank, transposed):
     factor = np.array([2.0, 0.5, 1.0], np.float32)
 
     def summed(*arrays):
-        return np.asarray(sum_partials(*map(jnp.asarray, arrays), transposed=transposed, interpret=True))
+        (total,) = sum_partials(*map(jnp.asarray, arrays), [(0, rank)], transposed=transposed, interpret=True)
+        return np.asarray(total)
 
     got = summed(partials, adapter, factor)
     for k in (0, 1):
@@ -215,8 +216,25 @@ def test_partial_sums_of_an_adapter_ignore_the_others(chunks, rank, transposed):
 
 def test_an_adapter_without_partial_sums_gets_zeros():
     partials, adapter = jnp.ones((3, 32, 16)), jnp.array([0, -1, 2], jnp.int32)
-    got = sum_partials(partials, adapter, jnp.ones(2), transposed=False, interpret=True)
+    (got,) = sum_partials(partials, adapter, jnp.ones(2), [(0, 16)], transposed=False, interpret=True)
     assert got.sum(axis=(1, 2)).tolist() == [32 * 16, 0]
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("parts", [[(0, 32), (32, 16), (48, 16)], [(0, 24), (32, 5)], [(0, 8)]])
+def test_parts_of_a_sum_are_its_columns_bit_for_bit(parts, transposed):
+    random = np.random.default_rng(1)
+    partials = jnp.asarray(random.normal(size=(20, 64, 64)).astype(np.float32))
+    adapter = jnp.asarray(random.integers(-1, 3, 20).astype(np.int32))
+    factor = jnp.array([2.0, 0.3])
+
+    def summed(parts):
+        return sum_partials(partials, adapter, factor, parts, transposed=transposed, interpret=True)
+
+    (whole,) = summed([(0, 64)])
+    for (start, rank), part in zip(parts, summed(parts), strict=True):
+        own = slice(start, start + rank)
+        np.testing.assert_array_equal(part, whole[:, own, :] if transposed else whole[:, :, own])
 
 
 @pytest.mark.parametrize(("rank", "passes_over_x"), [(16, 1), (64, 3)])
