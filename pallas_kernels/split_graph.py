@@ -31,6 +31,7 @@ from pallas_kernels.triton.bits import keep_words
 from pallas_kernels.triton.da import da
 from pallas_kernels.triton.down import down
 from pallas_kernels.triton.dsdb import dsdb
+from pallas_kernels.triton.join import join
 from pallas_kernels.triton.sums import sum_partials
 from pallas_kernels.tuning import config as tuning
 from pallas_kernels.tuning import store
@@ -168,14 +169,14 @@ def shared_input(prepared: Prepared, bits: jax.Array | None) -> jax.Array:
 
 
 def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dS [T, R] and dB float32 [A, R, N] of one projection."""
+    """Partial sums of dS [parts, T, R], and dB float32 [A, R, N], of one projection."""
     static, layout = prepared.static, prepared.layout
     config = _configs(static).dsdb or prepared.tuned(
         "dsdb", 0, dy.shape[1], layout.ranks[i],
         tuning.dsdb_config(prepared.rows, dy.shape[1], layout.ranks[i], static.tile),
     )  # fmt: skip
     chunk_adapter = prepared.block_adapter(config.chunk)
-    ds, partials_CNR = dsdb(
+    ds_partials, partials_CNR = dsdb(
         dy,
         s,
         prepared.bank_b(i),
@@ -184,7 +185,7 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
         config=config,
         interpret=static.interpret,
     )
-    return ds, output_gradient(prepared, i, partials_CNR, chunk_adapter)
+    return ds_partials, output_gradient(prepared, i, partials_CNR, chunk_adapter)
 
 
 def output_gradient(prepared: Prepared, i: int, partials_CNR: jax.Array, chunk_adapter: jax.Array) -> jax.Array:
@@ -223,11 +224,13 @@ def input_gradients(prepared: Prepared, partials_CKR: jax.Array, chunks: Chunks)
     return dict(zip(layout.offsets, das, strict=True))
 
 
-def join_ds(prepared: Prepared, by_projection: dict[int, jax.Array]) -> jax.Array:
-    """Lays dS of all projections side by side, as S is."""
-    pieces = [by_projection[i] for i in prepared.layout.offsets]
-    joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    return jnp.pad(joined, ((0, 0), (0, prepared.layout.total - joined.shape[1])))
+def join_ds(
+    prepared: Prepared, partials: dict[int, jax.Array], *, columns: int = 0, rows: int = 0
+) -> tuple[jax.Array, ...]:
+    """dS [T, columns] of all projections, side by side as S is, and dS^T [rows, T]: what is asked for."""
+    pieces = [partials[i] for i in prepared.layout.offsets]
+    dtype, interpret = prepared.ops.x.dtype, prepared.static.interpret
+    return join(pieces, dtype, columns=columns, rows=rows, interpret=interpret)
 
 
 def widest(ops: Operands) -> int:

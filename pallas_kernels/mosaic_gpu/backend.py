@@ -71,16 +71,15 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     das, dbs, fused = {}, {}, None
     dx = 0.0
     if ops.with_lora:
-        ds = {}
+        partials = {}
         s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
         for i in ops.with_lora:
-            ds[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
-        joined = split_graph.join_ds(prepared, ds)
-        das, dx = _input_gradient_pass(prepared, joined, bits)
+            partials[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
+        das, dx, ds = _input_gradient_pass(prepared, partials, bits)
         if dx is None:
             fused = split_graph.widest(ops)
             dx = _gemm(
-                prepared, dys[fused], ops.ws[fused], joined, prepared.bank_a(), _dx_config(prepared, fused),
+                prepared, dys[fused], ops.ws[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
                 transposed=True, bits=bits,
             )  # fmt: skip
     for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
@@ -101,27 +100,31 @@ def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
 
 
 def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):
-    """dS [T, R] and dB float32 [A, R, N] of one projection."""
+    """Partial sums of dS [parts, T, R], and dB float32 [A, R, N], of one projection."""
     config = _dsdb_config(prepared, i)
     if config is None:
         return split_graph.output_side(prepared, i, s, dy)
     chunks, offset = prepared.chunks(ROWS, config.blocks_per_chunk), prepared.layout.offsets[i]
-    ds, partials = wide_dsdb(dy, s_transposed, prepared.bank_b(i), chunks, rank_offset=offset, config=config)
-    return ds, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
+    ds_partials, partials = wide_dsdb(dy, s_transposed, prepared.bank_b(i), chunks, rank_offset=offset, config=config)
+    return ds_partials, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
 
 
-def _input_gradient_pass(prepared: Prepared, ds: jax.Array, bits: jax.Array | None):
-    """dA float32 of every projection, and the low-rank part of dx where this pass makes it."""
+def _input_gradient_pass(prepared: Prepared, ds_partials: dict[int, jax.Array], bits: jax.Array | None):
+    """dA float32 of every projection, and the low-rank part of dx where this pass makes it or else dS [T, R of all]."""
     ops, total = prepared.ops, prepared.layout.total
     if bits is None or not _drops_here(ops):
-        return split_graph.input_side(prepared, ds, bits), None
+        (ds,) = split_graph.join_ds(prepared, ds_partials, columns=total)
+        return split_graph.input_side(prepared, ds, bits), None, ds
     config = _da_config(prepared)
     chunks = prepared.chunks(ROWS, config.blocks_per_chunk)
-    bank = prepared.transposed_bank_a(LOW_RANK) if _makes_low(prepared) else None
-    rows = total if bank is None else bank.shape[1]
-    ds_transposed = jnp.pad(ds.T, ((0, rows - total), (0, 0)))
+    if _makes_low(prepared):
+        ds, bank = None, prepared.transposed_bank_a(LOW_RANK)
+        (ds_transposed,) = split_graph.join_ds(prepared, ds_partials, rows=bank.shape[1])
+    else:
+        bank = None
+        ds, ds_transposed = split_graph.join_ds(prepared, ds_partials, columns=total, rows=total)
     partials, low = drop_da(ops.x, ds_transposed, bits, chunks, bank, rank=total, config=config)
-    return split_graph.input_gradients(prepared, partials, chunks), low
+    return split_graph.input_gradients(prepared, partials, chunks), low, ds
 
 
 def _makes_low(prepared: Prepared) -> bool:

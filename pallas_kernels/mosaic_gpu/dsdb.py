@@ -41,7 +41,7 @@ class WideDsdbConfig:
 def wide_dsdb(
     dy: jax.Array, s: jax.Array, b: jax.Array, chunks: Chunks, *, rank_offset: int = 0, config: WideDsdbConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns dS [T, R] in dy.dtype and partial sums of dB, float32 [C, N, R] (without scale; transposed).
+    """Returns partial sums, float32, of dS [split_n, T, R] and of dB [C, N, R] (without scale; transposed).
 
     Args:
         s: [>= R, T + 64]: transposed, 64 zeros behind; rows rank_offset .. rank_offset + R belong to this projection.
@@ -131,5 +131,4 @@ def wide_dsdb(
         kernel_name="lora_wide_dsdb",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    ds, db = vary_like(run(dy, s, b, chunks.blocks.reshape(-1), chunks.count, chunks.adapter), dy)
-    return ds.sum(0).astype(dy.dtype), db
+    return vary_like(run(dy, s, b, chunks.blocks.reshape(-1), chunks.count, chunks.adapter), dy)

@@ -102,8 +102,9 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     behind = prepare(static, dataclasses.replace(down, x=kept.gate))
     (down_s,) = kept.down_s
     transposed = jnp.pad(down_s.T, ((0, 0), (0, ROWS)))
-    ds, db = backend.output_pass(behind, 0, down_s, transposed, dy)
-    ds = split_graph.join_ds(behind, {0: ds})
+    ds_partials, db = backend.output_pass(behind, 0, down_s, transposed, dy)
+    (ds_transposed,) = split_graph.join_ds(behind, {0: ds_partials}, rows=behind.layout.total)
+    ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
     dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
     chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows))
     dgate, dup, partials = gate_backward(

@@ -55,14 +55,14 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     dys = tuple(_pad_to(dy.astype(ops.x.dtype), (rows, w.shape[1])) for dy, w in zip(dys, padded.ws, strict=True))
     das, dbs, fused, dx = {}, {}, None, 0.0
     if ops.with_lora:
-        ds = {}
+        partials = {}
         for i in ops.with_lora:
-            ds[i], db = split_graph.output_side(prepared, i, ss[0], dys[i])
+            partials[i], db = split_graph.output_side(prepared, i, ss[0], dys[i])
             dbs[i] = db[:, :, : ops.ws[i].shape[1]]
-        joined = split_graph.join_ds(prepared, ds)
-        das = {i: da[:, : ops.x.shape[1]] for i, da in split_graph.input_side(prepared, joined, bits).items()}
+        (ds,) = split_graph.join_ds(prepared, partials, columns=prepared.layout.total)
+        das = {i: da[:, : ops.x.shape[1]] for i, da in split_graph.input_side(prepared, ds, bits).items()}
         fused = split_graph.widest(ops)
-        dx = _dx(prepared, fused, dys[fused], joined, bits)
+        dx = _dx(prepared, fused, dys[fused], ds, bits)
     for i, (dy, w) in enumerate(zip(dys, padded.ws, strict=True)):
         if i != fused:
             dx = jnp.matmul(dy, w.T, precision=_precision(dy.dtype)) + dx  # in this order one pass, as on Hopper

@@ -43,7 +43,9 @@ def dsdb(
     config: DsdbConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns dS [T, R] in dy.dtype and partial sums of dB, float32 [C, N, R] (without scale; transposed).
+    """Returns partial sums of dS [split_n, T, R] and of dB, float32 [C, N, R] (without scale; transposed).
+
+    Those of dS are float32; a single one is in dy.dtype.
 
     Args:
         s: [T, >= R]; columns rank_offset .. rank_offset + R belong to this projection.
@@ -79,7 +81,7 @@ def dsdb(
 
     num_chunks = num_rows // config.chunk
     ds_dtype = dy.dtype if config.split_n == 1 else jnp.float32
-    ds, db = call(
+    return call(
         kernel,
         [dy, s, b, chunk_adapter],
         name="lora_dsdb",
@@ -93,4 +95,3 @@ def dsdb(
         interpret=interpret,
         flops=4 * num_rows * num_out * rank,
     )
-    return (ds[0] if config.split_n == 1 else ds.sum(0).astype(dy.dtype)), db

@@ -309,17 +309,17 @@ def _drop_da(inputs: Inputs, config: DropDaConfig, x: jax.Array, w: jax.Array):
 def _wide_dsdb(inputs: Inputs, config: WideDsdbConfig, dy: jax.Array, w: jax.Array):
     prepared = inputs.prepared
     s, chunks = jnp.pad(inputs.s.T, ((0, 0), (0, ROWS))), prepared.chunks(ROWS, config.blocks_per_chunk)
-    ds, partials = wide_dsdb(dy, s, prepared.bank_b(0), chunks, config=config)
-    return ds, partials.sum(0)
+    ds_partials, partials = wide_dsdb(dy, s, prepared.bank_b(0), chunks, config=config)
+    return ds_partials.sum(0).astype(dy.dtype), partials.sum(0)
 
 
 def _dsdb(inputs: Inputs, config: DsdbConfig, dy: jax.Array, w: jax.Array):
     prepared = inputs.prepared
-    ds, partials = dsdb(
+    ds_partials, partials = dsdb(
         dy, inputs.s, prepared.bank_b(0), prepared.block_adapter(config.chunk), config=config,
         interpret=prepared.static.interpret,
     )  # fmt: skip
-    return ds, partials.sum(0)
+    return ds_partials.sum(0).astype(dy.dtype), partials.sum(0)
 
 
 def _forward(inputs: Inputs, config: Any, x: jax.Array, w: jax.Array) -> jax.Array:

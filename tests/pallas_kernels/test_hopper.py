@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.triton.bank import transposed_bank
+from pallas_kernels.triton.join import join
 from pallas_kernels.tuning.config import KernelConfigs
 
 RANK, ADAPTERS, COLUMNS = 16, 2, 512
@@ -104,7 +105,7 @@ def test_ds_and_db_of_one_pass_and_a_nan_stays_with_its_adapter(problem):
         config = WideDsdbConfig(blocks_per_chunk=2, stages=2, split_n=2)
         s_transposed = jnp.pad(s.T, ((0, 0), (0, 64)))
         ds, partials = wide_dsdb(dy, s_transposed, problem["bank"], chunks, rank_offset=RANK, config=config)
-        ds, partials = np.asarray(ds, np.float32), np.asarray(partials)
+        ds, partials = np.asarray(ds).sum(0), np.asarray(partials)
     dy, s = np.asarray(dy, np.float32), np.asarray(s, np.float32)[:, RANK:]
     well = OWNER == 1
     want = np.einsum("tn,trn->tr", dy[well], np.asarray(problem["bank"], np.float32)[OWNER[well]])
@@ -123,6 +124,27 @@ def test_transposed_bank_lays_projections_below_each_other_and_ends_in_a_zero_ad
     np.testing.assert_array_equal(got[:2, :48], want)
     assert (got[:2, 48:] == 0).all()
     assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(64, 0), (0, 128), (64, 64), (48, 60)])
+@pytest.mark.parametrize("num_rows", [48, 256])
+def test_join_adds_up_casts_and_lays_projections_side_by_side(columns, rows, num_rows):
+    single = normal(9, 1, num_rows, 16)  # of one part, it comes rounded
+    pieces = [normal(7, 8, num_rows, 16).astype(jnp.float32), normal(8, 3, num_rows, 16).astype(jnp.float32), single]
+    got = join(pieces, jnp.bfloat16, columns=columns, rows=rows, interpret=True)
+
+    want = jnp.concatenate([piece.sum(0).astype(jnp.bfloat16) for piece in pieces], axis=1)
+    joined = [jnp.pad(want, ((0, 0), (0, columns - 48)))] if columns else []
+    transposed = [jnp.pad(want.T, ((0, rows - 48), (0, 0)))] if rows else []
+    for ours, plain in zip(got, joined + transposed, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+def test_join_takes_projections_of_different_ranks():
+    pieces = [normal(7, 2, 64, 128).astype(jnp.float32), normal(8, 4, 64, 16).astype(jnp.float32)]
+    (got,) = join(pieces, jnp.float32, rows=256, interpret=True)
+    np.testing.assert_array_equal(got[:144], jnp.concatenate([piece.sum(0) for piece in pieces], axis=1).T)
+    assert (got[144:] == 0).all()
 
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
