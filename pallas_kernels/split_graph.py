@@ -225,12 +225,15 @@ def input_gradients(prepared: Prepared, partials_CKR: jax.Array, chunks: Chunks)
 
 
 def join_ds(
-    prepared: Prepared, partials: dict[int, jax.Array], *, columns: int = 0, rows: int = 0
+    prepared: Prepared, partials: Sequence[jax.Array], *, columns: int = 0, rows: int = 0
 ) -> tuple[jax.Array, ...]:
-    """dS [T, columns] of all projections, side by side as S is, and dS^T [rows, T]: what is asked for."""
-    pieces = [partials[i] for i in prepared.layout.offsets]
+    """dS [T, columns] of all projections, side by side as S is, and dS^T [rows, T]: what is asked for.
+
+    Args:
+        partials: partial sums [parts, T, R], of one or several projections each, in the order of S.
+    """
     dtype, interpret = prepared.ops.x.dtype, prepared.static.interpret
-    return join(pieces, dtype, columns=columns, rows=rows, interpret=interpret)
+    return join(partials, dtype, columns=columns, rows=rows, interpret=interpret)
 
 
 def widest(ops: Operands) -> int:

@@ -5,6 +5,8 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -68,14 +70,25 @@ def forward(static: Static, ops: Operands):
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
     prepared = prepare(static, ops)
-    das, dbs, fused = {}, {}, None
-    dx = 0.0
+    partials, dbs = {}, {}
     if ops.with_lora:
-        partials = {}
         s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
         for i in ops.with_lora:
             partials[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
-        das, dx, ds = _input_gradient_pass(prepared, partials, bits)
+    das, dx = input_side(prepared, [partials[i] for i in prepared.layout.offsets], bits, dys)
+    return dx, das, dbs
+
+
+def input_side(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
+    """dA float32 by projection number, and dx.
+
+    Args:
+        ds_partials: partial sums of dS [parts, T, R], of one or several projections each, in the order of S.
+    """
+    ops = prepared.ops
+    das, dx, fused = {}, 0.0, None
+    if ops.with_lora:
+        das, dx, ds = _input_gradient_pass(prepared, ds_partials, bits)
         if dx is None:
             fused = split_graph.widest(ops)
             dx = _gemm(
@@ -86,7 +99,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         if i != fused:
             # product first: only there does XLA let cuBLAS add to what comes second (see `device.compiler_options`)
             dx = jnp.matmul(dy, w.astype(dy.dtype).T) + dx
-    return dx, das, dbs
+    return das, dx
 
 
 def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
@@ -109,7 +122,7 @@ def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Arra
     return ds_partials, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
 
 
-def _input_gradient_pass(prepared: Prepared, ds_partials: dict[int, jax.Array], bits: jax.Array | None):
+def _input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None):
     """dA float32 of every projection, and the low-rank part of dx where this pass makes it or else dS [T, R of all]."""
     ops, total = prepared.ops, prepared.layout.total
     if bits is None or not _drops_here(ops):

@@ -6,8 +6,9 @@
                y = h W + S B                inside the GEMM
     backward   dS, dB of down               one pass over dY
                dh = dY W^T                  cuBLAS
-               dgate, dup, dA of down       one pass over gate, up and dh
-               the rest of gate and up      as siblings (`backend.py`)
+               dgate, dup, dA of down,      one pass over gate, up and dh; where ranks are above 16,
+               dS, dB of gate and up        dS and dB are passes of their own
+               dA, dx of gate and up        as siblings (`backend.py`)
 
 Against three separate ops: no pass over h nor dh for the low-rank branch, and three products that are cuBLAS's.
 
@@ -25,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.gate import GateConfig, Places, gate_backward, gate_forward
+from pallas_kernels.mosaic_gpu.gate import GateConfig, Places, gate_backward, gate_forward, wide_gate_backward
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
@@ -103,16 +104,28 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     (down_s,) = kept.down_s
     transposed = jnp.pad(down_s.T, ((0, 0), (0, ROWS)))
     ds_partials, db = backend.output_pass(behind, 0, down_s, transposed, dy)
-    (ds_transposed,) = split_graph.join_ds(behind, {0: ds_partials}, rows=behind.layout.total)
+    (ds_transposed,) = split_graph.join_ds(behind, [ds_partials], rows=behind.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
     dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
-    chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows))
-    dgate, dup, partials = gate_backward(
-        kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks,
-        places=_places(prepared), config=_config(prepared, behind),
+    wide = tuning.wide_gate_config(behind.rows, prepared.layout.total, behind.layout.total)
+    chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows) if wide is None else tuning.GATE_BLOCKS)
+    given = (
+        kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks
     )  # fmt: skip
+    if wide is None:
+        dgate, dup, partials = gate_backward(*given, places=_places(prepared), config=_config(prepared, behind))
+        dx, das, dbs = backend.backward(static, ops, kept.s, kept.bits, (dgate, dup))
+    else:
+        dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
+            *given, places=_places(prepared), config=wide
+        )
+        dbs = {
+            i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
+            for i, each in zip((GATE, UP), db_partials, strict=True)
+        }
+        das, dx = backend.input_side(prepared, [ds_partials], kept.bits, (dgate, dup))
     da = split_graph.input_gradients(behind, partials, chunks)
-    return backend.backward(static, ops, kept.s, kept.bits, (dgate, dup)), (da, {0: db})
+    return (dx, das, dbs), (da, {0: db})
 
 
 def _named(s: jax.Array, bits: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

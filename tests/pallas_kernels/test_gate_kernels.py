@@ -11,7 +11,7 @@ from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, 
 import pallas_kernels as pk
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
-from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_backward, gate_forward
+from pallas_kernels.mosaic_gpu.gate import GateConfig, WideGateConfig, gate_backward, gate_forward, wide_gate_backward
 
 COLUMNS, BOTH, BEHIND = 512, 64, 16
 CONFIG = GateConfig(warpgroups=2, forward_stages=3, backward_stages=2)
@@ -21,29 +21,33 @@ PLACES = ((32, 16), (0, 32))  # gate and up in S: the larger rank comes first
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dropout", "p0"])
 def case(request):
+    return draw(request.param, BOTH)
+
+
+def draw(dropped, both):
     rows = OWNER.size
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
     own = jnp.minimum(OWNER, ADAPTERS - 1)
-    b, a = (normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((BOTH, BEHIND)))
+    b, a = (normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
     return {
-        "drop": drop if request.param else None,
-        "words": keep_words(drop, own, COLUMNS) if request.param else None,
-        "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if request.param else np.True_,
+        "drop": drop if dropped else None,
+        "words": keep_words(drop, own, COLUMNS) if dropped else None,
+        "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if dropped else np.True_,
         "b": b, "a": a,
         "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, SIZE, single=False),
         "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
-        "s": normal(7, rows, BOTH), "ds": normal(8, rows, BEHIND),
+        "s": normal(7, rows, both), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip
 
 
-def wide(case):
-    """(g, u, derivative of h by both) in float32, for the rows' own adapters."""
+def wide(case, places=PLACES):
+    """(g, u, A) in float32, for the rows' own adapters."""
     f32 = {name: np.asarray(case[name], np.float32) for name in ("gate", "up", "s", "b", "a")}
     b = f32["b"][OWNER]
     low_gate, low_up = (
-        np.einsum("tr,trf->tf", f32["s"][:, at : at + rank], b[:, at : at + rank]) for at, rank in PLACES
+        np.einsum("tr,trf->tf", f32["s"][:, at : at + rank], b[:, at : at + rank]) for at, rank in places
     )
     g, u = f32["gate"] + low_gate, f32["up"] + low_up
     return g, u, f32["a"][OWNER]
@@ -100,3 +104,45 @@ def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
         assert relative(by_adapter(partials, case["chunks"], k), dropped[own].T @ wide_ds[own]) < BF16
     padding = OWNER == ADAPTERS
     assert relative(dup[padding], (full * g * sigmoid)[padding]) < BF16
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize(
+    ("dropped", "size", "gating", "sick", "places"),
+    [
+        (True, 4, 2, None, ((0, 16), (16, 16))),
+        (False, 4, 1, 0, ((16, 16), (0, 16))),  # up first, as where its rank is larger
+        (True, 1, 2, 1, ((0, 16), (16, 16))),  # fewer row blocks than warpgroups that gate
+    ],
+)
+def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, sick, places):
+    case = draw(dropped, 32)
+    chunks = make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, size, single=False)
+    ill = jnp.asarray(sick == OWNER)[:, None] if sick is not None else False
+    dh = jnp.where(ill, jnp.nan, case["dh"])
+    with interpreted():
+        out = wide_gate_backward(
+            case["gate"], case["up"], dh, case["s"], case["ds"], case["b"], case["a"], case["words"], chunks,
+            places=places, config=WideGateConfig(gating=gating, stages=4, parts=3),
+        )  # fmt: skip
+        dgate, dup, ds_parts, *partials = (np.asarray(each, np.float32) for each in out)
+    g, u, a = wide(case, places)
+    sigmoid = 1 / (1 + np.exp(-g))
+    s, ds, b = (np.asarray(case[name], np.float32) for name in ("s", "ds", "b"))
+    full = np.asarray(dh, np.float32) + np.where(case["keep"], np.einsum("tr,trf->tf", ds, a), 0)
+    h = np.where(case["keep"], g * sigmoid * u, 0)
+    for k in range(ADAPTERS + 1):  # padding rows as well
+        own = k == OWNER
+        if k == sick:
+            assert np.isnan(ds_parts.sum(0)[own]).all()
+            continue
+        assert relative(dup[own], (full * g * sigmoid)[own]) < BF16
+        assert relative(dgate[own], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[own]) < BF16
+        for gradient, (at, rank) in zip((dgate, dup), places, strict=True):
+            want = gradient[own] @ b[k, at : at + rank].T
+            np.testing.assert_allclose(ds_parts.sum(0)[own, at : at + rank], want, rtol=1e-4, atol=1e-3)
+        if k < ADAPTERS:
+            lefts = (h, dgate, dup)
+            rights = (ds, *(s[:, at : at + rank] for at, rank in places))
+            for partial, left, right in zip(partials, lefts, rights, strict=True):
+                assert relative(by_adapter(partial, chunks, k), left[own].T @ right[own]) < BF16

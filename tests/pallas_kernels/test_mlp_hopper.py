@@ -22,7 +22,10 @@ from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.triton import common
 
 D, F, TILE, TABLE = 256, 512, 64, [1, -1, 0]
-RANKS = (8, 20, 12)  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
+RANKS = (
+    (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
+    (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
+)
 BF16 = 1e-2
 
 
@@ -56,10 +59,10 @@ def on_hopper(monkeypatch):
     return interpreted
 
 
-def draw_mlp():
+def draw_mlp(ranks):
     shared = {"table": TABLE, "adapters": 2, "tile": TILE, "dtype": jnp.bfloat16}
-    before, _ = draw(k=D, widths=(F, F), ranks=RANKS[:2], rates=[0.5, 0.1], seed=0, **shared)
-    behind, (dy,) = draw(k=F, widths=(D,), ranks=RANKS[2:], rates=[0.1, 0.3], seed=1, **shared)
+    before, _ = draw(k=D, widths=(F, F), ranks=ranks[:2], rates=[0.5, 0.1], seed=0, **shared)
+    behind, (dy,) = draw(k=F, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
     joined = {name: before[name] + behind[name] for name in ("ws", "as_", "bs")}
     return {**before, **joined, "down_dropout": behind["dropout"]}, dy
 
@@ -78,8 +81,9 @@ def both_ways(given, dy, implementation, dtype):
 
 
 @needs_gpu_interpreter
-def test_values_and_gradients_are_those_of_the_formula(on_hopper):
-    given, dy = draw_mlp()
+@pytest.mark.parametrize("ranks", RANKS, ids=["mixed", "16"])
+def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks):
+    given, dy = draw_mlp(ranks)
     want = both_ways(given, dy, "xla", jnp.float32)
     with on_hopper():
         got = jax.tree.map(np.asarray, both_ways(given, dy, "pallas_mosaic_gpu", jnp.bfloat16))

@@ -5,11 +5,15 @@ arrays are read anyway, and S = drop(h) A of the projection behind the gate is m
 
     forward    g = gate + S_g B_g,  u = up + S_u B_u,  h = silu(g) · u,  S = drop(h) A
     backward   dh = dh0 + mask * (dS A^T),  dg, du from dh,  dA = drop(h)^T dS        (h is made again)
+    wide       and dS_g = dg B_g^T,  dB_g = S_g^T dg,  the same for u, while dg and du are at hand (ranks of 16)
 
 A warpgroup owns 64 rows (forward) or 64 columns (backward) at a time; results overwrite the tiles they came from.
 """
 
 from pallas_kernels.mosaic_gpu.gate.backward import gate_backward as gate_backward
+from pallas_kernels.mosaic_gpu.gate.config import RANK as RANK
 from pallas_kernels.mosaic_gpu.gate.config import GateConfig as GateConfig
 from pallas_kernels.mosaic_gpu.gate.config import Places as Places
+from pallas_kernels.mosaic_gpu.gate.config import WideGateConfig as WideGateConfig
 from pallas_kernels.mosaic_gpu.gate.forward import gate_forward as gate_forward
+from pallas_kernels.mosaic_gpu.gate.wide import wide_gate_backward as wide_gate_backward

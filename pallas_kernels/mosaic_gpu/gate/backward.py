@@ -6,6 +6,8 @@ T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,8 +18,8 @@ from jax import lax
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Place, Places
-from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, sigmoid, tile
+from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Places
+from pallas_kernels.mosaic_gpu.gate.tile import launch, low, low_factors, products, registers, sigmoid, tile
 from pallas_kernels.mosaic_gpu.mask import first_bit, keep_words_of, load_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, block_of_chunk, store_fragment
 
@@ -58,13 +60,17 @@ def gate_backward(
         gate_gmem, up_gmem, dh_gmem, low_gmem, ds_t_gmem, b_gmem, a_gmem, blocks_gmem, count_gmem, *rest = gmem
         adapter_gmem, *rest = rest
         bits_gmem, dgate_gmem, dup_gmem, da_gmem = rest if has_bits else (None, *rest)
-        chunk = lax.rem(unit, total)
-        col0 = lax.div(unit, total) * WIDTH
+        chunk = lax.div(unit, num_columns // WIDTH)
+        col0 = lax.rem(unit, num_columns // WIDTH) * WIDTH  # programs side by side: whole pages of device memory
         columns = pl.ds(col0, WIDTH)
         count = count_gmem[chunk]
         adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
 
         block_of = functools.partial(block_of_chunk, blocks_gmem, chunk, size)
+
+        def factors(low_smem, columns):
+            ds = low_smem.at[:, pl.ds(both, rank)], a_smem.at[:, columns]
+            return ds, *(low_factors(low_smem, b_smem.at[:, columns], place) for place in places)
 
         def fetch(step, slot, block):
             @pl.when(step < count)
@@ -94,7 +100,7 @@ def gate_backward(
                 plgpu.barrier_wait(barrier(slot))
                 words = load_words(words_smem.at[slot], first) if has_bits else None
                 wide = gate_smem.at[slot], up_smem.at[slot], dh_smem.at[slot]
-                gradient_tile(*wide, low_smem.at[slot], b_smem, a_smem, words, places, (both, rank))
+                gradient_tile(*wide, functools.partial(factors, low_smem.at[slot]), words)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(gate_smem.at[slot], dgate_gmem.at[rows, columns])
                 plgpu.copy_smem_to_gmem(up_smem.at[slot], dup_gmem.at[rows, columns])
@@ -133,21 +139,16 @@ def gate_backward(
     return vary_like(out, gate)
 
 
-def gradient_tile(
-    gate_smem, up_smem, dh_smem, low_smem, b_smem, a_smem, words: jax.Array | None, places: Places, ds_place: Place
-) -> None:
+def gradient_tile(gate_smem, up_smem, dh_smem, factors: Callable[[Any], Sequence], words: jax.Array | None) -> None:
     """Leaves dgate where gate was, dup where up was and drop(h) where dh was; a part of the columns at a time.
 
     Args:
-        low_smem: S of gate and up, and dS of the projection behind the gate at `ds_place`.
+        factors: what `products` takes for the low-rank parts of dh, gate and up, of some columns.
     """
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
         columns = pl.ds(first, PART)
-        low_dh, low_gate, low_up = products(
-            (low_smem, a_smem.at[:, columns], ds_place, (0, ds_place[1])),
-            *((low_smem, b_smem.at[:, columns], place, place) for place in places),
-        )
+        low_dh, low_gate, low_up = products(*factors(columns))
         if words is not None:
             low_dh = keep_words_of(low_dh, words, first=first // WORDS)
         dh = registers(dh_smem.at[:, columns]) + low_dh

@@ -8,6 +8,7 @@ from pallas_kernels.dropout import WORDS
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 
 WIDTH = 64  # columns of a tile
+RANK = 16  # of each projection, in the pass that makes all gradients: more, and registers do not suffice
 PART = 32  # columns in registers at a time: 128 of a thread's registers are taken, whole tiles take up to 228
 
 type Place = tuple[int, int]  # first column of S, rank
@@ -34,3 +35,18 @@ class GateConfig:
         stage = 2 * WIDTH * (3 * ROWS + rank) + 2 * ROWS * (both + rank) + 4 * ROWS * WORDS
         backward = self.backward_stages * stage + 2 * WIDTH * (both + rank)
         return self.warpgroups * max(forward, backward)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WideGateConfig:
+    """How a block of the pass that makes all gradients is built.
+
+    Attributes:
+        gating: warpgroups that gate, beside the one that sums and the one that streams.
+        stages: tiles under way, a multiple of `gating`.
+        parts: blocks that share the columns of a chunk.
+    """
+
+    gating: int = 2
+    stages: int = 6
+    parts: int = 15

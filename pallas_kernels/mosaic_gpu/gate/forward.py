@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.dropout import BLOCK, WORDS, Dropout, threshold
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Places
-from pallas_kernels.mosaic_gpu.gate.tile import launch, low, products, registers, sigmoid, tile
+from pallas_kernels.mosaic_gpu.gate.tile import launch, low, low_factors, products, registers, sigmoid, tile
 from pallas_kernels.mosaic_gpu.mask import keep_words_of, make_words, shifted
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment
 
@@ -142,7 +142,7 @@ def gate_tile(gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, place
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
         columns = pl.ds(first, PART)
-        low_gate, low_up = products(*((s_smem, b_smem.at[:, columns], place, place) for place in places))
+        low_gate, low_up = products(*(low_factors(s_smem, b_smem.at[:, columns], place) for place in places))
         g = registers(gate_smem.at[:, columns]) + low_gate
         u = registers(up_smem.at[:, columns]) + low_up
         h = g * sigmoid(g) * u

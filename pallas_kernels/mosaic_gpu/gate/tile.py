@@ -90,16 +90,21 @@ def registers(tile_smem) -> jax.Array:
     return plgpu.load(tile_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def products(*given: tuple[Any, Any, Place, Place]) -> tuple[jax.Array, ...]:
-    """Products of (left, right, columns of left, rows of right), with one wait for all and what was issued before."""
+def products(*given: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+    """Products of (left [64, R], right [R, 32]), with one wait for all and what was issued before."""
 
     def run(*accs):
-        for acc, (left, right, (column, rank), (row, _)) in zip(accs, given, strict=True):
-            plgpu.wgmma(acc, left.at[:, pl.ds(column, rank)], right.at[pl.ds(row, rank), :])
+        for acc, (left, right) in zip(accs, given, strict=True):
+            plgpu.wgmma(acc, left, right)
         plgpu.wgmma_wait(0)
         return tuple(acc[...] for acc in accs)
 
     return pl.run_scoped(run, *[plgpu.ACC((ROWS, PART), jnp.float32)] * len(given))
+
+
+def low_factors(left, right, place: Place) -> tuple[Any, Any]:
+    """Columns of S and the rows of a bank that they meet, as `products` takes them."""
+    return left.at[:, pl.ds(*place)], right.at[pl.ds(*place), :]
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
