@@ -74,7 +74,7 @@ def drop_da(
     if has_low:
         operands |= {"adapter_gmem": chunks.adapter, "bank_gmem": bank}
         results["low_gmem"] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    out = vary_like(_launch(static, operands, results, grid=(num_in // static.width, total)), x)
+    out = vary_like(_launch(static, operands, results, grid=(total, num_in // static.width)), x)
     return out if has_low else (out[0], None)
 
 
@@ -102,7 +102,7 @@ class _Chunk(NamedTuple):
 
 
 def _launch(static: _Static, operands: dict[str, jax.Array], results: dict[str, Any], *, grid: tuple[int, int]):
-    """One program for `width` columns and a chunk of row blocks."""
+    """One program for `width` columns and a chunk of row blocks; neighbours share pages of device memory."""
 
     def kernel(*gmem):
         in_memory = dict(zip((*operands, *results), gmem, strict=True))
@@ -115,7 +115,7 @@ def _launch(static: _Static, operands: dict[str, jax.Array], results: dict[str, 
         kernel,
         out_type=tuple(results.values()),
         grid=grid,
-        grid_names=("columns", "chunk"),
+        grid_names=("chunk", "columns"),
         kernel_name="lora_drop_da",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands.values())

@@ -1,5 +1,7 @@
 """Hopper's passes at the gate of the MLP in the GPU interpreter, against the formulas in float32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ def case(request):
     return draw(request.param, BOTH)
 
 
-def draw(dropped, both):
+def draw(dropped: bool, both: int) -> dict[str, Any]:
     rows = OWNER.size
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
@@ -55,9 +57,11 @@ def wide(case, places=PLACES):
 
 @needs_gpu_interpreter
 def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
-    names = ("gate", "up", "s", "b", "a")
     with interpreted():
-        out = gate_forward(*(case[n] for n in names), jnp.asarray(BLOCKS), case["drop"], places=PLACES, config=CONFIG)
+        out = gate_forward(
+            case["gate"], case["up"], case["s"], case["b"], case["a"], jnp.asarray(BLOCKS), case["drop"],
+            places=PLACES, config=CONFIG,
+        )  # fmt: skip
         h, s, bits = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)
     want = g / (1 + np.exp(-g)) * u
