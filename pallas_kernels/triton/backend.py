@@ -59,7 +59,9 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         for i in ops.with_lora:
             partials[i], db = split_graph.output_side(prepared, i, ss[0], dys[i])
             dbs[i] = db[:, :, : ops.ws[i].shape[1]]
-        (ds,) = split_graph.join_ds(prepared, partials, columns=prepared.layout.total)
+        (ds,) = split_graph.join_ds(
+            prepared, [partials[i] for i in prepared.layout.offsets], columns=prepared.layout.total
+        )
         das = {i: da[:, : ops.x.shape[1]] for i, da in split_graph.input_side(prepared, ds, bits).items()}
         fused = split_graph.widest(ops)
         dx = _dx(prepared, fused, dys[fused], ds, bits)

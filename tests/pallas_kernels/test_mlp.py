@@ -172,9 +172,16 @@ def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128,
         return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_hopper_runs_the_mlp_as_one_op():
-    text = lowered()
-    assert "lora_gate_backward" in text
+@pytest.mark.parametrize(
+    ("ranks", "passes"),
+    [((16, 16, 16), ("lora_wide_gate_backward",)), ((32, 16, 16), ("lora_gate_backward", "lora_wide_dsdb"))],
+    ids=["16", "32"],
+)
+def test_hopper_runs_the_mlp_as_one_op(ranks, passes):
+    """Up to rank 16 nobody reads the gradients of gate and up for dS and dB; above, a pass of its own does."""
+    text = lowered(ranks=ranks)
+    every = ("lora_wide_gate_backward", "lora_gate_backward", "lora_wide_dsdb")
+    assert [name for name in every if f"{name}_mosaic_gpu" in text] == list(passes)
     wide = [line for line in text.splitlines() if "dot_general" in line and "8192x14336xbf16" in line.split("->")[-1]]
     assert len(wide) == 3  # gate, up and the gradient of down's input are plain products
 
