@@ -40,6 +40,10 @@ LABELS = {
     "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step", "mlora": "mLoRA order",
     "frozen": "frozen base without LoRA (the floor)",
 }  # fmt: skip
+COLOURS = {
+    "single_xla": "#e8a33d", "single": "#d9c17a", "fsdp_xla": "#c2703d", "flush": "#8b5e3c", "mlora": "#a89f68",
+    "ours_xla": "#7fb3c8", "ours": "#1f6f8b", "frozen": "#9aa0a6",
+}  # fmt: skip
 ORDER = ("single_xla", "single", "fsdp_xla", "flush", "mlora", "ours_xla", "ours", "frozen")
 
 
@@ -77,7 +81,6 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     if not panels:
         return
     groups = [len({row["workload"] for row in own}) for own in panels]
-    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=["#e8a33d", "#c2703d", "#8b5e3c", "#d9c17a", "#a89f68"])
     figure, axes = plt.subplots(
         1,
         len(panels),
@@ -94,11 +97,14 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         width = 0.85 / (len(variants) + len(published))
         for place, name in enumerate(variants):
             found = {r["workload"]: r["useful_tokens_per_s"] for r in own if r["variant"] == name}
-            bars(axis, place * width, width, [found.get(w, 0) for w in workloads], LABELS[name], name == "ours")
+            heights = [found.get(w, 0) for w in workloads]
+            drawn = bars(axis, place * width, width, heights, LABELS[name], COLOURS[name])
+            if name in ("ours", "frozen"):
+                axis.bar_label(drawn, [f"{height / 1000:.1f} k" if height else "" for height in heights], fontsize=7)
         for place, (who, figures) in enumerate(published, start=len(variants)):
             heights = [figures[w] for w in workloads]
             hatch = "//" if who == "LoRAFusion" else "xx"
-            bars(axis, place * width, width, heights, f"{who}, published, H100", False, hatch=hatch)
+            bars(axis, place * width, width, heights, f"{who}, published, H100", "#dddddd", hatch=hatch)
         axis.set_xticks([n + 0.42 for n in range(len(workloads))], workloads)
         axis.set_title(f"{model.upper()} on {PUBLISHED_GPUS[model]} × {own[0]['device'].removeprefix('NVIDIA ')}")
         axis.set_ylabel("useful tokens/s")
@@ -106,12 +112,9 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
-def bars(axis: Any, start: float, width: float, heights: list[float], label: str, ours: bool, hatch: str = "") -> None:
-    color = "#1f6f8b" if ours else "#dddddd" if hatch else "#9aa0a6" if label == LABELS["frozen"] else None
+def bars(axis: Any, start: float, width: float, heights: list[float], label: str, colour: str, hatch: str = "") -> Any:
     places = [n + start for n in range(len(heights))]
-    drawn = axis.bar(places, heights, width, align="edge", label=label, color=color, hatch=hatch, edgecolor="white")
-    if ours:
-        axis.bar_label(drawn, [f"{height:,.0f}" for height in heights], fontsize=7)
+    return axis.bar(places, heights, width, align="edge", label=label, color=colour, hatch=hatch, edgecolor="white")
 
 
 if __name__ == "__main__":

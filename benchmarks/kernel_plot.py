@@ -11,7 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-RUN = "kernels_h200_2026-11-22"
+RUN = "kernels_h200_2026-11-22b"
 COLOURS = {"frozen": "#9aa0a6", "xla_naive": "#e8a33d", "xla_wide": "#e8a33d", "ours": "#2a6fb0"}
 
 
