@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,13 @@ import pallas_kernels as pk  # noqa: E402
 from pallas_kernels import mlp  # noqa: E402
 from pallas_kernels.chunks import make_chunks  # noqa: E402
 from pallas_kernels.gate import silu_gate  # noqa: E402
-from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_backward, gate_forward  # noqa: E402
+from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
+    GateConfig,
+    WideGateConfig,
+    gate_backward,
+    gate_forward,
+    wide_gate_backward,
+)
 from pallas_kernels.tuning.config import gate_blocks  # noqa: E402
 from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 
@@ -39,6 +46,10 @@ CONFIGS = (
     GateConfig(forward_stages=2, backward_stages=2),
     GateConfig(warpgroups=2, forward_stages=3, backward_stages=2),
 )
+WIDE_CONFIGS = (
+    WideGateConfig(), WideGateConfig(parts=15), WideGateConfig(gating=1), WideGateConfig(gating=3),
+    WideGateConfig(stages=4),
+)  # fmt: skip
 BF16 = 1e-2
 
 
@@ -138,6 +149,14 @@ def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
                 f"backward p{rate:g} {said}",
                 lambda *given, shared=shared: gate_backward(*given, **shared),
                 (gate, up, dh, s, ds, b, a, words, chunks),
+            )
+    for config in WIDE_CONFIGS:
+        own = make_chunks(blocks, ADAPTERS, config.blocks_per_chunk, single=False)
+        for rate, words in ((0.1, bits), (0, None)):
+            yield (
+                f"all gradients p{rate:g} {config.gating} gate, {config.stages} stages, {config.parts} parts",
+                functools.partial(wide_gate_backward, places=PLACES, config=config),
+                (gate, up, dh, s, ds, b, a, words, own),
             )
     yield "XLA gate forward", silu_gate, (gate, up)
     yield "XLA gate backward", lambda gate, up, dh: jax.vjp(silu_gate, gate, up)[1](dh), (gate, up, dh)

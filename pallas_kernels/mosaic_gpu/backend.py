@@ -75,11 +75,11 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
         for i in ops.with_lora:
             partials[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
-    das, dx = input_side(prepared, [partials[i] for i in prepared.layout.offsets], bits, dys)
+    das, dx = gradients_from_ds(prepared, [partials[i] for i in prepared.layout.offsets], bits, dys)
     return dx, das, dbs
 
 
-def input_side(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
+def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
     """dA float32 by projection number, and dx.
 
     Args:

@@ -6,7 +6,7 @@
                y = h W + S B                inside the GEMM
     backward   dS, dB of down               one pass over dY
                dh = dY W^T                  cuBLAS
-               dgate, dup, dA of down,      one pass over gate, up and dh; where ranks are above 16,
+               dgate, dup, dA of down,      one pass over gate, up and dh; where padded ranks are above 16,
                dS, dB of gate and up        dS and dB are passes of their own
                dA, dx of gate and up        as siblings (`backend.py`)
 
@@ -26,7 +26,14 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu import backend
-from pallas_kernels.mosaic_gpu.gate import GateConfig, Places, gate_backward, gate_forward, wide_gate_backward
+from pallas_kernels.mosaic_gpu.gate import (
+    GateConfig,
+    Places,
+    WideGateConfig,
+    gate_backward,
+    gate_forward,
+    wide_gate_backward,
+)
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
@@ -103,12 +110,12 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     behind = prepare(static, dataclasses.replace(down, x=kept.gate))
     (down_s,) = kept.down_s
     transposed = jnp.pad(down_s.T, ((0, 0), (0, ROWS)))
-    ds_partials, db = backend.output_pass(behind, 0, down_s, transposed, dy)
-    (ds_transposed,) = split_graph.join_ds(behind, [ds_partials], rows=behind.layout.total)
+    down_ds, db = backend.output_pass(behind, 0, down_s, transposed, dy)
+    (ds_transposed,) = split_graph.join_ds(behind, [down_ds], rows=behind.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
     dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
-    wide = tuning.wide_gate_config(behind.rows, prepared.layout.total, behind.layout.total)
-    chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows) if wide is None else tuning.GATE_BLOCKS)
+    wide = _wide_config(prepared, behind)
+    chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows) if wide is None else wide.blocks_per_chunk)
     given = (
         kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks
     )  # fmt: skip
@@ -123,7 +130,7 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
             i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
             for i, each in zip((GATE, UP), db_partials, strict=True)
         }
-        das, dx = backend.input_side(prepared, [ds_partials], kept.bits, (dgate, dup))
+        das, dx = backend.gradients_from_ds(prepared, [ds_partials], kept.bits, (dgate, dup))
     da = split_graph.input_gradients(behind, partials, chunks)
     return (dx, das, dbs), (da, {0: db})
 
@@ -142,6 +149,12 @@ def _config(prepared: Prepared, behind: Prepared) -> GateConfig | None:
     given = prepared.static.config.gate if prepared.static.config else None
     drops = behind.ops.dropout is not None
     return given or tuning.gate_config(prepared.layout.total, behind.layout.total, drops=drops)
+
+
+def _wide_config(prepared: Prepared, behind: Prepared) -> WideGateConfig | None:
+    heuristic = tuning.wide_gate_config(prepared.rows, prepared.layout.total, behind.layout.total)
+    given = prepared.static.config.wide_gate if prepared.static.config else None
+    return heuristic and (given or heuristic)
 
 
 def _places(prepared: Prepared) -> Places:

@@ -23,7 +23,6 @@ from pallas_kernels.triton.down import DownConfig
 from pallas_kernels.triton.dsdb import DsdbConfig
 from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
 
-GATE_BLOCKS = 4  # 64-row blocks of a chunk of the pass that makes all gradients: what registers hold dS of
 NUM_SMS = 132  # programs that keep a Hopper GPU busy; A100 108, L40S 142: near enough for splitting
 
 
@@ -40,6 +39,7 @@ class KernelConfigs:
     drop_da: DropDaConfig | None = None
     wide_dsdb: WideDsdbConfig | None = None
     gate: GateConfig | None = None
+    wide_gate: WideGateConfig | None = None
 
 
 def row_block(tile: int, limit: int) -> int:
@@ -101,14 +101,14 @@ def wide_gate_config(num_rows: int, both: int, rank: int) -> WideGateConfig | No
         return None
 
     def busy(parts: int) -> float:
-        blocks = -(-num_rows // (ROWS * GATE_BLOCKS)) * parts
+        blocks = -(-num_rows // (ROWS * WideGateConfig().blocks_per_chunk)) * parts
         return blocks / (-(-blocks // NUM_SMS) * NUM_SMS)
 
-    return WideGateConfig(parts=max(range(6, 17), key=busy))
+    return WideGateConfig(parts=max(range(6, 17), key=busy))  # more were not measured: each has a partial sum of dS
 
 
 def gate_blocks(num_rows: int) -> int:
-    """64-row blocks of a chunk in the backward pass over the gate."""
+    """64-row blocks of a chunk in the backward pass over the gate for ranks above 16."""
     return max(1, min(num_rows // 8, 1024) // ROWS)
 
 

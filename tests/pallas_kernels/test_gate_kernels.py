@@ -26,19 +26,20 @@ def case(request):
     return draw(request.param, BOTH)
 
 
-def draw(dropped: bool, both: int) -> dict[str, Any]:
-    rows = OWNER.size
+def draw(dropped: bool, both: int, blocks: np.ndarray = BLOCKS, size: int = SIZE) -> dict[str, Any]:
+    owner = np.repeat(blocks, 64)
+    rows = owner.size
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
-    own = jnp.minimum(OWNER, ADAPTERS - 1)
+    own = jnp.minimum(owner, ADAPTERS - 1)
     b, a = (normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
     return {
-        "drop": drop if dropped else None,
+        "owner": owner, "drop": drop if dropped else None,
         "words": keep_words(drop, own, COLUMNS) if dropped else None,
         "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if dropped else np.True_,
         "b": b, "a": a,
-        "chunks": make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, SIZE, single=False),
+        "chunks": make_chunks(jnp.where(blocks == ADAPTERS, -1, blocks), ADAPTERS, size, single=False),
         "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
         "s": normal(7, rows, both), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip
@@ -47,12 +48,12 @@ def draw(dropped: bool, both: int) -> dict[str, Any]:
 def wide(case, places=PLACES):
     """(g, u, A) in float32, for the rows' own adapters."""
     f32 = {name: np.asarray(case[name], np.float32) for name in ("gate", "up", "s", "b", "a")}
-    b = f32["b"][OWNER]
+    b = f32["b"][case["owner"]]
     low_gate, low_up = (
         np.einsum("tr,trf->tf", f32["s"][:, at : at + rank], b[:, at : at + rank]) for at, rank in places
     )
     g, u = f32["gate"] + low_gate, f32["up"] + low_up
-    return g, u, f32["a"][OWNER]
+    return g, u, f32["a"][case["owner"]]
 
 
 @needs_gpu_interpreter
@@ -110,24 +111,29 @@ def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
     assert relative(dup[padding], (full * g * sigmoid)[padding]) < BF16
 
 
+GATE_FIRST, UP_FIRST = ((0, 16), (16, 16)), ((16, 16), (0, 16))  # up, where its rank is larger
+
+
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
-    ("dropped", "size", "gating", "sick", "places"),
+    ("dropped", "size", "gating", "stages", "parts", "sick", "places"),
     [
-        (True, 4, 2, None, ((0, 16), (16, 16))),
-        (False, 4, 1, 0, ((16, 16), (0, 16))),  # up first, as where its rank is larger
-        (True, 1, 2, 1, ((0, 16), (16, 16))),  # fewer row blocks than warpgroups that gate
+        (True, 4, 2, 2, 3, None, GATE_FIRST),  # parts of different length
+        (False, 4, 3, 3, 2, 0, UP_FIRST),
+        (True, 1, 2, 4, 8, 1, GATE_FIRST),  # fewer row blocks than warpgroups that gate, more parts than there can be
     ],
 )
-def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, sick, places):
-    case = draw(dropped, 32)
-    chunks = make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, size, single=False)
-    ill = jnp.asarray(sick == OWNER)[:, None] if sick is not None else False
+def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, stages, parts, sick, places):
+    case = draw(
+        dropped, 32, np.array([1, 0, 2, 1, 1, 0, 1, 1], np.int32), size
+    )  # 5 blocks of one: a full chunk, and one
+    own = case["owner"]
+    ill = jnp.asarray(sick == own)[:, None] if sick is not None else False
     dh = jnp.where(ill, jnp.nan, case["dh"])
     with interpreted():
         out = wide_gate_backward(
-            case["gate"], case["up"], dh, case["s"], case["ds"], case["b"], case["a"], case["words"], chunks,
-            places=places, config=WideGateConfig(gating=gating, stages=4, parts=3),
+            case["gate"], case["up"], dh, case["s"], case["ds"], case["b"], case["a"], case["words"], case["chunks"],
+            places=places, config=WideGateConfig(gating=gating, stages=stages, parts=parts),
         )  # fmt: skip
         dgate, dup, ds_parts, *partials = (np.asarray(each, np.float32) for each in out)
     g, u, a = wide(case, places)
@@ -136,17 +142,22 @@ def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, sic
     full = np.asarray(dh, np.float32) + np.where(case["keep"], np.einsum("tr,trf->tf", ds, a), 0)
     h = np.where(case["keep"], g * sigmoid * u, 0)
     for k in range(ADAPTERS + 1):  # padding rows as well
-        own = k == OWNER
+        rows = own == k
         if k == sick:
-            assert np.isnan(ds_parts.sum(0)[own]).all()
+            assert np.isnan(ds_parts.sum(0)[rows]).all()
             continue
-        assert relative(dup[own], (full * g * sigmoid)[own]) < BF16
-        assert relative(dgate[own], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[own]) < BF16
+        assert relative(dup[rows], (full * g * sigmoid)[rows]) < BF16
+        assert relative(dgate[rows], (full * u * sigmoid * (1 + g * (1 - sigmoid)))[rows]) < BF16
         for gradient, (at, rank) in zip((dgate, dup), places, strict=True):
-            want = gradient[own] @ b[k, at : at + rank].T
-            np.testing.assert_allclose(ds_parts.sum(0)[own, at : at + rank], want, rtol=1e-4, atol=1e-3)
+            want = gradient[rows] @ b[k, at : at + rank].T
+            np.testing.assert_allclose(ds_parts.sum(0)[rows, at : at + rank], want, rtol=1e-4, atol=1e-3)
         if k < ADAPTERS:
-            lefts = (h, dgate, dup)
             rights = (ds, *(s[:, at : at + rank] for at, rank in places))
-            for partial, left, right in zip(partials, lefts, rights, strict=True):
-                assert relative(by_adapter(partial, chunks, k), left[own].T @ right[own]) < BF16
+            for partial, left, right in zip(partials, (h, dgate, dup), rights, strict=True):
+                assert relative(by_adapter(partial, case["chunks"], k), left[rows].T @ right[rows]) < BF16
+
+
+@pytest.mark.parametrize(("gating", "stages"), [(1, 1), (2, 3)])
+def test_stages_in_which_warpgroups_would_wait_for_ever_are_refused(gating, stages):
+    with pytest.raises(ValueError, match=f"{stages} stages for {gating} warpgroups"):
+        WideGateConfig(gating=gating, stages=stages)

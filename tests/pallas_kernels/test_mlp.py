@@ -144,12 +144,12 @@ def test_a_gate_of_one_column_is_not_stretched_over_up():
         ours("xla")({**arguments, "ws": [gate[:, :1], up, down]}, x, as_, [bs[0][:, :, :1], *bs[1:]])
 
 
-def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128, implementation=None):
-    """The program of forward and backward on an H200, as text."""
+def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128, implementation=None, adapters=4):
+    """The program of forward and backward on an H200, as text; one adapter goes without a table."""
     shape = jax.ShapeDtypeStruct
     sizes = [(width, hidden), (width, hidden), (hidden, width)]
-    as_ = [shape((4, k, rank), jnp.float32) if rank else None for rank, (k, _) in zip(ranks, sizes, strict=True)]
-    bs = [shape((4, rank, n), jnp.float32) if rank else None for rank, (_, n) in zip(ranks, sizes, strict=True)]
+    as_ = [shape((adapters, k, rank), jnp.float32) if rank else None for rank, (k, _) in zip(ranks, sizes, strict=True)]
+    bs = [shape((adapters, rank, n), jnp.float32) if rank else None for rank, (_, n) in zip(ranks, sizes, strict=True)]
 
     def step(x, ws, as_, bs, table, scale, rate, key, row_key):
         drop = pk.Dropout(rate=rate, key=key, row_key=row_key)
@@ -164,7 +164,8 @@ def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128,
 
     arguments = (
         shape((tokens, width), jnp.bfloat16), [shape(size, jnp.bfloat16) for size in sizes], as_, bs,
-        shape((tokens // tile,), jnp.int32), *[shape((4,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.uint32)],
+        shape((tokens // tile,), jnp.int32) if adapters > 1 else None,
+        *[shape((adapters,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.uint32)],
         shape((tokens,), jnp.uint32),
     )  # fmt: skip
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -177,9 +178,10 @@ def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128,
     [((16, 16, 16), ("lora_wide_gate_backward",)), ((32, 16, 16), ("lora_gate_backward", "lora_wide_dsdb"))],
     ids=["16", "32"],
 )
-def test_hopper_runs_the_mlp_as_one_op(ranks, passes):
-    """Up to rank 16 nobody reads the gradients of gate and up for dS and dB; above, a pass of its own does."""
-    text = lowered(ranks=ranks)
+@pytest.mark.parametrize("adapters", [1, 4])
+def test_hopper_runs_the_mlp_as_one_op(adapters, ranks, passes):
+    """Up to rank 16 no pass reads the gradients of gate and up again for dS and dB; above, one of their own does."""
+    text = lowered(ranks=ranks, adapters=adapters)
     every = ("lora_wide_gate_backward", "lora_gate_backward", "lora_wide_dsdb")
     assert [name for name in every if f"{name}_mosaic_gpu" in text] == list(passes)
     wide = [line for line in text.splitlines() if "dot_general" in line and "8192x14336xbf16" in line.split("->")[-1]]

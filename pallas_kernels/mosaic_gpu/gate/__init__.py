@@ -7,7 +7,8 @@ arrays are read anyway, and S = drop(h) A of the projection behind the gate is m
     backward   dh = dh0 + mask * (dS A^T),  dg, du from dh,  dA = drop(h)^T dS        (h is made again)
     wide       and dS_g = dg B_g^T,  dB_g = S_g^T dg,  the same for u, while dg and du are at hand (ranks of 16)
 
-A warpgroup owns 64 rows (forward) or 64 columns (backward) at a time; results overwrite the tiles they came from.
+A warpgroup owns 64 rows (forward) or 64 columns (backward) at a time, in the wide pass a tile; results overwrite the
+tiles they came from.
 """
 
 from pallas_kernels.mosaic_gpu.gate.backward import gate_backward as gate_backward

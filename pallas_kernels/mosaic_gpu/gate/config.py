@@ -23,6 +23,7 @@ class GateConfig:
         warpgroups: each with work of its own. One takes 100 to 130 registers, so four programs could share a
             multiprocessor; shared memory leaves room for two or three.
         forward_stages, backward_stages: tiles under way; two or more: one is fetched when the one before it is spent.
+            Backward only serves ranks that `WideGateConfig`'s pass does not.
     """
 
     warpgroups: int = 1
@@ -43,10 +44,18 @@ class WideGateConfig:
 
     Attributes:
         gating: warpgroups that gate, beside the one that sums and the one that streams.
-        stages: tiles under way, a multiple of `gating`.
+        stages: tiles under way: two or more, and a multiple of `gating`: every place is one warpgroup's.
         parts: blocks that share the columns of a chunk.
+        blocks_per_chunk: 64-row blocks of a chunk. dS of four takes 64 of the registers of a thread that sums.
     """
 
     gating: int = 2
     stages: int = 6
-    parts: int = 15
+    parts: int = 8
+    blocks_per_chunk: int = 4
+
+    def __post_init__(self):
+        if self.stages < 2 or self.stages % self.gating:
+            raise ValueError(
+                f"{self.stages} stages for {self.gating} warpgroups that gate: two or more, and a multiple"
+            )

@@ -48,9 +48,7 @@ class _Static:
     """What a kernel is built from, besides its operands."""
 
     config: WideGateConfig
-    num_rows: int
     columns: int  # tiles of a row
-    chunks: int
     size: int  # row blocks of a chunk
     parts: int
     places: Places
@@ -97,21 +95,22 @@ def wide_gate_backward(
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
     columns = num_columns // WIDTH
     static = _Static(
-        config=config, num_rows=num_rows, columns=columns, chunks=total, size=size,
-        parts=max(1, min(config.parts, columns // config.stages)),
+        config=config, columns=columns, size=size,
+        parts=max(1, min(config.parts, columns // BANKS)),  # nobody is without a column
         places=places, has_bits=bits is not None,
     )  # fmt: skip
     operands = {
-        "gate_g": gate, "up_g": up, "dh_g": dh, "low_g": jnp.pad(jnp.concatenate([s, ds], 1).T, ((0, 0), (0, ROWS))),
+        "gate_g": gate, "up_g": up, "dh_g": dh, "low_g": jnp.concatenate([s, ds], 1).T,
         "bank_g": stacked(b, a), "blocks_g": chunks.blocks.reshape(-1), "count_g": chunks.count,
         "adapter_g": chunks.adapter,
     }  # fmt: skip
     if bits is not None:
         operands["bits_g"] = bits
-    wide = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype)
+    gradient = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype)
     sums = jax.ShapeDtypeStruct((total, num_columns, RANK), jnp.float32)
     results = {
-        "dgate_g": wide, "dup_g": wide, "ds_g": jax.ShapeDtypeStruct((static.parts, num_rows, 2 * RANK), jnp.float32),
+        "dgate_g": gradient, "dup_g": gradient,
+        "ds_g": jax.ShapeDtypeStruct((static.parts, num_rows, 2 * RANK), jnp.float32),
         "da_g": sums, "db_gate_g": sums, "db_up_g": sums,
     }  # fmt: skip
     scratch = _scratch(static, gate.dtype)
@@ -135,7 +134,8 @@ def wide_gate_backward(
 
 
 def stacked(b: jax.Array, a: jax.Array) -> jax.Array:
-    """Both halves of B and A below one another with zeros between: [A + 1, 5 R, F], see BANK_WINDOWS."""
+    """Both halves of B and A below one another with zeros between: [A (+ 1), 5 R, F], see BANK_WINDOWS."""
+    a = a[: b.shape[0]]  # where nothing says whose rows are whose, there is no zero adapter for padding rows
     zeros = jnp.zeros_like(a)
     return jnp.concatenate([b[:, :RANK], zeros, b[:, RANK:], zeros, a], axis=1)
 
@@ -144,7 +144,8 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
     stages = static.config.stages
     scratch = {
         "gate_s": tile(stages, ROWS, dtype=dtype), "up_s": tile(stages, ROWS, dtype=dtype),
-        "dh_s": tile(stages, ROWS, dtype=dtype), "low_s": tile(static.size, 3 * RANK, dtype=dtype),
+        "dh_s": tile(stages, ROWS, dtype=dtype), 
+        "low_s": tile(static.size, 3 * RANK, dtype=dtype),  # 64 rows of S, transposed: as wide as a tile
         "bank_s": tile(BANKS, 5 * RANK, dtype=dtype),
         "ready": plgpu.Barrier(num_arrivals=4 if static.has_bits else 3, num_barriers=stages),  # a tile is in memory
         "gated": plgpu.Barrier(num_barriers=stages),  # it is gradients now
@@ -173,7 +174,6 @@ def _one_block(static: _Static, refs: Refs, program: jax.Array, wg: jax.Array) -
 def _gate(static: _Static, refs: Refs, work: _Work, wg: jax.Array) -> None:
     """What a warpgroup does that gates: every so many-th tile, and each place of the ring is always the same one's."""
     many, stages = static.config.gating, static.config.stages
-    assert stages % many == 0, static.config
     plgpu.barrier_wait(refs.low_ready)
 
     def one_column(step, _):
@@ -243,15 +243,15 @@ def _sum_column(static: _Static, refs: Refs, work: _Work, ds_accs, step, _) -> N
 def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None:
     """dA += h^T dS, dB += dgate^T S, dS += dgate B^T, for gate and up."""
     low, bank_s = refs.low_s.at[j], refs.bank_s.at[bank]
-    wide = refs.gate_s.at[slot], refs.up_s.at[slot]
+    gradients = refs.gate_s.at[slot], refs.up_s.at[slot]
     plgpu.wgmma(accs[0], _transposed(refs.dh_s.at[slot]), _transposed(_rows(low, LOW_ROWS[DS])))
-    for acc, gradient, side in zip(accs[1:], wide, static.sides, strict=True):
+    for acc, gradient, side in zip(accs[1:], gradients, static.sides, strict=True):
         plgpu.wgmma(acc, _transposed(gradient), _transposed(_rows(low, LOW_ROWS[side])))
     for block in range(static.size):  # a register has no index
 
         @pl.when(block == j)
         def _(block=block):
-            for acc, gradient, side in zip(ds_accs[block], wide, static.sides, strict=True):
+            for acc, gradient, side in zip(ds_accs[block], gradients, static.sides, strict=True):
                 plgpu.wgmma(acc, gradient, _transposed(_rows(bank_s, BANK_ROWS[side])))
 
     plgpu.wgmma_wait(0)
@@ -259,8 +259,8 @@ def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None
 
 def _stream(static: _Static, refs: Refs, work: _Work) -> None:
     """What the warpgroup does that moves tiles between device and shared memory."""
-    for j in range(static.size):
-        row0 = jnp.where(j < work.count, _block(static, refs, work, j) * ROWS, static.num_rows)  # zeros lie behind
+    for j in range(static.size):  # where there is no j-th block another one's, which nobody reads
+        row0 = lax.max(refs.blocks_g[work.chunk * static.size + j], jnp.int32(0)) * ROWS
         plgpu.copy_gmem_to_smem(refs.low_g.at[:, pl.ds(row0, ROWS)], refs.low_s.at[j], refs.low_ready)
     for bank in range(BANKS):
         _fetch_bank(static, refs, work, jnp.int32(bank))
@@ -319,12 +319,8 @@ def _column(static: _Static, work: _Work, step: jax.Array) -> jax.Array:
     return (work.part + step * static.parts) * WIDTH
 
 
-def _block(static: _Static, refs: Refs, work: _Work, j):
-    return refs.blocks_g[work.chunk * static.size + j]
-
-
 def _row_range(static: _Static, refs: Refs, work: _Work, j):
-    return pl.ds(_block(static, refs, work, j) * ROWS, ROWS)
+    return pl.ds(refs.blocks_g[work.chunk * static.size + j] * ROWS, ROWS)
 
 
 def _rows(ref, place: Place):
