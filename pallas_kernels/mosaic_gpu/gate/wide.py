@@ -1,9 +1,10 @@
 """All gradients around the gate in one pass: those of `gate_backward`, and dS and dB of gate and up besides.
 
 dgate and dup are not read again, 0.47 GB of 8192 x 14336.  A block owns a few row blocks of one adapter and walks along
-a range of columns.  One of its warpgroups streams tiles in and gradients out; some gate, they turn tiles into gradients
-where they lie; one sums.  dS of the rows stays in its registers over all columns; dA and dB of a column tile are summed
-over the rows and written as partial sums.  Registers suffice for ranks of 16.
+them in tiles of 64 columns, which it shares with its neighbours in turn.  One of its warpgroups streams tiles in and
+gradients out; some gate, they turn tiles into gradients where they lie; one sums.  dS of the rows stays in its
+registers over all columns; dA and dB of a column tile are summed over the rows and written as partial sums.  Registers
+suffice for ranks of 16.
 
 T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row blocks
 """
