@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from pallas_kernels import mlp  # noqa: E402
 from pallas_kernels.chunks import make_chunks  # noqa: E402
 from pallas_kernels.gate import silu_gate  # noqa: E402
 from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
+    BackwardInputs,
     GateConfig,
     WideGateConfig,
     gate_backward,
@@ -147,7 +147,7 @@ def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
             )
             yield (
                 f"backward p{rate:g} {said}",
-                lambda *given, shared=shared: gate_backward(*given, **shared),
+                lambda *given, shared=shared: gate_backward(BackwardInputs(*given), **shared),
                 (gate, up, dh, s, ds, b, a, words, chunks),
             )
     for config in WIDE_CONFIGS:
@@ -155,7 +155,7 @@ def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
         for rate, words in ((0.1, bits), (0, None)):
             yield (
                 f"all gradients p{rate:g} {config.gating} gate, {config.stages} stages, {config.parts} parts",
-                functools.partial(wide_gate_backward, places=PLACES, config=config),
+                lambda *given, config=config: wide_gate_backward(BackwardInputs(*given), places=PLACES, config=config),
                 (gate, up, dh, s, ds, b, a, words, own),
             )
     yield "XLA gate forward", silu_gate, (gate, up)

@@ -33,7 +33,16 @@ from .common import (
     wait_for_room,
 )
 from .launch import Refs, Static, launch
-from .queries import Mask, Unit, compute_units, query_static, stream_units
+from .queries import (
+    Mask,
+    Unit,
+    compute_units,
+    key_barriers,
+    key_tiles,
+    own_barriers,
+    query_static,
+    stream_units,
+)
 
 
 def dq(
@@ -73,22 +82,18 @@ class _Rows(NamedTuple):
 
 
 def _scratch(static: Static) -> dict[str, Any]:
-    stages, places, width, dtype = static.stages, static.config.places, static.width, static.dtype
-    return {
-        "q_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
-        "do_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
-        "o_s": tile(WARPGROUPS, TILE, width, dtype=dtype),
-        "k_s": tile(stages, TILE, width, dtype=dtype),
-        "v_s": tile(stages, TILE, width, dtype=dtype),
-        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
-        "own_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
-        "o_bar": plgpu.Barrier(num_barriers=WARPGROUPS),
-        "o_free": plgpu.Barrier(num_barriers=WARPGROUPS),
-        "k_bar": plgpu.Barrier(num_barriers=stages),
-        "v_bar": plgpu.Barrier(num_barriers=stages),
-        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-        "spare_s": tile(WARPGROUPS, TILE, TILE, dtype=dtype) if static.config.through_smem else None,
-    }
+    places, width, dtype = static.config.places, static.width, static.dtype
+    return (
+        {
+            "q_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+            "do_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+            "o_s": tile(WARPGROUPS, TILE, width, dtype=dtype),
+        }
+        | key_tiles(static)
+        | own_barriers(static)
+        | {name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in ("o_bar", "o_free")}
+        | key_barriers(static)
+    )
 
 
 def _stream(static: Static, refs: Refs) -> None:

@@ -32,7 +32,16 @@ from .common import (
     wait_for_room,
 )
 from .launch import Refs, Static, launch
-from .queries import Mask, Unit, compute_units, query_static, stream_units
+from .queries import (
+    Mask,
+    Unit,
+    compute_units,
+    key_barriers,
+    key_tiles,
+    own_barriers,
+    query_static,
+    stream_units,
+)
 
 _FLOOR = -1e30  # running maximum of a row that has seen nothing yet: finite, so that exp2(-inf - it) is 0 and not NaN
 
@@ -60,20 +69,17 @@ def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, conf
 
 
 def _scratch(static: Static) -> dict[str, Any]:
-    stages, places, width, dtype = static.stages, static.config.places, static.width, static.dtype
-    return {
-        "q_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
-        "k_s": tile(stages, TILE, width, dtype=dtype),
-        "v_s": tile(stages, TILE, width, dtype=dtype),
-        "first_s": plgpu.SMEM((places, WARPGROUPS, TILE), jnp.int32),
-        "lse_s": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
-        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
-        "own_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
-        "k_bar": plgpu.Barrier(num_barriers=stages),
-        "v_bar": plgpu.Barrier(num_barriers=stages),
-        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-        "spare_s": tile(WARPGROUPS, TILE, TILE, dtype=dtype) if static.config.through_smem else None,
-    }
+    places = static.config.places
+    return (
+        {"q_s": tile(places, WARPGROUPS, TILE, static.width, dtype=static.dtype)}
+        | key_tiles(static)
+        | {
+            "first_s": plgpu.SMEM((places, WARPGROUPS, TILE), jnp.int32),
+            "lse_s": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
+        }
+        | own_barriers(static)
+        | key_barriers(static)
+    )
 
 
 def _stream(static: Static, refs: Refs) -> None:

@@ -19,9 +19,34 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .common import TILE, WARPGROUPS, AttentionConfig, Units, across, rem, rows, seen_by, wait_for_room
+from .common import TILE, WARPGROUPS, AttentionConfig, Units, across, rem, rows, seen_by, tile, wait_for_room
 from .launch import Refs, Static, static_of
 from .walk import Item
+
+
+def key_tiles(static: Static) -> dict[str, Any]:
+    """Scratch of the stream of (K, V) tiles."""
+    return {name: tile(static.stages, TILE, static.width, dtype=static.dtype) for name in ("k_s", "v_s")}
+
+
+def own_barriers(static: Static) -> dict[str, Any]:
+    """Two arrays of a unit's own rows are in memory; nobody reads them any more."""
+    many = static.config.places * WARPGROUPS
+    return {
+        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=many),
+        "own_free": plgpu.Barrier(num_barriers=many),
+    }
+
+
+def key_barriers(static: Static) -> dict[str, Any]:
+    """A tile of K, of V is in memory; both warpgroups are done with them. And what left operands go through, if so."""
+    stages = static.stages
+    return {
+        "k_bar": plgpu.Barrier(num_barriers=stages),
+        "v_bar": plgpu.Barrier(num_barriers=stages),
+        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        "spare_s": tile(WARPGROUPS, TILE, TILE, dtype=static.dtype) if static.config.through_smem else None,
+    }
 
 
 class Unit(NamedTuple):

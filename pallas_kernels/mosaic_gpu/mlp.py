@@ -27,6 +27,7 @@ from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.mosaic_gpu.gate import (
+    BackwardInputs,
     GateConfig,
     Places,
     WideGateConfig,
@@ -116,15 +117,16 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
     dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
     wide = _wide_config(prepared, behind)
     chunks = behind.chunks(ROWS, tuning.gate_blocks(behind.rows) if wide is None else wide.blocks_per_chunk)
-    given = (
-        kept.gate, kept.up, dh, kept.s[0], ds, _bank_b(prepared), behind.transposed_bank_a(), kept.down_bits, chunks
+    given = BackwardInputs(
+        gate=kept.gate, up=kept.up, dh=dh, s=kept.s[0], ds=ds, b=_bank_b(prepared), a=behind.transposed_bank_a(),
+        bits=kept.down_bits, chunks=chunks,
     )  # fmt: skip
     if wide is None:
-        dgate, dup, partials = gate_backward(*given, places=_places(prepared), config=_config(prepared, behind))
+        dgate, dup, partials = gate_backward(given, places=_places(prepared), config=_config(prepared, behind))
         dx, das, dbs = backend.backward(static, ops, kept.s, kept.bits, (dgate, dup))
     else:
         dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
-            *given, places=_places(prepared), config=wide
+            given, places=_places(prepared), config=wide
         )
         dbs = {
             i: split_graph.output_gradient(prepared, i, each, chunks.adapter)

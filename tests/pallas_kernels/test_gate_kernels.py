@@ -13,7 +13,14 @@ from test_hopper import ADAPTERS, BF16, BLOCKS, OWNER, by_adapter, interpreted, 
 import pallas_kernels as pk
 from pallas_kernels.chunks import make_chunks
 from pallas_kernels.dropout import keep_mask, keep_words
-from pallas_kernels.mosaic_gpu.gate import GateConfig, WideGateConfig, gate_backward, gate_forward, wide_gate_backward
+from pallas_kernels.mosaic_gpu.gate import (
+    BackwardInputs,
+    GateConfig,
+    WideGateConfig,
+    gate_backward,
+    gate_forward,
+    wide_gate_backward,
+)
 
 COLUMNS, BOTH, BEHIND = 512, 64, 16
 CONFIG = GateConfig(warpgroups=2, forward_stages=3, backward_stages=2)
@@ -56,6 +63,11 @@ def wide(case, places=PLACES):
     return g, u, f32["a"][case["owner"]]
 
 
+def inputs(case: dict[str, Any], **changes: jax.Array) -> BackwardInputs:
+    own = {name: case[name] for name in ("gate", "up", "dh", "s", "ds", "b", "a", "chunks")}
+    return BackwardInputs(**(own | {"bits": case["words"]} | changes))
+
+
 @needs_gpu_interpreter
 def test_forward_gates_and_makes_s_and_bits_of_the_next_projection(case):
     with interpreted():
@@ -80,19 +92,7 @@ def test_backward_gates_and_makes_da_of_the_next_projection(case, sick):
     dh = case["dh"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["dh"])
     ds = case["ds"] if sick is None else jnp.where(jnp.asarray(sick == OWNER)[:, None], jnp.nan, case["ds"])
     with interpreted():
-        out = gate_backward(
-            case["gate"],
-            case["up"],
-            dh,
-            case["s"],
-            ds,
-            case["b"],
-            case["a"],
-            case["words"],
-            case["chunks"],
-            places=PLACES,
-            config=CONFIG,
-        )
+        out = gate_backward(inputs(case, dh=dh, ds=ds), places=PLACES, config=CONFIG)
         dgate, dup, partials = jax.tree.map(np.asarray, out)
     g, u, a = wide(case)
     sigmoid = 1 / (1 + np.exp(-g))
@@ -131,10 +131,8 @@ def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, sta
     ill = jnp.asarray(sick == own)[:, None] if sick is not None else False
     dh = jnp.where(ill, jnp.nan, case["dh"])
     with interpreted():
-        out = wide_gate_backward(
-            case["gate"], case["up"], dh, case["s"], case["ds"], case["b"], case["a"], case["words"], case["chunks"],
-            places=places, config=WideGateConfig(gating=gating, stages=stages, parts=parts),
-        )  # fmt: skip
+        config = WideGateConfig(gating=gating, stages=stages, parts=parts)
+        out = wide_gate_backward(inputs(case, dh=dh), places=places, config=config)
         dgate, dup, ds_parts, *partials = (np.asarray(each, np.float32) for each in out)
     g, u, a = wide(case, places)
     sigmoid = 1 / (1 + np.exp(-g))

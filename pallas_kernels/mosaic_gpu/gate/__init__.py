@@ -13,6 +13,7 @@ tiles they came from.
 
 from pallas_kernels.mosaic_gpu.gate.backward import gate_backward as gate_backward
 from pallas_kernels.mosaic_gpu.gate.config import RANK as RANK
+from pallas_kernels.mosaic_gpu.gate.config import BackwardInputs as BackwardInputs
 from pallas_kernels.mosaic_gpu.gate.config import GateConfig as GateConfig
 from pallas_kernels.mosaic_gpu.gate.config import Places as Places
 from pallas_kernels.mosaic_gpu.gate.config import WideGateConfig as WideGateConfig

@@ -5,9 +5,11 @@ T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,128 +17,155 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
-from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, GateConfig, Places
+from pallas_kernels.mosaic_gpu.gate.config import PART, WIDTH, BackwardInputs, GateConfig, Places
 from pallas_kernels.mosaic_gpu.gate.tile import launch, low, low_factors, products, registers, sigmoid, tile
 from pallas_kernels.mosaic_gpu.mask import first_bit, keep_words_of, load_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, block_of_chunk, store_fragment
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
+
+    columns: int  # tiles of a row
+    both: int  # ranks of gate and up together
+    rank: int  # of the projection behind
+    size: int  # row blocks of a chunk
+    stages: int
+    places: Places
+    has_bits: bool
+
+
+class _Unit(NamedTuple):
+    """What a warpgroup works on: a tile's columns of a chunk's rows."""
+
+    chunk: Any
+    col0: Any
+    columns: Any
+    count: Any  # of row blocks
+    block_of: Callable[[Any], Any]  # step -> row block
+
+
 def gate_backward(
-    gate: jax.Array,
-    up: jax.Array,
-    dh: jax.Array,
-    s: jax.Array,
-    ds: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    bits: jax.Array | None,
-    chunks: Chunks,
-    *,
-    places: Places,
-    config: GateConfig,
+    given: BackwardInputs, *, places: Places, config: GateConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns dgate and dup [T, F], and partial sums of dA, float32 [C, F, R] (without the dropout scale).
 
     Args:
-        dh: [T, F], the frozen part dY W^T of the gradient of h.
-        ds: [T, R], of the projection behind the gate.
-        chunks: of 64-row blocks.
-        gate, up, s, b, a, bits, places: as in and out of `gate_forward`.
+        places: whose columns of S are where.
     """
-    num_rows, num_columns = gate.shape
-    dtype = gate.dtype
-    both, rank = b.shape[1], a.shape[1]
-    total, size = chunks.blocks.shape
-    stages = min(config.backward_stages, size)
-    has_bits = bits is not None
-
-    def work(
-        unit, gmem, gate_smem, up_smem, dh_smem, ds_t_smem, low_smem, b_smem, a_smem, barrier, bank_barrier,
-        words_smem=None,
-    ):  # fmt: skip
-        gate_gmem, up_gmem, dh_gmem, low_gmem, ds_t_gmem, b_gmem, a_gmem, blocks_gmem, count_gmem, *rest = gmem
-        adapter_gmem, *rest = rest
-        bits_gmem, dgate_gmem, dup_gmem, da_gmem = rest if has_bits else (None, *rest)
-        chunk = lax.div(unit, num_columns // WIDTH)
-        col0 = lax.rem(unit, num_columns // WIDTH) * WIDTH  # programs side by side: whole pages of device memory
-        columns = pl.ds(col0, WIDTH)
-        count = count_gmem[chunk]
-        adapter = lax.max(adapter_gmem[chunk], jnp.int32(0))
-
-        block_of = functools.partial(block_of_chunk, blocks_gmem, chunk, size)
-
-        def factors(low_smem, columns):
-            ds = low_smem.at[:, pl.ds(both, rank)], a_smem.at[:, columns]
-            return ds, *(low_factors(low_smem, b_smem.at[:, columns], place) for place in places)
-
-        def fetch(step, slot, block):
-            @pl.when(step < count)
-            def _():
-                rows = pl.ds(block * ROWS, ROWS)
-                for source, target in ((gate_gmem, gate_smem), (up_gmem, up_smem), (dh_gmem, dh_smem)):
-                    plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[slot], barrier(slot))
-                plgpu.copy_gmem_to_smem(ds_t_gmem.at[:, rows], ds_t_smem.at[slot], barrier(slot))
-                plgpu.copy_gmem_to_smem(low_gmem.at[rows, :], low_smem.at[slot], barrier(slot))
-                if has_bits:
-                    words_gmem = bits_gmem.at[rows, lax.div(col0, BLOCK), :]
-                    plgpu.copy_gmem_to_smem(words_gmem, words_smem.at[slot], barrier(slot))
-
-        for bank_gmem, bank_smem in ((b_gmem, b_smem), (a_gmem, a_smem)):
-            plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, columns], bank_smem, bank_barrier())
-        for step in range(stages):
-            fetch(jnp.int32(step), step, block_of(jnp.int32(step)))
-        plgpu.barrier_wait(bank_barrier())
-        first = first_bit(col0)
-
-        @functools.partial(pl.run_scoped, acc=plgpu.ACC((WIDTH, rank), jnp.float32))
-        def _(acc):
-            def one_tile(step, _):
-                slot = lax.rem(step, stages)
-                this, ahead = block_of(step), block_of(step - 1 + stages)  # early: device memory is far
-                rows = pl.ds(this * ROWS, ROWS)
-                plgpu.barrier_wait(barrier(slot))
-                words = load_words(words_smem.at[slot], first) if has_bits else None
-                wide = gate_smem.at[slot], up_smem.at[slot], dh_smem.at[slot]
-                gradient_tile(*wide, functools.partial(factors, low_smem.at[slot]), words)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(gate_smem.at[slot], dgate_gmem.at[rows, columns])
-                plgpu.copy_smem_to_gmem(up_smem.at[slot], dup_gmem.at[rows, columns])
-                # the next step waits for it
-                plgpu.wgmma(acc, dh_smem.at[slot].transpose((1, 0)), ds_t_smem.at[slot].transpose((1, 0)))
-                # the tiles before these: stored, and spent by every warp, which passed the barrier above
-                plgpu.wait_smem_to_gmem(2, wait_read_only=True)
-
-                @pl.when(step > 0)
-                def _():
-                    fetch(step - 1 + stages, lax.rem(step - 1, stages), ahead)
-
-            lax.fori_loop(0, count, one_tile, None)
-            plgpu.wgmma_wait(0)
-            store_fragment(da_gmem.at[chunk, columns, :], acc[...])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    tables = (chunks.blocks.reshape(-1), chunks.count, chunks.adapter)
-    operands = (gate, up, dh, jnp.concatenate([s, ds], axis=1), ds.T, b, a, *tables, *([bits] if has_bits else []))
-    out_type = (
-        jax.ShapeDtypeStruct((num_rows, num_columns), dtype), jax.ShapeDtypeStruct((num_rows, num_columns), dtype),
-        jax.ShapeDtypeStruct((total, num_columns, rank), jnp.float32),
+    gate, up, dh, s, ds, b, a, bits, chunks = given
+    (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
+    static = _Static(
+        columns=num_columns // WIDTH, both=b.shape[1], rank=a.shape[1], size=size,
+        stages=min(config.backward_stages, size), places=places, has_bits=bits is not None,
     )  # fmt: skip
-    tiles = {
-        "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
-        "dh_smem": tile(stages, ROWS, dtype=dtype), "ds_t_smem": tile(stages, rank, dtype=dtype),
-        "low_smem": low(stages, ROWS, both + rank, dtype=dtype), "b_smem": low(both, WIDTH, dtype=dtype),
-        "a_smem": low(rank, WIDTH, dtype=dtype),
+    operands = {
+        "gate_gmem": gate, "up_gmem": up, "dh_gmem": dh, "low_gmem": jnp.concatenate([s, ds], axis=1),
+        "ds_t_gmem": ds.T, "b_gmem": b, "a_gmem": a, "blocks_gmem": chunks.blocks.reshape(-1),
+        "count_gmem": chunks.count, "adapter_gmem": chunks.adapter,
     }  # fmt: skip
-    if has_bits:
-        tiles["words_smem"] = plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32)
+    if bits is not None:
+        operands["bits_gmem"] = bits
+    wide = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype)
+    results = {
+        "dgate_gmem": wide, "dup_gmem": wide,
+        "da_gmem": jax.ShapeDtypeStruct((total, num_columns, static.rank), jnp.float32),
+    }  # fmt: skip
+
+    def work(unit, gmem, **own):
+        in_memory = dict(zip((*operands, *results), gmem, strict=True))
+        _one_unit(static, SimpleNamespace(**in_memory, **own), unit)
+
     out = launch(
-        work, operands, out_type, units=num_columns // WIDTH * total, warpgroups=config.warpgroups, tiles=tiles,
-        barriers={"barrier": (6 if has_bits else 5, stages), "bank_barrier": (2, 1)}, name="lora_gate_backward",
+        work, tuple(operands.values()), tuple(results.values()), units=static.columns * total,
+        warpgroups=config.warpgroups, tiles=_tiles(static, gate.dtype),
+        barriers={"barrier": (6 if static.has_bits else 5, static.stages), "bank_barrier": (2, 1)},
+        name="lora_gate_backward",
     )  # fmt: skip
     return vary_like(out, gate)
+
+
+def _tiles(static: _Static, dtype: Any) -> dict[str, Any]:
+    stages = static.stages
+    tiles = {
+        "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
+        "dh_smem": tile(stages, ROWS, dtype=dtype), "ds_t_smem": tile(stages, static.rank, dtype=dtype),
+        "low_smem": low(stages, ROWS, static.both + static.rank, dtype=dtype),
+        "b_smem": low(static.both, WIDTH, dtype=dtype), "a_smem": low(static.rank, WIDTH, dtype=dtype),
+    }  # fmt: skip
+    if static.has_bits:
+        tiles["words_smem"] = plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32)
+    return tiles
+
+
+def _one_unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> None:
+    chunk = lax.div(number, static.columns)
+    col0 = lax.rem(number, static.columns) * WIDTH  # programs side by side: whole pages of device memory
+    unit = _Unit(
+        chunk=chunk, col0=col0, columns=pl.ds(col0, WIDTH), count=refs.count_gmem[chunk],
+        block_of=functools.partial(block_of_chunk, refs.blocks_gmem, chunk, static.size),
+    )  # fmt: skip
+    adapter = lax.max(refs.adapter_gmem[chunk], jnp.int32(0))
+    for bank_gmem, bank_smem in ((refs.b_gmem, refs.b_smem), (refs.a_gmem, refs.a_smem)):
+        plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, unit.columns], bank_smem, refs.bank_barrier())
+    for step in range(static.stages):
+        _fetch(static, refs, unit, jnp.int32(step), step, unit.block_of(jnp.int32(step)))
+    plgpu.barrier_wait(refs.bank_barrier())
+    first = first_bit(col0)
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC((WIDTH, static.rank), jnp.float32))
+    def _(acc):
+        lax.fori_loop(0, unit.count, functools.partial(_one_tile, static, refs, unit, first, acc), None)
+        plgpu.wgmma_wait(0)
+        store_fragment(refs.da_gmem.at[chunk, unit.columns, :], acc[...])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot, block) -> None:
+    @pl.when(step < unit.count)
+    def _():
+        rows, barrier = pl.ds(block * ROWS, ROWS), refs.barrier(slot)
+        for name in ("gate", "up", "dh"):
+            source, target = getattr(refs, f"{name}_gmem"), getattr(refs, f"{name}_smem")
+            plgpu.copy_gmem_to_smem(source.at[rows, unit.columns], target.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs.ds_t_gmem.at[:, rows], refs.ds_t_smem.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs.low_gmem.at[rows, :], refs.low_smem.at[slot], barrier)
+        if static.has_bits:
+            words_gmem = refs.bits_gmem.at[rows, lax.div(unit.col0, BLOCK), :]
+            plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], barrier)
+
+
+def _one_tile(static: _Static, refs: SimpleNamespace, unit: _Unit, first: jax.Array, acc, step, _) -> None:
+    """The gradients of a row block, and acc += drop(h)^T dS of it.
+
+    Args:
+        first: the bit of the first column.
+    """
+    stages = static.stages
+    slot = lax.rem(step, stages)
+    this, ahead = unit.block_of(step), unit.block_of(step - 1 + stages)  # early: device memory is far
+    rows = pl.ds(this * ROWS, ROWS)
+    plgpu.barrier_wait(refs.barrier(slot))
+    words = load_words(refs.words_smem.at[slot], first) if static.has_bits else None
+    wide = refs.gate_smem.at[slot], refs.up_smem.at[slot], refs.dh_smem.at[slot]
+    gradient_tile(*wide, functools.partial(_factors, static, refs, slot), words)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(wide[0], refs.dgate_gmem.at[rows, unit.columns])
+    plgpu.copy_smem_to_gmem(wide[1], refs.dup_gmem.at[rows, unit.columns])
+    plgpu.wgmma(acc, wide[2].transpose((1, 0)), refs.ds_t_smem.at[slot].transpose((1, 0)))  # the next step waits for it
+    # the tiles before these: stored, and spent by every warp, which passed the barrier above
+    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+    pl.when(step > 0)(lambda: _fetch(static, refs, unit, step - 1 + stages, lax.rem(step - 1, stages), ahead))
+
+
+def _factors(static: _Static, refs: SimpleNamespace, slot, columns) -> list[tuple[Any, Any]]:
+    """What `gradient_tile` takes: of dh, of gate and of up."""
+    low_smem = refs.low_smem.at[slot]
+    ds = low_smem.at[:, pl.ds(static.both, static.rank)], refs.a_smem.at[:, columns]
+    return [ds, *(low_factors(low_smem, refs.b_smem.at[:, columns], place) for place in static.places)]
 
 
 def gradient_tile(gate_smem, up_smem, dh_smem, factors: Callable[[Any], Sequence], words: jax.Array | None) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
+
+from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import WORDS
 from pallas_kernels.mosaic_gpu.tiling import ROWS
 
@@ -13,6 +17,27 @@ PART = 32  # columns in registers at a time: 128 of a thread's registers are tak
 
 type Place = tuple[int, int]  # first column of S, rank
 type Places = tuple[Place, Place]  # of gate and of up
+
+
+class BackwardInputs(NamedTuple):
+    """What both backward passes over the gate read.
+
+    Attributes:
+        gate, up, s, b, a, bits: as in and out of `gate_forward`.
+        dh: [T, F], the frozen part dY W^T of the gradient of h.
+        ds: [T, R], of the projection behind the gate.
+        chunks: of 64-row blocks.
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    dh: jax.Array
+    s: jax.Array
+    ds: jax.Array
+    b: jax.Array
+    a: jax.Array
+    bits: jax.Array | None
+    chunks: Chunks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

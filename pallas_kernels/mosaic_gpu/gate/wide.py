@@ -22,11 +22,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.chunks import Chunks
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.gate.backward import gradient_tile
-from pallas_kernels.mosaic_gpu.gate.config import RANK, WIDTH, Place, Places, WideGateConfig
+from pallas_kernels.mosaic_gpu.gate.config import RANK, WIDTH, BackwardInputs, Place, Places, WideGateConfig
 from pallas_kernels.mosaic_gpu.gate.tile import COMPILER_PARAMS, tile
 from pallas_kernels.mosaic_gpu.mask import first_bit, load_words
 from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment
@@ -73,25 +72,16 @@ class _Work:
 
 
 def wide_gate_backward(
-    gate: jax.Array,
-    up: jax.Array,
-    dh: jax.Array,
-    s: jax.Array,
-    ds: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    bits: jax.Array | None,
-    chunks: Chunks,
-    *,
-    places: Places,
-    config: WideGateConfig,
+    given: BackwardInputs, *, places: Places, config: WideGateConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns dgate and dup [T, F], partial sums of dS of gate and up, float32 [P, T, R of both], and partial sums of
     dA (without the dropout scale) and of dB of gate and of up (without scale; transposed), float32 [C, F, R] each.
 
     Args:
-        gate, up, dh, s, ds, b, a, bits, chunks, places: as in `gate_backward`, with ranks of 16.
+        given: with ranks of 16.
+        places: whose columns of S are where.
     """
+    gate, up, dh, s, ds, b, a, bits, chunks = given
     assert (b.shape[1], a.shape[1]) == (2 * RANK, RANK), (b.shape, a.shape)
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
     columns = num_columns // WIDTH
