@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.dropout import BLOCK, WORDS
 from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.mosaic_gpu.mask import first_bit, keep_words_of, shifted
+from pallas_kernels.mosaic_gpu.tiling import transforms
 
 SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers
 
@@ -86,86 +88,114 @@ def gemm(
     """
     num_rows, depth = lhs.shape
     out_features = rhs.shape[0] if transposed else rhs.shape[1]
-    rank = bank.shape[2] if transposed else bank.shape[1]
-    dtype = lhs.dtype
-    grid_m, grid_n = num_rows // config.block_m, out_features // config.block_n
-    steps = depth // config.tile_k
-    has_bits = bits is not None
+    static = _Static(
+        config=config, dtype=lhs.dtype, rank=bank.shape[2] if transposed else bank.shape[1], transposed=transposed,
+        low_offset=low_offset, grid=(num_rows // config.block_m, out_features // config.block_n),
+        steps=depth // config.tile_k,
+    )  # fmt: skip
 
     def kernel(lhs_gmem, rhs_gmem, low_gmem, bank_gmem, adapter_gmem, *rest):
-        bits_gmem, out_gmem = rest if has_bits else (None, *rest)
-
-        def pipeline(body, context):
-            return plgpu.emit_pipeline_warp_specialized(
-                body,
-                grid=(steps,),
-                memory_registers=40,
-                max_concurrent_steps=config.stages,
-                wg_axis="wg",
-                num_compute_wgs=2,
-                compute_context=context,
-                in_specs=_operand_specs(config, dtype, transposed),
-            )
-
-        def nothing(*_, **__):
-            return None
-
-        scopes = _scopes(config, dtype, rank, transposed)
-        scopes["buffers"] = pipeline(nothing, nothing).get_allocations(lhs_gmem, rhs_gmem)
-
-        @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
-        def _(buffers, out_smem, low_smem, bank_smem, low_barrier):
-            wg = lax.axis_index("wg")
-
-            @plgpu.nd_loop((grid_m * grid_n,), collective_axes="sm")
-            def _(info):
-                block_row, block_col = plgpu.planar_snake(
-                    info.index[0], (grid_m, grid_n), 1 if config.along_n else 0, config.band
-                )
-                row0 = block_row * config.block_m + (0 if config.split_n else wg * config.tile_m)
-                col0 = block_col * config.block_n + (wg * config.tile_n if config.split_n else 0)
-                tile = _Tile(
-                    config=config, dtype=dtype, rank=rank, transposed=transposed, wg=wg, row0=row0, col0=col0,
-                    low_smem=low_smem, bank_smem=bank_smem, low_barrier=low_barrier, out_smem=out_smem,
-                )  # fmt: skip
-
-                def context(run):
-                    tile.fetch_low(low_gmem, low_offset, bank_gmem, adapter_gmem)
-                    words = tile.load_words(bits_gmem) if has_bits else None
-
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
-                    def _(acc):
-                        run(acc)
-                        plgpu.barrier_wait(low_barrier.at[wg])
-                        if words is None:
-                            tile.multiply_low(acc)
-                        tile.store(acc[...], out_gmem, words)
-
-                def step(_, lhs_smem, rhs_smem, acc):
-                    plgpu.wgmma(acc, *tile.operands(lhs_smem, rhs_smem))
-                    plgpu.wgmma_wait(0)
-                    return acc
-
-                rows = pl.ds(block_row * config.block_m, config.block_m)
-                columns = pl.ds(block_col * config.block_n, config.block_n)
-                pipeline(step, context)(
-                    lhs_gmem.at[rows, :],
-                    rhs_gmem.at[columns, :] if transposed else rhs_gmem.at[:, columns],
-                    allocations=buffers,
-                )
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        bits_gmem, out_gmem = rest if bits is not None else (None, *rest)
+        _walk(
+            static,
+            SimpleNamespace(
+                lhs_gmem=lhs_gmem, rhs_gmem=rhs_gmem, low_gmem=low_gmem, bank_gmem=bank_gmem, adapter_gmem=adapter_gmem,
+                bits_gmem=bits_gmem, out_gmem=out_gmem,
+            ),
+        )  # fmt: skip
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_rows, out_features), dtype),
+        out_type=jax.ShapeDtypeStruct((num_rows, out_features), lhs.dtype),
         grid=(num_sms,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return vary_like(run(lhs, rhs, low, bank, block_adapter, *([bits] if has_bits else [])), lhs)
+    return vary_like(run(lhs, rhs, low, bank, block_adapter, *([] if bits is None else [bits])), lhs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
+
+    config: GemmConfig
+    dtype: Any
+    rank: int
+    transposed: bool
+    low_offset: int
+    grid: tuple[int, int]  # output tiles of a block
+    steps: int
+
+
+def _walk(static: _Static, refs: SimpleNamespace) -> None:
+    """A block's way over the output."""
+    scopes = _scopes(static.config, static.dtype, static.rank, static.transposed)
+    scopes["buffers"] = _pipeline(static, _nothing, _nothing).get_allocations(refs.lhs_gmem, refs.rhs_gmem)
+
+    @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
+    def _(buffers, **scratch):
+        own = SimpleNamespace(**vars(refs), **scratch, wg=lax.axis_index("wg"))
+
+        @plgpu.nd_loop((static.grid[0] * static.grid[1],), collective_axes="sm")
+        def _(info):
+            _one_tile(static, own, buffers, info.index[0])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _one_tile(static: _Static, refs: SimpleNamespace, buffers: Any, number: jax.Array) -> None:
+    config = static.config
+    block_row, block_col = plgpu.planar_snake(number, static.grid, 1 if config.along_n else 0, config.band)
+    tile = _Tile(
+        config=config, dtype=static.dtype, rank=static.rank, transposed=static.transposed, wg=refs.wg,
+        row0=block_row * config.block_m + (0 if config.split_n else refs.wg * config.tile_m),
+        col0=block_col * config.block_n + (refs.wg * config.tile_n if config.split_n else 0),
+        low_smem=refs.low_smem, bank_smem=refs.bank_smem, low_barrier=refs.low_barrier, out_smem=refs.out_smem,
+    )  # fmt: skip
+
+    def context(run):
+        tile.fetch_low(refs.low_gmem, static.low_offset, refs.bank_gmem, refs.adapter_gmem)
+        words = None if refs.bits_gmem is None else tile.load_words(refs.bits_gmem)
+
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
+        def _(acc):
+            run(acc)
+            plgpu.barrier_wait(refs.low_barrier.at[refs.wg])
+            if words is None:
+                tile.multiply_low(acc)
+            tile.store(acc[...], refs.out_gmem, words)
+
+    def step(_, lhs_smem, rhs_smem, acc):
+        plgpu.wgmma(acc, *tile.operands(lhs_smem, rhs_smem))
+        plgpu.wgmma_wait(0)
+        return acc
+
+    rows = pl.ds(block_row * config.block_m, config.block_m)
+    columns = pl.ds(block_col * config.block_n, config.block_n)
+    _pipeline(static, step, context)(
+        refs.lhs_gmem.at[rows, :],
+        refs.rhs_gmem.at[columns, :] if static.transposed else refs.rhs_gmem.at[:, columns],
+        allocations=buffers,
+    )
+
+
+def _pipeline(static: _Static, body: Any, context: Any) -> Any:
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(static.steps,),
+        memory_registers=40,
+        max_concurrent_steps=static.config.stages,
+        wg_axis="wg",
+        num_compute_wgs=2,
+        compute_context=context,
+        in_specs=_operand_specs(static.config, static.dtype, static.transposed),
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,11 +247,6 @@ class _Tile:
             optimized=False,
         )
 
-    def align_words(self, words):
-        """Shifts the bits of the tile's first columns to the front; after the loop, or it would wait for the load."""
-        first = lax.div(lax.rem(self.col0, BLOCK), WORDS).astype(jnp.uint32)
-        return lax.shift_right_logical(words, jnp.broadcast_to(first, words.shape))
-
     def masked_low(self, words, j: int):
         """mask * (S B) of the j-th store chunk, in a small accumulator of its own."""
         width = self.config.store_n
@@ -235,12 +260,7 @@ class _Tile:
             plgpu.wgmma_wait(0)
             return acc[...]
 
-        parts = []
-        for q in range(width // WORDS):
-            keep = (words & np.uint32(1 << (j * width // WORDS + q))) != jnp.zeros_like(words)
-            part = low[:, WORDS * q : WORDS * (q + 1)]
-            parts.append(jnp.where(keep, part, jnp.zeros_like(part)))
-        return lax.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+        return keep_words_of(low, words, first=j * width // WORDS)
 
     def store(self, acc, out_gmem, words) -> None:
         """Converts and stores the tile chunk by chunk through two shared-memory slots."""
@@ -250,7 +270,8 @@ class _Tile:
         slots = min(2, per_column * (config.tile_n // width))
         out_tile = out_gmem.at[pl.ds(self.row0, config.tile_m), pl.ds(self.col0, config.tile_n)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        words = None if words is None else self.align_words(words)
+        # after the loop, or it would wait for the load
+        words = None if words is None else shifted(words, first_bit(self.col0))
         for j in range(config.tile_n // width):
             columns = slice(j * width, (j + 1) * width)
             chunk = acc[:, columns]
@@ -271,7 +292,7 @@ def _operand_specs(config: GemmConfig, dtype: Any, transposed: bool):
     rhs = ((config.block_n, depth), lambda k: (0, k)) if transposed else ((depth, config.block_n), lambda k: (k, 0))
     operands = (((config.block_m, depth), lambda k: (0, k)), rhs)
     return [
-        plgpu.BlockSpec(shape, index, transforms=_transforms(depth, dtype), memory_space=plgpu.SMEM)
+        plgpu.BlockSpec(shape, index, transforms=transforms(depth, dtype), memory_space=plgpu.SMEM)
         for shape, index in operands
     ]
 
@@ -281,17 +302,11 @@ def _scopes(config: GemmConfig, dtype: Any, rank: int, transposed: bool) -> dict
     height, width = min(config.store_m, config.tile_m), min(config.store_n, config.tile_n)
     slots = min(2, (config.tile_m // height) * (config.tile_n // width))
     # both operands of the low-rank product must share one swizzle; S has rows of R elements, so R decides
-    low = _transforms(rank, dtype)
+    low = transforms(rank, dtype)
     bank = (2, config.tile_n, rank) if transposed else (2, rank, config.tile_n)
     return {
-        "out_smem": plgpu.SMEM((2, slots, height, width), dtype, transforms=_transforms(width, dtype)),
+        "out_smem": plgpu.SMEM((2, slots, height, width), dtype, transforms=transforms(width, dtype)),
         "low_smem": plgpu.SMEM((2, config.tile_m, rank), dtype, transforms=low),
         "bank_smem": plgpu.SMEM(bank, dtype, transforms=low),
         "low_barrier": plgpu.Barrier(num_arrivals=2, num_barriers=2),
     }
-
-
-def _transforms(columns: int, dtype: Any):
-    item = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * item * 8)
-    return (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))

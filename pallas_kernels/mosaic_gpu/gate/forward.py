@@ -5,7 +5,10 @@ T packed tokens · F MLP width · R padded rank · A adapters
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,6 +25,32 @@ from pallas_kernels.mosaic_gpu.tiling import ROWS, store_fragment
 
 STEPS = BLOCK // WIDTH  # tiles of a block of keep words
 MIN_BLOCKS = 4  # of 256 columns, for a program: fewer, and filling its pipeline shows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
+
+    split: int  # units of a row
+    steps: int  # tiles of a unit
+    both: int  # ranks of gate and up together
+    rank: int  # of the projection behind
+    adapters: int
+    stages: int
+    places: Places
+    drops: bool
+
+
+class _Unit(NamedTuple):
+    """What a warpgroup works on: a part of the columns of 64 rows."""
+
+    part: Any
+    rows: Any
+    adapter: Any
+    dropout: tuple[Any, Any, jax.Array] | None  # key, threshold and row keys
+
+    def columns(self, static: _Static, step) -> Any:
+        return pl.ds((self.part * static.steps + step) * WIDTH, WIDTH)
 
 
 def gate_forward(
@@ -46,95 +75,118 @@ def gate_forward(
         block_adapter: int32 [T / 64], 0..A.
     """
     num_rows, width = gate.shape
-    dtype = gate.dtype
-    both, rank = b.shape[1], a.shape[1]
     split = parts_of_a_row(width // BLOCK)
     steps = width // WIDTH // split
-    stages = min(config.forward_stages, steps)
-    last = 0 if dropout is None else dropout.key.shape[0] - 1
-
-    def work(unit, gmem, gate_smem, up_smem, b_smem, a_smem, s_smem, barrier, s_barrier):
-        gate_gmem, up_gmem, s_gmem, b_gmem, a_gmem, adapter_gmem, *rest = gmem
-        if dropout is None:
-            h_gmem, s_out_gmem = rest
-        else:
-            key_gmem, thresh_gmem, row_key_gmem, h_gmem, s_out_gmem, bits_gmem = rest
-        part, block_row = lax.rem(unit, split), lax.div(unit, split)
-        rows = pl.ds(block_row * ROWS, ROWS)
-        adapter = adapter_gmem[block_row]
-        if dropout is not None:
-            owner = lax.min(adapter, jnp.asarray(last, adapter.dtype))
-            key, thresh = key_gmem[owner], thresh_gmem[owner]
-            row_key = plgpu.load(row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-        def columns_of(step):
-            return pl.ds((part * steps + step) * WIDTH, WIDTH)
-
-        def fetch(step, slot):
-            columns = columns_of(step)
-            for source, target in (
-                (gate_gmem.at[rows, columns], gate_smem),
-                (up_gmem.at[rows, columns], up_smem),
-                (b_gmem.at[adapter].at[:, columns], b_smem),
-                (a_gmem.at[adapter].at[:, columns], a_smem),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[slot], barrier(slot))
-
-        plgpu.copy_gmem_to_smem(s_gmem.at[rows, :], s_smem, s_barrier())
-        for step in range(stages):
-            fetch(step, step)
-        plgpu.barrier_wait(s_barrier())
-
-        @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, rank), jnp.float32))
-        def _(acc):
-            def block(number, _):
-                words = None
-                if dropout is not None:
-                    words = make_words(key, thresh, row_key, part * (steps // STEPS) + number)
-                    store_fragment(bits_gmem.at[rows, part * (steps // STEPS) + number, :], words)
-                lax.fori_loop(0, STEPS, functools.partial(one_tile, number, words), None)
-
-            def one_tile(number, words, quarter, _):
-                step = number * STEPS + quarter
-                slot = lax.rem(step, stages)
-                if words is not None:
-                    words = shifted(words, quarter * (WIDTH // WORDS))
-                plgpu.barrier_wait(barrier(slot))
-                gate_tile(gate_smem.at[slot], up_smem.at[slot], s_smem, b_smem.at[slot], words, places)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(gate_smem.at[slot], h_gmem.at[rows, columns_of(step)])
-                kept_smem = gate_smem if words is None else up_smem
-                plgpu.wgmma(acc, kept_smem.at[slot], a_smem.at[slot].transpose((1, 0)))  # the next step waits for it
-                # the tile before this one: stored, and spent by every warp, which passed the barrier above
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-                @pl.when((step > 0) & (step - 1 + stages < steps))
-                def _():
-                    fetch(step - 1 + stages, lax.rem(step - 1, stages))
-
-            lax.fori_loop(0, steps // STEPS, block, None)
-            plgpu.wgmma_wait(0)
-            store_fragment(s_out_gmem.at[part, rows, :], acc[...])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    operands = [gate, up, s, b, a, block_adapter]
-    out_type = [
-        jax.ShapeDtypeStruct((num_rows, width), dtype), jax.ShapeDtypeStruct((split, num_rows, rank), jnp.float32),
-    ]  # fmt: skip
+    static = _Static(
+        split=split, steps=steps, both=b.shape[1], rank=a.shape[1],
+        adapters=1 if dropout is None else dropout.key.shape[0], stages=min(config.forward_stages, steps),
+        places=places, drops=dropout is not None,
+    )  # fmt: skip
+    operands = {"gate_gmem": gate, "up_gmem": up, "s_gmem": s, "b_gmem": b, "a_gmem": a, "adapter_gmem": block_adapter}
+    results = {
+        "h_gmem": jax.ShapeDtypeStruct((num_rows, width), gate.dtype),
+        "s_out_gmem": jax.ShapeDtypeStruct((split, num_rows, static.rank), jnp.float32),
+    }
     if dropout is not None:
-        operands += [dropout.key.astype(jnp.uint32), threshold(dropout.rate), dropout.row_key.astype(jnp.uint32)]
-        out_type += [jax.ShapeDtypeStruct((num_rows, width // BLOCK, WORDS), jnp.uint32)]
-    tiles = {
-        "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
-        "b_smem": low(stages, both, WIDTH, dtype=dtype), "a_smem": tile(stages, rank, dtype=dtype),
-        "s_smem": low(ROWS, both, dtype=dtype),
-    }  # fmt: skip
+        operands |= {
+            "key_gmem": dropout.key.astype(jnp.uint32), "thresh_gmem": threshold(dropout.rate),
+            "row_key_gmem": dropout.row_key.astype(jnp.uint32),
+        }  # fmt: skip
+        results["bits_gmem"] = jax.ShapeDtypeStruct((num_rows, width // BLOCK, WORDS), jnp.uint32)
+
+    def work(unit, gmem, **own):
+        in_memory = dict(zip((*operands, *results), gmem, strict=True))
+        _one_unit(static, SimpleNamespace(**in_memory, **own), unit)
+
     out = launch(
-        work, operands, out_type, units=num_rows // ROWS * split, warpgroups=config.warpgroups, tiles=tiles,
-        barriers={"barrier": (4, stages), "s_barrier": (1, 1)}, name="lora_gate",
+        work, tuple(operands.values()), tuple(results.values()), units=num_rows // ROWS * split,
+        warpgroups=config.warpgroups, tiles=_tiles(static, gate.dtype),
+        barriers={"barrier": (4, static.stages), "s_barrier": (1, 1)}, name="lora_gate",
     )  # fmt: skip
     h, s_out, *bits = vary_like(out, gate)
-    return h, s_out.sum(0).astype(dtype), bits[0] if bits else None
+    return h, s_out.sum(0).astype(gate.dtype), bits[0] if bits else None
+
+
+def _tiles(static: _Static, dtype: Any) -> dict[str, Any]:
+    stages = static.stages
+    return {
+        "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
+        "b_smem": low(stages, static.both, WIDTH, dtype=dtype), "a_smem": tile(stages, static.rank, dtype=dtype),
+        "s_smem": low(ROWS, static.both, dtype=dtype),
+    }  # fmt: skip
+
+
+def _one_unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> None:
+    unit = _unit(static, refs, number)
+    plgpu.copy_gmem_to_smem(refs.s_gmem.at[unit.rows, :], refs.s_smem, refs.s_barrier())
+    for step in range(static.stages):
+        _fetch(static, refs, unit, step, step)
+    plgpu.barrier_wait(refs.s_barrier())
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, static.rank), jnp.float32))
+    def _(acc):
+        lax.fori_loop(0, static.steps // STEPS, functools.partial(_one_block, static, refs, unit, acc), None)
+        plgpu.wgmma_wait(0)
+        store_fragment(refs.s_out_gmem.at[unit.part, unit.rows, :], acc[...])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> _Unit:
+    part, block_row = lax.rem(number, static.split), lax.div(number, static.split)
+    rows = pl.ds(block_row * ROWS, ROWS)
+    adapter = refs.adapter_gmem[block_row]
+    dropout = None
+    if static.drops:
+        owner = lax.min(adapter, jnp.asarray(static.adapters - 1, adapter.dtype))
+        key, thresh = refs.key_gmem[owner], refs.thresh_gmem[owner]
+        row_key = plgpu.load(refs.row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        dropout = key, thresh, row_key
+    return _Unit(part, rows, adapter, dropout)
+
+
+def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot) -> None:
+    columns = unit.columns(static, step)
+    for source, target in (
+        (refs.gate_gmem.at[unit.rows, columns], refs.gate_smem),
+        (refs.up_gmem.at[unit.rows, columns], refs.up_smem),
+        (refs.b_gmem.at[unit.adapter].at[:, columns], refs.b_smem),
+        (refs.a_gmem.at[unit.adapter].at[:, columns], refs.a_smem),
+    ):
+        plgpu.copy_gmem_to_smem(source, target.at[slot], refs.barrier(slot))
+
+
+def _one_block(static: _Static, refs: SimpleNamespace, unit: _Unit, acc, number, _) -> None:
+    """The columns of a block of keep words, which are made here."""
+    words = None
+    if unit.dropout is not None:
+        block = unit.part * (static.steps // STEPS) + number
+        words = make_words(*unit.dropout, block)
+        store_fragment(refs.bits_gmem.at[unit.rows, block, :], words)
+    lax.fori_loop(0, STEPS, functools.partial(_one_tile, static, refs, unit, acc, number, words), None)
+
+
+def _one_tile(
+    static: _Static, refs: SimpleNamespace, unit: _Unit, acc, number, words: jax.Array | None, quarter, _
+) -> None:
+    """h of a tile, and acc += drop(h) A."""
+    stages = static.stages
+    step = number * STEPS + quarter
+    slot = lax.rem(step, stages)
+    if words is not None:
+        words = shifted(words, quarter * (WIDTH // WORDS))
+    gate_smem, up_smem = refs.gate_smem.at[slot], refs.up_smem.at[slot]
+    plgpu.barrier_wait(refs.barrier(slot))
+    gate_tile(gate_smem, up_smem, refs.s_smem, refs.b_smem.at[slot], words, static.places)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(gate_smem, refs.h_gmem.at[unit.rows, unit.columns(static, step)])
+    kept_smem = gate_smem if words is None else up_smem
+    plgpu.wgmma(acc, kept_smem, refs.a_smem.at[slot].transpose((1, 0)))  # the next step waits for it
+    # the tile before this one: stored, and spent by every warp, which passed the barrier above
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+    @pl.when((step > 0) & (step - 1 + stages < static.steps))
+    def _():
+        _fetch(static, refs, unit, step - 1 + stages, lax.rem(step - 1, stages))
 
 
 def gate_tile(gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, places: Places) -> None:
