@@ -60,6 +60,7 @@ from lorafusion_jax.config.schema import (  # noqa: E402
 from lorafusion_jax.data.prepare import AdapterData, Prepared  # noqa: E402
 from lorafusion_jax.data.tokenized import TokenizedSet  # noqa: E402
 from lorafusion_jax.models import ModelConfig  # noqa: E402
+from lorafusion_jax.pipeline.blocks import block_layers  # noqa: E402
 from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
 from lorafusion_jax.pipeline.layout import stage_layers  # noqa: E402
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes  # noqa: E402
@@ -68,7 +69,7 @@ from lorafusion_jax.pipeline.parts import Parts, StageWeights  # noqa: E402
 from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
 from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
 from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
-from lorafusion_jax.training.base import block_layers, fitting_keep  # noqa: E402
+from lorafusion_jax.training.base import fitting_keep  # noqa: E402
 from lorafusion_jax.training.batches import Batches  # noqa: E402
 from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
 from lorafusion_jax.training.run import adapter_specs  # noqa: E402
@@ -231,7 +232,7 @@ class Bench:
             for i in range(options.adapters)
         ]
         if variant.plan == "single":
-            capacity = self.best_capacity(jobs[0], mesh) if options.model != "tiny" else options.capacity
+            capacity = self.best_capacity(variant, jobs[0], mesh) if options.model != "tiny" else options.capacity
             return [[job] for job in jobs], capacity, [self.plan(variant, [job], capacity, mesh) for job in jobs]
         return [jobs], options.capacity, [self.plan(variant, jobs, options.capacity, mesh)]
 
@@ -244,8 +245,9 @@ class Bench:
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
 
-    def best_capacity(self, job: AdapterJob, mesh: MeshSettings) -> int:
-        """What a user would tune: the capacity with the most tokens/s by the default cost model."""
+    def best_capacity(self, variant: Variant, job: AdapterJob, mesh: MeshSettings) -> int:
+        """What a user would tune: the capacity with the most tokens/s by the default cost model, of those at which
+        memory leaves no product to be computed twice."""
         size = sum(
             np.prod(shape)
             for shape in Parts(model=self.model, specs=(), settings=TrainSettings()).frozen_shapes().values()
@@ -254,8 +256,9 @@ class Bench:
             "h200", num_stages=mesh.stages, parameters=float(size * self.model.num_layers),
             num_layers=self.model.num_layers, hidden_size=self.model.hidden_size,
         )  # fmt: skip
-        fitting = [c for c in CAPACITIES if c >= max(job.sample_tokens) and c <= self.options.capacity]
-        return max(fitting, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s)
+        possible = [c for c in CAPACITIES if c >= max(job.sample_tokens) and c <= self.options.capacity]
+        roomy = [c for c in possible if fitting_keep(self.config(variant, mesh, c, 1), self.model) != "nothing"]
+        return max(roomy or possible, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s)
 
     def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
         settings = dict(pair.split("=") for pair in self.options.set)

@@ -12,6 +12,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
@@ -22,11 +23,6 @@ from lorafusion_jax.pipeline.parts import Parts, cut
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.pipeline.stage import Stage
 from pallas_kernels.device import is_hopper
-
-# Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
-# large ones by compiling: 32 layers of an 8B model compile for 4 to 6 minutes as one program (benchmarks/LOG.md).
-MOST_TOGETHER = 8
-GATHERED_TOGETHER = 4  # with fsdp: the next layer's weights come in while this one computes, inside a program only
 
 
 def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
@@ -73,19 +69,6 @@ def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
     return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
-
-
-def block_layers(wanted: int | None, num_layers: int, *, fsdp: int = 1) -> int:
-    """Layers per program.
-
-    >>> block_layers(None, 4), block_layers(None, 32), block_layers(2, 32)
-    (4, 1, 2)
-    """
-    if wanted is not None:
-        return min(wanted, num_layers)
-    if num_layers <= MOST_TOGETHER:
-        return num_layers
-    return 1 if fsdp == 1 else GATHERED_TOGETHER
 
 
 def _stage_of(name: str, layers: Sequence[Extent]) -> int:

@@ -112,7 +112,28 @@ def test_fsdp_divides_what_divides():
     norms = 2 * 4096 * 5
     assert part.frozen == (whole.frozen - norms) // 4 + norms
     assert (part.adapters, part.sums, part.optimizers) == (whole.adapters, whole.sums, whole.optimizers)
-    assert part.working > whole.working  # a layer is gathered before it runs
+    assert part.working > whole.working  # layers are gathered before they run
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_a_backward_pass_gathers_all_layers_of_its_program(block):
+    """By count at most 0.7 GB over what XLA allots backward for four H200s, never under it."""
+    shapes = {"tokens": 6144, "fsdp": 4, "implementation": "xla", "block_layers": block}
+    allotted = {1: 3.11e9, 2: 5.02e9, 4: 8.48e9}[block]  # bytes: memory_analysis() of the compiled program
+    counted = working_memory(problem(LLAMA_70B, FOUR[:1], **shapes), 0)
+    assert allotted < counted["backward"] < allotted + 0.7e9
+    assert 1.7e9 < counted["forward"] < 2.7e9  # 1.6 to 1.7 GB at every block: one layer at a time
+
+
+def test_programs_that_gather_get_no_full_device():
+    """What ran out of memory on four H200s: no 8.4 GB in one piece, though the sum of all would have fitted."""
+    four = problem(LLAMA_70B, FOUR[:1], tokens=6144, fsdp=4, implementation="xla")
+    (stage,) = stage_memory(four)
+    allocator = int(143.2e9)
+    assert stage.total < ALLOCATOR_USABLE * allocator
+    assert choose_keep(four, allocator, usable=ALLOCATOR_USABLE) == "nothing"
+    less = replace(four, capacity_tokens=4096)
+    assert choose_keep(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
 def test_kept_tensors_by_hand():
