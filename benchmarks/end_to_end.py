@@ -62,6 +62,7 @@ from lorafusion_jax.data.tokenized import TokenizedSet  # noqa: E402
 from lorafusion_jax.models import ModelConfig  # noqa: E402
 from lorafusion_jax.pipeline.blocks import block_layers  # noqa: E402
 from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
+from lorafusion_jax.pipeline.extent import counts_of  # noqa: E402
 from lorafusion_jax.pipeline.layout import stage_layers  # noqa: E402
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes  # noqa: E402
 from lorafusion_jax.pipeline.move import to_stage  # noqa: E402
@@ -69,6 +70,7 @@ from lorafusion_jax.pipeline.parts import Parts, StageWeights  # noqa: E402
 from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
 from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
 from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
+from lorafusion_jax.report.prediction import better_layout  # noqa: E402
 from lorafusion_jax.training.base import fitting_keep  # noqa: E402
 from lorafusion_jax.training.batches import Batches  # noqa: E402
 from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
     parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
+    parser.add_argument("--settle", type=int, default=0, help="slots to run before; layers move by what stages took")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
     parser.add_argument("--until", type=float, help="seconds after which no further run starts")
@@ -171,6 +174,7 @@ class Bench:
         self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
         self.tile = 16 if options.model == "tiny" else 128
+        self.layers = tuple(options.layers_per_stage) if options.layers_per_stage else None
         self._layout: tuple | None = None
         self._weights: list[tuple[StageWeights, StageMesh]] = []
         self._stages: tuple[Any, list[Stage]] | None = None
@@ -181,10 +185,13 @@ class Bench:
         mesh = (
             MeshSettings(stages=1, fsdp=devices)
             if variant.fsdp
-            else MeshSettings(stages=options.stages, data=options.data, layers=options.layers_per_stage)
+            else MeshSettings(stages=options.stages, data=options.data, layers=self.layers)
         )
         wanted = options.slots if variant.together else options.baseline_slots or options.slots
         jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
+        if options.settle and variant.together and self.layers is None and mesh.stages > 1:
+            self.layers = self.settled(variant, mesh, capacity, jobs[0], plans[0])
+            mesh = mesh.model_copy(update={"layers": self.layers})
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
         stages = self.stages(config, frozen=variant.frozen)
         with GpuState() as state:
@@ -216,6 +223,24 @@ class Bench:
         with (self.options.out / "end_to_end.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
+
+    def settled(
+        self, variant: Variant, mesh: MeshSettings, capacity: int, jobs: Sequence[AdapterJob], plan: Plan
+    ) -> tuple[int | float, ...]:
+        """Layers of each stage by what the stages of a short run took; the same for all variants after it."""
+        config = self.config(variant, mesh, capacity, self.options.adapters)
+        stages = self.stages(config)
+        batches = max(1, round(jobs[0].num_batches * self.options.settle / plan.num_slots))
+        short = [dataclasses.replace(job, max_batches=batches) for job in jobs]
+        profile, self.options.no_profile = self.options.no_profile, True
+        took = self.once(variant, config, stages, short, self.plan(variant, short, capacity, mesh))["busy_s"]
+        self.options.no_profile = profile
+        extents = [stage.extent for stage in stages]
+        size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        moved = better_layout(config, self.model, extents, took, keep=stages[0].keep, device_bytes=size)
+        layers = counts_of(extents) if moved is None else moved.layers
+        self.write({"settled": self.options.model, "busy_s": took, "from": counts_of(extents), "to": layers})
+        return tuple(layers)
 
     def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
         """Jobs of each run in turn, the capacity, and their plans."""
@@ -258,7 +283,9 @@ class Bench:
         )  # fmt: skip
         possible = [c for c in CAPACITIES if c >= max(job.sample_tokens) and c <= self.options.capacity]
         roomy = [c for c in possible if fitting_keep(self.config(variant, mesh, c, 1), self.model) != "nothing"]
-        return max(roomy or possible, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s)
+        return max(
+            roomy or possible, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s
+        )
 
     def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
         settings = dict(pair.split("=") for pair in self.options.set)
@@ -284,7 +311,7 @@ class Bench:
             return self._stages[1]
         self._stages = None
         mesh = config.mesh
-        layout = (mesh.stages, mesh.data, mesh.fsdp)
+        layout = (mesh.stages, mesh.data, mesh.fsdp, tuple(mesh.layers or ()))
         if self._layout != layout:
             self._weights = []
             self._weights, self._layout = self.weights(config), layout
@@ -394,6 +421,7 @@ class Bench:
             "slot_s": round(statistics.median(steady), 5) if steady else None,
             "bubbles": [round(share, 4) for share in timeline.bubble_shares],
             "host_s_per_slot": round(sum(span.end_s - span.start_s for span in timeline.host) / max(len(order), 1), 5),
+            "busy_s": [round(each, 4) for each in timeline.of_slots(range(order[warm], last + 1)).busy_s],
             "timeline": timeline.of_slots(range(60)),
         }
         if costs is not None:

@@ -9,7 +9,7 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say, typed
 from lorafusion_jax.config import load_config
-from lorafusion_jax.report.format import duration, percent
+from lorafusion_jax.report.format import better_layers, duration, percent
 
 NAME = "profile"
 SAMPLE_TOKENS = 1024  # of the samples for which times are shown
@@ -23,6 +23,8 @@ def command(
 ) -> None:
     """Measures forward, backward, step and transfer of every stage on this machine.
 
+    Where stages take unequal times it says how their layers should lie.
+
     Example: lorafusion profile jobs.yaml -o costs.json
     """
     from lorafusion_jax.training.profiling import profile
@@ -31,7 +33,7 @@ def command(
     prepare_machine()
     console = out()
     with console.status("starting") as status:
-        costs, plan = profile(
+        costs, plan, better = profile(
             load_config(jobs, overrides or []),
             repeats=repeats,
             listeners=[lambda event: status.update(event.values["text"])],
@@ -49,6 +51,8 @@ def command(
         table.add_row(str(number), *(f"{1e3 * seconds:.1f} ms" for seconds in (*passes, stage.update_s)))
     console.print(table)
     say(console, f"a microbatch of {plan.capacity_tokens} tokens in samples of {sample}; {costs.source}")
+    if better is not None:
+        say(console, better_layers(**better._asdict()))
     timeline = simulate(plan, costs)
     say(console, f"the whole plan: {duration(timeline.duration_s)}, bubbles {percent(timeline.bubble_share)}")
     next_command(console, f"lorafusion plan {typed(jobs, overrides)} --cost-model {to}")

@@ -14,9 +14,10 @@ from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_ta
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.pipeline.extent import extents
-from lorafusion_jax.pipeline.layout import worth_in_layers
-from lorafusion_jax.report.format import duration, percent
+from lorafusion_jax.pipeline.layout import Moved, worth_in_layers
+from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
+from lorafusion_jax.report.prediction import DEVICES, better_layout, memory_of
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
 
@@ -38,6 +39,8 @@ def command(
 ) -> None:
     """Draws the measured timeline of a run's last sitting; with costs, the predicted one above it.
 
+    Where stages took unequal times it says how their layers should lie.
+
     Example: lorafusion timeline runs/exp1 -o timeline.html --cost-model costs.json
     """
     measured, predicted = read_timeline(run), None
@@ -50,6 +53,8 @@ def command(
     else:
         to.write_text(timeline_html(first, compare=second), encoding="utf-8")
     numbers = timeline_numbers(measured, predicted)
+    if (moved := _moved(run, measured)) is not None:
+        numbers["better_layers"] = moved._asdict()
     if as_json:
         print(json.dumps(numbers | {"file": str(to)}))
         return
@@ -61,13 +66,34 @@ def command(
 
 def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
     """(measured, predicted) of the same slots."""
-    plan, stages = RunFolder(run).read_plan(), measured.num_stages
-    layers = [event["layers"] for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
-    worth = _worth(run, [own for own in layers if len(own) == stages][-1])
+    plan = RunFolder(run).read_plan()
+    worth = _worth(run, _started(run, measured.num_stages)["layers"])
     costs = read_cost_model(cost_model.read_text(encoding="utf-8"), worth)
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
     return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)
+
+
+def _started(run: Path, stages: int) -> dict:
+    """What the last sitting with so many stages said when it began."""
+    said = [event for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
+    return [event for event in said if len(event["layers"]) == stages][-1]
+
+
+def _moved(run: Path, measured: Timeline) -> Moved | None:
+    """Where the layers should lie by what the stages took, once everything had settled."""
+    if measured.num_stages == 1:
+        return None
+    folder, started = RunFolder(run), _started(run, measured.num_stages)
+    config = folder.read_config()
+    return better_layout(
+        config,
+        ModelConfig.from_hf(base_directory(config)),
+        extents(started["layers"]),
+        measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
+        keep=started["keep"],
+        device_bytes=memory_of(next((name for name in DEVICES if name in started["device"].lower()), "")),
+    )
 
 
 def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
@@ -118,6 +144,8 @@ def _show(numbers: dict) -> None:
     say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
     if paused := numbers["measured"]["paused_s"]:
         say(console, f"evaluations and checkpoints took {duration(paused)} more, which are in none of these figures")
+    if moved := numbers.get("better_layers"):
+        say(console, better_layers(**moved))
     if "predicted" in numbers:
         if first == 0:
             say(console, "pipeline and caches filled during the first of them, which no prediction knows of")

@@ -6,6 +6,7 @@ T packed tokens · D model width · F MLP width · H heads · C head width · V 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -286,6 +287,22 @@ def largest_capacity(problem: MemoryProblem, device_bytes: int, *, tile_tokens: 
         else:
             high = middle - 1
     return low * tile_tokens
+
+
+def most_halves(problem: MemoryProblem, room: int) -> list[int]:
+    """Halves of layers that each stage can hold in so many bytes, wherever they begin; two at least."""
+
+    def size(stage: int, halves: int) -> int:
+        of = [
+            (*problem.layers[:stage], Extent(first, first + halves), *problem.layers[stage + 1 :]) for first in (0, 1)
+        ]
+        return max(_stage(replace(problem, layers=layers), stage).total for layers in of)
+
+    possible = range(3, problem.layers[-1].stop + 1)
+    return [
+        2 + bisect_right(possible, room, key=lambda halves, stage=stage: size(stage, halves))
+        for stage in range(problem.num_stages)
+    ]
 
 
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:

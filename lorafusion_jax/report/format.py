@@ -79,3 +79,13 @@ def layout(mesh: Mapping[str, int], layers: Sequence[int | float], keep: str) ->
     shared = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
     kept = f"kept for backward: {keep}" if keep != "everything" else ""
     return "  ·  ".join(text for text in (" × ".join(parts) + shared, kept) if text)
+
+
+def better_layers(layers: Sequence[int | float], saving: float) -> str:
+    """What to set where stages took unequal times.
+
+    >>> better_layers([20.5, 20.5, 20, 19], 0.033)
+    "stages took unequal times: with 'mesh.layers=[20.5,20.5,20,19]' the slowest would take 3.3 % less"
+    """
+    setting = f"'mesh.layers=[{','.join(map(str, layers))}]'"
+    return f"stages took unequal times: with {setting} the slowest would take {percent(saving)} less"

@@ -5,21 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.data.prepare import base_directory, plan_training, prepare
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.profile import profile_stages
+from lorafusion_jax.pipeline.layout import Moved
+from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.prediction import better_layout
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.run import adapter_specs
-from scheduling import CostModel, Plan
+from scheduling import CostModel, Plan, StageCost
 
 
-def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener] = ()) -> tuple[CostModel, Plan]:
+class Profile(NamedTuple):
+    """What was measured of a job on this machine.
+
+    Args:
+        better: where layers should lie by these times; None: where they do.
+    """
+
+    costs: CostModel
+    plan: Plan
+    better: Moved | None
+
+
+def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener] = ()) -> Profile:
     """Loads the base model, runs a few of the plan's microbatches on every stage and fits a cost model to the times.
 
     Args:
@@ -49,5 +65,19 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     phase("measuring")
     device = jax.devices()[0].device_kind
     source = f"measured: {Path(config.base.model).name}, {len(stages)} stages, {device}, jax {jax.__version__}"
-    costs = profile_stages(stages, batches.loads(5), repeats=repeats, source=source)
-    return replace(costs, capacity_tokens=plan.capacity_tokens), plan
+    loads = batches.loads(5)
+    costs = profile_stages(stages, loads, repeats=repeats, source=source)
+    better = better_layout(
+        config,
+        ModelConfig.from_hf(base_directory(config)),
+        [stage.extent for stage in stages],
+        [sum(_seconds(stage, load) for load in loads) for stage in costs.stages],
+        keep=stages[0].keep,
+        device_bytes=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+    )
+    return Profile(replace(costs, capacity_tokens=plan.capacity_tokens), plan, better)
+
+
+def _seconds(stage: StageCost, load: Load) -> float:
+    passes = (stage.forward, stage.backward)
+    return sum(one.seconds(load.tokens, load.squares) for one in passes)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from cli_helpers import make_job
 
 from lorafusion_jax.cli.main import run
+from lorafusion_jax.pipeline.extent import counts_of
+from lorafusion_jax.pipeline.layout import Moved
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan
@@ -48,6 +51,44 @@ def test_profile_shows_times_and_the_command_that_uses_them(lorafusion, two_stag
     assert [line.split()[0] for line in outcome.out.splitlines() if " ms" in line] == ["0", "1"]
     assert "a microbatch of 64 tokens in samples of 64" in outcome.out  # 1024 would not fit
     assert outcome.last_line == f"next: lorafusion plan {job.path} {TWO} train.max_steps=1 --cost-model {to}"
+
+
+def test_profile_says_how_layers_should_lie(lorafusion, two_stages, monkeypatch):
+    job, _, _ = two_stages
+    asked = []
+
+    def rebalanced(layers, seconds, costs, *, most):
+        asked.append((counts_of(layers), seconds, most))
+        return Moved([1.5, 0.5], 0.25)
+
+    monkeypatch.setattr("lorafusion_jax.report.prediction.rebalanced", rebalanced)
+    to = job.folder / "third.json"
+    outcome = lorafusion("profile", job.path, TWO, "train.max_steps=1", "-o", to, "--repeats", "1")
+    assert "with 'mesh.layers=[1.5,0.5]' the slowest would take 25.0 % less" in outcome.out
+    ((layers, seconds, most),) = asked
+    assert layers == [1, 1]
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    assert most[1] == 2  # the last stage is the fullest, by its logits: it gets no half more
+    assert most[0] > 2
+
+
+def test_timeline_says_how_layers_should_lie(lorafusion, two_stages, tmp_path):
+    """The run as if it had six layers in two stages, and the first GPU were thrice as fast."""
+    shutil.copytree(two_stages[2], tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    rows = [row | ({"layers": [3, 3]} if row["kind"] == "started" else {}) for row in read_rows(events)]
+    events.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    timeline = read_timeline(tmp_path / "run")
+    spans = [span._replace(end_s=span.start_s + (0.1, 0.3)[span.stage]) for span in timeline.spans]
+    (tmp_path / "run" / "timeline.json").write_text(replace(timeline, spans=tuple(spans)).to_json())
+    outcome = lorafusion("timeline", tmp_path / "run", "-o", tmp_path / "t.html")
+    assert "stages took unequal times: with 'mesh.layers=[" in outcome.out
+    numbers = json.loads(lorafusion("timeline", tmp_path / "run", "-o", tmp_path / "t.html", "--json").out)
+    first, second = numbers["better_layers"]["layers"]
+    assert first + second == 6
+    assert first > second
+    assert 0.2 < numbers["better_layers"]["saving"] < 0.6
 
 
 def test_costs_of_one_mesh_are_refused_for_another(lorafusion, two_stages, finished):

@@ -11,7 +11,7 @@ from shapes import LLAMA_8B, LLAMA_70B
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import extents, half_of
+from lorafusion_jax.pipeline.extent import Extent, extents, half_of
 from lorafusion_jax.pipeline.layout import split_layers
 from lorafusion_jax.pipeline.memory import (
     ALLOCATOR_USABLE,
@@ -25,6 +25,7 @@ from lorafusion_jax.pipeline.memory import (
     kept_per_layer,
     largest_capacity,
     memory_problem,
+    most_halves,
     stage_memory,
     working_memory,
 )
@@ -123,6 +124,23 @@ def test_a_backward_pass_gathers_all_layers_of_its_program(block):
     counted = working_memory(problem(LLAMA_70B, FOUR[:1], **shapes), 0)
     assert allotted < counted["backward"] < allotted + 0.7e9
     assert 1.7e9 < counted["forward"] < 2.7e9  # 1.6 to 1.7 GB at every block: one layer at a time
+
+
+def test_stages_hold_as_many_halves_as_fit():
+    four = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    sizes = [stage.total for stage in stage_memory(four)]
+    room = sizes[0]  # the fullest: four microbatches in flight
+    first, second, third, last = most_halves(four, room)
+    assert first == 40
+    assert 40 < second < third < last
+    for stage, halves in enumerate((first, second, third, last)):
+        for start in (0, 1):
+            layers = list(four.layers)
+            layers[stage] = Extent(start, start + halves)
+            assert stage_memory(replace(four, layers=tuple(layers)))[stage].total <= room
+            layers[stage] = Extent(start, start + halves + 1)
+        assert halves == 160 or stage_memory(replace(four, layers=tuple(layers)))[stage].total > room
+    assert most_halves(four, 0) == [2] * 4
 
 
 def test_programs_that_gather_get_no_full_device():
