@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,9 @@ def warn(console: Console, texts: list[str]) -> None:
 
 
 MEMORY_FRACTION = 0.95  # of a GPU; CUDA, cuDNN and NCCL want about 1 GiB beside it
+# Where one of several GPUs runs out of memory inside a program, XLA lets the others wait for it for ever (four H200s,
+# jax 0.11.2). Longer than processes may differ in what they have left to compile.
+GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=600"
 
 
 def prepare_machine() -> None:
@@ -72,11 +76,15 @@ def prepare_machine() -> None:
 
     Most of a GPU's memory may be used: jax's own default of 75 % leaves 35 GB of an H200 idle, and what fits decides
     what has to be computed twice. Compiled programs are kept between runs, unless jax was told of another place; only
-    what takes a fifth of a second to compile is worth the disk. Anything the user has told jax stays.
+    what takes a fifth of a second to compile is worth the disk. GPUs that wait for another one end the program after
+    ten minutes. Anything the user has told jax stays.
     """
     import jax
     import platformdirs
 
+    told = os.environ.get("XLA_FLAGS", "")
+    if GPUS_WAIT.partition("=")[0] not in told:
+        os.environ["XLA_FLAGS"] = f"{told} {GPUS_WAIT}".strip()
     if jax.config.jax_pjrt_client_create_options is None:
         jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": MEMORY_FRACTION})
     if jax.config.jax_compilation_cache_dir:

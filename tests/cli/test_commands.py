@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
+from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.report import recorder
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Plan
@@ -309,3 +311,18 @@ assert not xla_bridge._backends
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "told, expected",
+    [
+        ("", "--xla_gpu_nccl_termination_timeout_seconds=600"),
+        ("--xla_dump_to=/x", "--xla_dump_to=/x --xla_gpu_nccl_termination_timeout_seconds=600"),
+        ("--xla_gpu_nccl_termination_timeout_seconds=5", "--xla_gpu_nccl_termination_timeout_seconds=5"),
+    ],
+)
+def test_gpus_do_not_wait_for_ever_unless_somebody_wants_that(monkeypatch, told, expected):
+    monkeypatch.setenv("XLA_FLAGS", told)
+    prepare_machine()
+    prepare_machine()
+    assert os.environ["XLA_FLAGS"] == expected
