@@ -314,7 +314,7 @@ assert not xla_bridge._backends
 
 
 @pytest.mark.parametrize(
-    "told, expected",
+    ("told", "expected"),
     [
         ("", "--xla_gpu_nccl_termination_timeout_seconds=600"),
         ("--xla_dump_to=/x", "--xla_dump_to=/x --xla_gpu_nccl_termination_timeout_seconds=600"),

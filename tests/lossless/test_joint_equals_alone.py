@@ -84,18 +84,18 @@ def run(tmp_path_factory, tiny_base) -> Callable[..., Done]:
     return trained
 
 
-def relative_difference(a: dict, b: dict) -> float:
+def worst_difference(a: dict, b: dict) -> float:
+    """Largest ‖x - y‖ / ‖y‖ of all tensors, A and B apart: initial values of A are larger than all that is learned."""
     assert a.keys() == b.keys()
-    difference = sum(float(np.sum((x - y) ** 2)) for key in a for x, y in zip(a[key], b[key], strict=True))
-    size = sum(float(np.sum(y**2)) for key in a for y in b[key])
-    return (difference / size) ** 0.5
+    pairs = [pair for key in a for pair in zip(a[key], b[key], strict=True)]
+    return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
 
 
 def test_joint_is_alone(run):
     joint = run(ADAPTERS).weights
     for name in ADAPTERS:
         alone = run([name]).weights
-        assert relative_difference(joint[name], alone[name]) < TOLERANCE, name
+        assert worst_difference(joint[name], alone[name]) < TOLERANCE, name
         trained = [float(np.abs(b).max()) for _, b in joint[name].values()]
         assert max(trained) > 1e-4, f"{name} learned nothing, so the comparison says nothing"
 
@@ -105,8 +105,8 @@ def test_packing_does_not_change_the_result(run):
     small, large = run(ADAPTERS).weights, run(PAIR, batch=LARGE).weights
     repeated = run(PAIR, train={"block_layers": 1, "keep": "nothing"}).weights
     for name in PAIR:
-        assert relative_difference(small[name], large[name]) < TOLERANCE
-        assert relative_difference(small[name], repeated[name]) < TOLERANCE
+        assert worst_difference(small[name], large[name]) < TOLERANCE
+        assert worst_difference(small[name], repeated[name]) < TOLERANCE
 
 
 def test_reported_losses_do_not_depend_on_packing(run):
