@@ -260,16 +260,16 @@ def fits(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -
     return max(stage.total for stage in stage_memory(problem)) <= usable * device_bytes
 
 
-def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128) -> str:
+def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE) -> str:
     """What to change so that it fits; empty if it does.
 
     The largest capacity that fits, also when less is kept; if the weights alone are too many, the way to more devices.
     """
-    if fits(problem, device_bytes):
+    if fits(problem, device_bytes, usable=usable):
         return ""
     said: list[str] = []
     for keep in KEEPS[KEEPS.index(problem.keep) :]:
-        tokens = largest_capacity(replace(problem, keep=keep), device_bytes, tile_tokens=tile_tokens)
+        tokens = largest_capacity(replace(problem, keep=keep), device_bytes, tile_tokens=tile_tokens, usable=usable)
         if tokens >= problem.capacity_tokens:
             return " or ".join([*said, f"train.keep: {keep}"])
         if tokens and not said:
@@ -277,12 +277,14 @@ def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128)
     return said[0] if said else "more mesh.stages or mesh.fsdp: the weights alone are too large"
 
 
-def largest_capacity(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128) -> int:
+def largest_capacity(
+    problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE
+) -> int:
     """The largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
     low, high = 0, problem.capacity_tokens // tile_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(replace(problem, capacity_tokens=middle * tile_tokens), device_bytes):
+        if fits(replace(problem, capacity_tokens=middle * tile_tokens), device_bytes, usable=usable):
             low = middle
         else:
             high = middle - 1

@@ -16,7 +16,16 @@ from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.memory import ALLOCATOR_USABLE, KEEPS, choose_keep, memory_problem
+from lorafusion_jax.pipeline.memory import (
+    ALLOCATOR_USABLE,
+    KEEPS,
+    MemoryProblem,
+    advice,
+    choose_keep,
+    fits,
+    memory_problem,
+    stage_memory,
+)
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import across
 from lorafusion_jax.pipeline.parts import Parts, cut
@@ -64,11 +73,33 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
-    size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    problem = replace(memory_problem(config, model), hopper=is_hopper())
+    size, problem = _device_bytes(), _problem(config, model)
     mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
     return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
+
+
+def memory_warning(config: JobConfig, model: ModelConfig, keep: Keep) -> str | None:
+    """Says so before the first microbatch where memory will hardly do on this machine, and what to change."""
+    size, problem = _device_bytes(), replace(_problem(config, model), keep=keep)
+    if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
+        return None
+    totals = [stage.total for stage in stage_memory(problem)]
+    fullest = max(range(len(totals)), key=totals.__getitem__)
+    change = advice(problem, size, tile_tokens=config.batch.tile_tokens, usable=ALLOCATOR_USABLE)
+    return (
+        f"stage {fullest} needs {totals[fullest] / 1e9:.1f} GB by count and the device gives {size / 1e9:.1f}: "
+        f"it may run out of memory. To make it fit: {change}"
+    )
+
+
+def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    return replace(memory_problem(config, model), hopper=is_hopper())
+
+
+def _device_bytes() -> int | None:
+    """What the allocator of a device may take; None where it does not tell (CPU)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _stage_of(name: str, layers: Sequence[Extent]) -> int:
