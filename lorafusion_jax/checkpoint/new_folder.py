@@ -89,12 +89,12 @@ def _flush(file: Path) -> None:
 
 
 def _write_error(target: Path, problem: OSError) -> RunError:
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
-            "save.no-space",
-            f"there is no space for {target}.",
-            where=str(target.parent),
-            why=str(problem),
-            fix="free some space and repeat the command; nothing was left behind",
-        )
-    return RunError("save.failed", f"{target} could not be written.", where=str(target.parent), why=str(problem))
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    return RunError(
+        "save.no-space" if full else "save.failed",
+        f"there is no space for {target}." if full else f"{target} could not be written.",
+        where=str(target.parent),
+        why=str(problem),
+        fix=("free some space" if full else "see that the disk takes files there")
+        + " and repeat the command, nothing was left behind; a run goes on with lorafusion resume",
+    )

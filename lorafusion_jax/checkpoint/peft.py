@@ -14,7 +14,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE, config_of, read_config, spec_of
@@ -63,7 +63,8 @@ def export_adapter(
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir) as folder:
         (folder / CONFIG_FILE).write_text(json.dumps(config_of(spec, base_name), indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
+        # safetensors' own save_file hides the system's error in one of its own
+        (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         _check_copy(folder, spec, tensors)
         if finish is not None:
             finish(folder)

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.modules.spec import AdapterSpec
 
 WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
@@ -131,6 +131,16 @@ def test_folders_appear_whole_or_not_at_all(unrolled, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
+
+def test_a_file_that_the_disk_does_not_take_is_told(tmp_path, no_large_files):
+    leaves = {f"layers.0.self_attn.q_proj.lora_{part}": np.ones((1, 128, 128), np.float32) for part in "ab"}
+    spec = AdapterSpec(name="big", rank=128, alpha=1, targets=("q_proj",))
+    with pytest.raises(RunError, match=r"save\.failed") as caught:
+        export_adapter(leaves, spec, 0, "base", tmp_path / "big")
+    assert "File too large" in caught.value.why
+    assert "lorafusion resume" in caught.value.fix
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(unrolled, tmp_path):
