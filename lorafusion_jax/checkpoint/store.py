@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from lorafusion_jax.checkpoint.told_once import told_once
 from lorafusion_jax.errors import CheckpointError, RunError
 
 HEADROOM = 1.1  # metadata and block rounding on top of the arrays
@@ -60,11 +61,10 @@ class StateStore:
         if self._manager.latest_step() == slot:
             return
         self.check_space(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
+        kinds = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), position=ocp.args.JsonSave(position))
         try:
-            self._manager.save(
-                slot,
-                args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), position=ocp.args.JsonSave(position)),
-            )
+            with told_once():
+                self._manager.save(slot, args=kinds)
         except Exception as problem:  # tensorstore reports a full disk as ValueError
             if getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in str(problem):
                 raise self._no_space(str(problem)) from None
@@ -73,7 +73,7 @@ class StateStore:
                 "the checkpoint could not be written.",
                 where=str(self._directory),
                 why=str(problem),
-                fix=self._kept(),
+                fix=f"see that the disk takes files there, then {self._goes_on()}",
             ) from problem
 
     def position(self) -> dict[str, Any]:
@@ -138,12 +138,14 @@ class StateStore:
             "there is no space for a checkpoint.",
             where=str(self._directory),
             why=why,
-            fix=f"free some space, then lorafusion resume {self._directory.parent}; {self._kept()}",
+            fix=f"free some space, then {self._goes_on()}",
         )
 
-    def _kept(self) -> str:
-        slot = self.latest()
-        return "no checkpoint was written yet" if slot is None else f"the checkpoint of slot {slot} is intact"
+    def _goes_on(self) -> str:
+        slot, command = self.latest(), f"lorafusion resume {self._directory.parent}"
+        if slot is None:
+            return f"{command} begins anew: no checkpoint was written yet"
+        return f"{command} goes on: the checkpoint of slot {slot} is intact"
 
 
 def read_position(directory: Path) -> dict[str, Any] | None:
