@@ -103,13 +103,7 @@ class StateStore:
         try:
             found: Any = self._manager.restore(slot, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(like)))
         except Exception as problem:
-            raise CheckpointError(
-                "run.bad-state",
-                f"checkpoint {slot} does not fit this run or is damaged.",
-                where=str(self._directory / str(slot)),
-                why=str(problem).splitlines()[0][:300],
-                fix=f"remove {self._directory / str(slot)} to go on from the checkpoint before",
-            ) from None
+            raise _bad_state(self._directory, slot, str(problem).splitlines()[0][:300]) from None
         return found.arrays
 
     def close(self) -> None:
@@ -149,10 +143,35 @@ class StateStore:
 
 
 def read_position(directory: Path) -> dict[str, Any] | None:
-    """Reads the position of the newest checkpoint without touching arrays or devices."""
-    steps = [int(child.name) for child in directory.iterdir() if child.name.isdigit()] if directory.is_dir() else []
-    for slot in sorted(steps, reverse=True):
-        path = directory / str(slot) / "position" / "metadata"
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-    return None
+    """Reads the position of the newest checkpoint without touching arrays or devices; None: there is none.
+
+    Raises:
+        CheckpointError: `run.bad-state`.
+    """
+    slots = _slots(directory)
+    if not slots:
+        return None
+    slot = max(slots)
+    try:
+        found = json.loads((directory / str(slot) / "position" / "metadata").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise _bad_state(directory, slot, f"its position cannot be read: {problem}") from None
+    if not isinstance(found, dict) or "slot" not in found:
+        raise _bad_state(directory, slot, "its position names no slot")
+    return found
+
+
+def _slots(directory: Path) -> list[int]:
+    return [int(child.name) for child in directory.iterdir() if child.name.isdigit()] if directory.is_dir() else []
+
+
+def _bad_state(directory: Path, slot: int, why: str) -> CheckpointError:
+    earlier = min(_slots(directory), default=slot) < slot
+    goes_on = "to go on from the checkpoint before" if earlier else "to begin anew: there is no checkpoint before"
+    return CheckpointError(
+        "run.bad-state",
+        f"checkpoint {slot} does not fit this run or is damaged.",
+        where=str(directory / str(slot)),
+        why=why,
+        fix=f"remove {directory / str(slot)} {goes_on}",
+    )

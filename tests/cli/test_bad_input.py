@@ -229,6 +229,33 @@ def test_no_run_folder(lorafusion, tmp_path):
         assert (outcome.code, outcome.errors) == (2, ["run.missing"])
 
 
+@pytest.mark.parametrize("text", ["", '{"slot": 4, "adap', "[]"], ids=["empty", "cut off", "of something else"])
+def test_a_position_that_cannot_be_read(lorafusion, finished, tmp_path, text):
+    run = tmp_path / "run"
+    shutil.copytree(finished[1], run, symlinks=True)
+    *_, before, newest = sorted((run / "state").iterdir(), key=lambda folder: int(folder.name))
+    (newest / "position" / "metadata").write_text(text)
+    outcome = lorafusion("resume", run)
+    assert (outcome.code, outcome.errors) == (2, ["run.bad-state"])
+    assert f"fix: remove {newest} to go on from the checkpoint before" in outcome.err
+    shutil.rmtree(newest)
+    if text:
+        return
+    again = lorafusion("resume", run)
+    assert again.code == 0, again.err
+    assert f"resumed at microbatch {before.name}" in again.out
+    assert weights(run) == weights(finished[1])
+
+
+def test_the_only_checkpoint_cannot_be_read(lorafusion, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished[1], run, symlinks=True)
+    *older, newest = sorted((run / "state").iterdir(), key=lambda folder: int(folder.name))
+    for folder in (*older, newest / "position"):
+        shutil.rmtree(folder)
+    assert f"fix: remove {newest} to begin anew" in lorafusion("resume", run).err
+
+
 @pytest.fixture
 def full_disk_at_second_save(monkeypatch):
     """The writer runs out of space in the middle of its second checkpoint."""
