@@ -89,7 +89,7 @@ class Screen:
         values = event.values
         self._started, self._slots, self._slot, self._phase = True, values["slots"], event.slot, ""
         self._predicted_bubbles = values.get("predicted_bubble_share")
-        self._rows = {name: Row(steps) for name, steps in values["adapters"].items()}
+        self._rows = _rows_at(values)
         devices = layout(values["mesh"], values["layers"], values["keep"]) if "mesh" in values else ""
         for text in (
             f"{self._name}  plan {values['plan'][:12]}  ·  {whole(values['slots'])} microbatches of "
@@ -136,8 +136,7 @@ class Screen:
         self._row(event).done = True
 
     def _on_adapter_failed(self, event: Event) -> None:
-        values = event.values
-        self._row(event).failure = f"FAILED: {values['reason']}. kept step {values['kept_step']}. others unaffected"
+        self._row(event).failure = _failure(event.values["reason"], event.values["kept_step"])
         self._line(f"{event.adapter}  {self._row(event).failure}", style="bold red")
 
     def _on_saved(self, event: Event) -> None:
@@ -160,3 +159,18 @@ class Screen:
         while self._live and not self._end.wait(REDRAW_EVERY_S):
             with self._drawing:
                 self._live.refresh()
+
+
+def _rows_at(values: dict[str, Any]) -> dict[str, Row]:
+    """The adapters where a sitting begins: a resumed one has taken steps, and some adapters may be at their end."""
+    taken, failed = values.get("taken", {}), values.get("failed", {})
+    rows = {}
+    for name, steps in values["adapters"].items():
+        step = taken.get(name, 0)
+        failure = _failure(failed[name], step) if name in failed else ""
+        rows[name] = Row(steps, step=step, done=step == steps, failure=failure)
+    return rows
+
+
+def _failure(reason: str, kept_step: int) -> str:
+    return f"FAILED: {reason}. kept step {kept_step}. others unaffected"

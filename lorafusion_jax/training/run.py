@@ -311,6 +311,12 @@ class _Run:
                     "density": round(self._plan.density, 4),
                     "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,
                     "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
+                    "taken": {name: adapter.step for name, adapter in self._progress.adapters.items()},
+                    "failed": {
+                        name: adapter.reason
+                        for name, adapter in self._progress.adapters.items()
+                        if adapter.status == "failed"
+                    },
                     "capacity_tokens": self._plan.capacity_tokens,
                     "trainable": trainable,
                     "plan": self._plan.digest,

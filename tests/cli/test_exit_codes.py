@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     resumed = lorafusion("resume", parts)
     assert resumed.code == 0, resumed.err
     assert f"resumed at microbatch {stopped_at}" in resumed.out
+    first = next(line for line in resumed.out.splitlines() if " mb  " in line)
+    assert all(int(step) > 0 for step in re.findall(r"(?:law|med) (\d+)/", first)), first
     assert weights(parts) == weights(whole)
     assert _steps(parts) == _steps(whole)
 

@@ -222,6 +222,18 @@ def test_resumed_runs_say_from_where():
     assert any("resumed at microbatch 40" in line for line in log_of([resumed]))
 
 
+def test_resumed_adapters_stand_where_they_were():
+    at = {"taken": {"law": 250, "med": 56, "chat@lr=1e-4": 18}, "failed": {"med": "loss not finite at step 57"}}
+    resumed = [
+        Event(kind="started", slot=40, values=story()[1].values | at),
+        Event(kind="slot", slot=40, values=SPEED),
+    ]
+    assert log_of(resumed, line_every_s=0)[-1].endswith("law 250/250 done  |  med failed  |  chat@lr=1e-4 18/1563")
+    block = block_after(resumed, 120)
+    assert next(line for line in block if line.startswith(" law ")).endswith("done")
+    assert "FAILED: loss not finite at step 57. kept step 56." in " ".join(block)
+
+
 def test_a_run_on_several_devices_says_what_runs_where():
     def told(**values) -> list[str]:
         return log_of([Event(kind="started", values=story()[1].values | values)])
