@@ -2,6 +2,7 @@
 
 config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests; all as of now: a run may move
 metrics.jsonl  events.jsonl            numbers and changes of state
+run.lock                               which process trains it
 state/<slot>/                          checkpoints
 adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.config.load import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
@@ -74,6 +77,11 @@ class RunFolder:
         self.write_config(config)
         self.write_record(record)
         _write(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keeps other processes from training this run; see `run_lock`."""
+        self._need("plan.json")  # else the lock would begin a folder
+        return run_lock(self.path)
 
     def read_config(self) -> JobConfig:
         self._need("config.yaml")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
@@ -25,6 +26,7 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.training.alone import alone
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
@@ -92,10 +94,15 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
         listeners: called with every `Event`.
 
     Raises:
-        CheckpointError: no run folder, or data or plan changed since.
+        CheckpointError: no run folder, another process trains it, or data or plan changed since.
         ConfigError: a setting that a begun run cannot change.
     """
     folder = RunFolder(Path(out))
+    with alone(folder):
+        return _go_on(folder, overrides, listeners)
+
+
+def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener]) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
     config = go_on_with(folder.read_config(), overrides)
     position = read_position(folder.state) or {}
@@ -193,8 +200,16 @@ class _Run:
         self._start(starts)
         if resume:
             self._restore()
-        if is_first():
-            self._write(before)  # not before the model has loaded: a failed start leaves everything as it was
+        with ExitStack() as held:
+            if is_first():  # not before the model has loaded: a failed start leaves everything as it was
+                if before is None:
+                    self._folder.path.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(run_lock(self._folder.path))
+                self._write(before)
+            with self._noted():
+                return self._run(resume)
+
+    def _run(self, resume: bool) -> RunResult:
         meet("folder is there")
         if not is_first():
             self._plan = self._folder.read_plan()  # a search that the clock cut short may have ended elsewhere
@@ -218,15 +233,6 @@ class _Run:
         try:
             self._begin(resume)
             Loop(self._config, self._prepared, self._plan, self._executor, self._progress, self._tell, hooks).run()
-        except Interrupted:
-            self._tell(Event(kind="interrupted", slot=self._progress.slot))
-            raise
-        except LoraFusionError as problem:
-            with suppress(OSError):  # a full disk cannot take the note either
-                self._tell(
-                    Event(kind="stopped", slot=self._progress.slot, values={"code": problem.code, "what": problem.what})
-                )
-            raise
         finally:
             self._exports.close()
             self._store.close()
@@ -236,6 +242,20 @@ class _Run:
         )
         self._tell(_end(result, _peak_bytes()))
         return result
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Notes in the run folder how a sitting ended that did not come to the end of its plan."""
+        try:
+            yield
+        except Interrupted:
+            self._tell(Event(kind="interrupted", slot=self._progress.slot))
+            raise
+        except LoraFusionError as problem:
+            values = {"code": problem.code, "what": problem.what}
+            with suppress(OSError):  # a full disk cannot take the note either
+                self._tell(Event(kind="stopped", slot=self._progress.slot, values=values))
+            raise
 
     def _begin(self, resume: bool) -> None:
         """What comes before the first microbatch."""

@@ -1,0 +1,96 @@
+"""One process trains a run folder at a time; others can tell whether it still does.
+
+The lock is the system's and vanishes with its process, however that ends. `run.lock` says which process it is. Some
+file systems know no locks; then nobody is kept out, and nobody can tell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from lorafusion_jax.errors import CheckpointError
+
+FILE = "run.lock"
+TRIES, TRY_EVERY_S = 5, 0.1  # who looks whether it is held holds it for a moment
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training the run in `folder`.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with run_lock(folder):
+    ...     held_by(folder)["alive"]
+    True
+    >>> held_by(folder)["alive"]
+    False
+
+    Raises:
+        CheckpointError: `run.in-use`, another process trains it.
+    """
+    try:
+        file = (folder / FILE).open("a+", encoding="utf-8")
+    except OSError:  # what cannot be written here is told by whoever writes the run
+        yield
+        return
+    with file:  # closing it lets go
+        if not _try_to_hold(file):
+            raise _in_use(folder)
+        with suppress(OSError):  # a full disk
+            file.truncate(0)
+            json.dump({"process": os.getpid(), "host": socket.gethostname()}, file)
+            file.flush()
+        yield
+
+
+def held_by(folder: Path) -> dict:
+    """Who trains the run in `folder`, or did so last.
+
+    Returns:
+        `process` and `host`, where known, and `alive`: None where one cannot tell, because the file system knows no
+        locks or does not share them with that host.
+    """
+    try:
+        with (folder / FILE).open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                held = False
+            except BlockingIOError:
+                held = True
+            who = json.loads(file.read() or "{}")
+    except (OSError, ValueError):
+        return {"alive": None}
+    return who | {"alive": held or (False if who.get("host") == socket.gethostname() else None)}
+
+
+def _try_to_hold(file: TextIO) -> bool:
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(TRY_EVERY_S)
+        except OSError:
+            return True  # no locks here
+        else:
+            return True
+    return False
+
+
+def _in_use(folder: Path) -> CheckpointError:
+    who = held_by(folder)
+    by = f"process {who['process']} on {who['host']}" if "process" in who else "another process"
+    return CheckpointError(
+        "run.in-use",
+        f"{folder} is being trained by {by}.",
+        where=str(folder / FILE),
+        fix=f"lorafusion status {folder} --watch shows how far it is; let it end or stop it before you resume",
+    )
