@@ -13,13 +13,14 @@ from rich.live import Live
 from rich.text import Text
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
 from lorafusion_jax.report.format import count, duration, layout, whole
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows, throughput
 
 NAME = "status"
-SILENT_S = 120.0  # a run that says nothing for so long compiles something large, or is no more
+SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
 STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 
 
@@ -43,6 +44,8 @@ def command(
                 time.sleep(2)
                 numbers = run_numbers(run)
                 live.update(_screen(numbers))
+        if not console.is_terminal:
+            console.print()  # Live ends within a line there
     else:
         console.print(_screen(numbers))
     next_command(console, _next(run, numbers))
@@ -52,6 +55,7 @@ def run_numbers(run: Path) -> dict:
     """Everything that the status screen shows, read from the files of a run folder."""
     folder = RunFolder(run)
     plan = folder.read_plan()
+    holder = held_by(run)  # before the events: who lets go has told its end
     rows, events, metrics = final_rows(run), read_rows(run / "events.jsonl"), read_rows(run / "metrics.jsonl")
     ends = {event.get("adapter"): event for event in events if event["kind"] in ("adapter-done", "adapter-failed")}
     last = next((row for row in reversed(metrics) if row["kind"] == "slot"), {})
@@ -70,17 +74,18 @@ def run_numbers(run: Path) -> dict:
         }
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
-    state = changes[-1]["kind"] if changes and changes[-1]["kind"] != "started" else "running"
+    state, reason = _state(changes, holder)
     news = max((row["time"] for row in (*metrics[-1:], *events[-1:])), default=folder.plan_file.stat().st_mtime)
     return {
         "run": str(run),
         "state": state,
+        "alive": holder["alive"],
         "plan": plan.digest,
         "slot": max((row["slot"] for row in metrics), default=0),
         "slots": plan.num_slots,
         "eta_s": last.get("eta_s"),
         "last_news_s": round(max(time.time() - news, 0.0), 1),
-        "reason": changes[-1].get("what", "") if changes else "",
+        "reason": reason,
         "device": began.get("device"),
         "mesh": began.get("mesh"),
         "layers": began.get("layers"),
@@ -89,6 +94,18 @@ def run_numbers(run: Path) -> dict:
         "adapters": adapters,
         "throughput": throughput(run),
     }
+
+
+def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
+    """State of a run and the reason for it, from what it told last and who holds it."""
+    last = changes[-1] if changes else {"kind": "started"}
+    if holder["alive"] and last["kind"] != "finished":
+        return "running", ""  # also one that is about to go on
+    if last["kind"] != "started":
+        return last["kind"], last.get("what", "")
+    if holder["alive"] is False:
+        return "stopped", f"without notice: process {holder.get('process')} is no more"
+    return "running", ""
 
 
 def _screen(numbers: dict) -> Group:
@@ -143,5 +160,5 @@ def _next(run: Path, numbers: dict) -> str:
             if done
             else f"lorafusion doctor   (no adapter of {run} took a step)"
         )
-    alive = numbers["state"] == "running" and numbers["last_news_s"] < SILENT_S
+    alive = numbers["state"] == "running" and (numbers["alive"] or numbers["last_news_s"] < SILENT_S)
     return f"lorafusion status {run} --watch" if alive else f"lorafusion resume {run}"

@@ -20,7 +20,7 @@ Kind = Literal[
     "adapter-failed",
     "finished",
     "interrupted",  # by a signal; the state is saved
-    "stopped",  # by an error: code, what
+    "stopped",  # by an error, or at once by a signal: code, what
 ]
 
 

@@ -251,8 +251,8 @@ class _Run:
         except Interrupted:
             self._tell(Event(kind="interrupted", slot=self._progress.slot))
             raise
-        except LoraFusionError as problem:
-            values = {"code": problem.code, "what": problem.what}
+        except BaseException as problem:
+            values = {"code": _code(problem), "what": _what(problem)}
             with suppress(OSError):  # a full disk cannot take the note either
                 self._tell(Event(kind="stopped", slot=self._progress.slot, values=values))
             raise
@@ -403,3 +403,16 @@ class _Run:
 def _peak_bytes() -> int | None:
     """Most device memory that was in use; None where the backend does not say (CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _code(problem: BaseException) -> str:
+    return problem.code if isinstance(problem, LoraFusionError) else type(problem).__name__
+
+
+def _what(problem: BaseException) -> str:
+    """Why a sitting ended, in one line."""
+    if isinstance(problem, LoraFusionError):
+        return problem.what
+    if isinstance(problem, KeyboardInterrupt):  # a second signal, or one before the first microbatch
+        return "at once, by a signal"
+    return str(problem).partition("\n")[0][:300] or type(problem).__name__

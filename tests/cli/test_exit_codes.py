@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from cli_helpers import weights
 
 from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training.loop import Loop
 
 DIVERGING = {
     "name": "sgd",
@@ -55,26 +58,34 @@ def long_job(job):
     return job
 
 
-def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
-    whole, parts = long_job.folder / "whole", long_job.folder / "parts"
-    assert lorafusion("train", long_job.path, "--out", whole).code == 0
+@contextmanager
+def started(job_path, run) -> Iterator[subprocess.Popen]:
+    """A process that trains and has taken a step; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lorafusion_jax", "train", str(long_job.path), "--out", str(parts)],
+        [sys.executable, "-m", "lorafusion_jax", "train", str(job_path), "--out", str(run)],
         env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # the programs that are kept already
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        deadline = time.monotonic() + 120
-        while not any(row["kind"] == "step" for row in read_rows(parts / "metrics.jsonl")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+    with process:
+        try:
+            deadline = time.monotonic() + 120
+            while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
+    whole, parts = long_job.folder / "whole", long_job.folder / "parts"
+    assert lorafusion("train", long_job.path, "--out", whole).code == 0
+    with started(long_job.path, parts) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 130, err
     assert "the state is saved" in err
     assert out.rstrip().splitlines()[-1] == f"next: lorafusion resume {parts}"
@@ -100,6 +111,39 @@ def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch):
     assert outcome.code == 130
     assert outcome.last_line.startswith("next: lorafusion train")
     assert not (job.folder / "run").exists()
+
+
+def test_a_run_that_is_alive_is_left_alone_and_one_that_was_killed_is_told(lorafusion, long_job):
+    out = long_job.folder / "run"
+    long_job.values["epochs"] = 200
+    long_job.write()
+    with started(long_job.path, out) as process:
+        metrics = (out / "metrics.jsonl").read_text()
+        refused = lorafusion("resume", out)
+        assert (refused.code, refused.errors) == (2, ["run.in-use"])
+        assert f"process {process.pid} on " in refused.err
+        assert (out / "metrics.jsonl").read_text().startswith(metrics)
+        assert json.loads(lorafusion("status", out, "--json").out)["state"] == "running"
+        assert process.poll() is None
+    watched = lorafusion("status", out, "--watch")  # ends, though nobody has told an end
+    assert f"stopped  without notice: process {process.pid} is no more" in watched.out
+    assert watched.last_line == f"next: lorafusion resume {out}"
+
+
+def test_stopped_at_once(lorafusion, job, monkeypatch):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    out = job.folder / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run", interrupted)
+        outcome = lorafusion("train", job.path, "--out", out)
+    assert outcome.code == 130
+    assert "stopped at once" in outcome.err
+    watched = lorafusion("status", out, "--watch")
+    assert "stopped  at once, by a signal" in watched.out
+    assert watched.last_line == f"next: lorafusion resume {out}"
+    assert lorafusion("resume", out).code == 0
 
 
 def _steps(run_folder) -> list[tuple]:
