@@ -17,6 +17,7 @@ import pytest
         "modules.tree",
         "checkpoint.new_folder",
         "checkpoint.peft_config",
+        "checkpoint.run_lock",
     ],
 )
 def test_examples_of(name):
