@@ -58,7 +58,8 @@ class Stage:
         keep: Keep,
         block: int,
     ):
-        self.mesh, self.weights, self.keep = mesh, weights, keep
+        self.mesh, self.weights = mesh, weights
+        self.keep: Keep = keep
         self.programs = StagePrograms(parts, mesh, weights.extent, keep)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
         groups = _groups(weights.extent.pieces, block)

@@ -99,6 +99,8 @@ class Screen:
             *([f"  {devices}"] if devices else ()),
         ):
             self._line(text, always=True)
+        if warning := values.get("memory_warning"):
+            self._line(f"  {warning}", always=True, style="bold yellow")
 
     def _on_moved(self, event: Event) -> None:
         left, before = (whole(event.values[key]) for key in ("slots_left", "slots_left_before"))

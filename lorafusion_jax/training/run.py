@@ -15,8 +15,9 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, plan_training, prepare, train_jobs
+from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import is_first, meet
@@ -27,7 +28,7 @@ from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.alone import alone
-from lorafusion_jax.training.base import load_stages
+from lorafusion_jax.training.base import load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
 from lorafusion_jax.training.exports import Exports
@@ -327,6 +328,7 @@ class _Run:
                     "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
                     "layers": [stage.extent.count for stage in self._stages],
                     "keep": self._stages[0].keep,
+                    "memory_warning": self._memory_warning(),
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
                     "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,
@@ -344,6 +346,10 @@ class _Run:
                 },
             )
         )
+
+    def _memory_warning(self) -> str | None:
+        model = ModelConfig.from_hf(base_directory(self._config))
+        return memory_warning(self._config, model, self._stages[0].keep)
 
     def _evaluate(self, name: str, step: int, slots_done: int) -> None:
         if self._prepared.adapters[name].eval is None:

@@ -222,6 +222,11 @@ def test_resumed_runs_say_from_where():
     assert any("resumed at microbatch 40" in line for line in log_of([resumed]))
 
 
+def test_too_little_memory_is_told_where_a_run_starts():
+    values = story()[1].values | {"memory_warning": "stage 0 needs 150.0 GB by count and the device gives 143.2"}
+    assert "  stage 0 needs 150.0 GB by count and the device gives 143.2" in log_of([Event(kind="started", values=values)])
+
+
 def test_resumed_adapters_stand_where_they_were():
     at = {"taken": {"law": 250, "med": 56, "chat@lr=1e-4": 18}, "failed": {"med": "loss not finite at step 57"}}
     resumed = [
