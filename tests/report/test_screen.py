@@ -223,8 +223,9 @@ def test_resumed_runs_say_from_where():
 
 
 def test_too_little_memory_is_told_where_a_run_starts():
-    values = story()[1].values | {"memory_warning": "stage 0 needs 150.0 GB by count and the device gives 143.2"}
-    assert "  stage 0 needs 150.0 GB by count and the device gives 143.2" in log_of([Event(kind="started", values=values)])
+    warning = "stage 0 needs 150.0 GB by count and the device gives 143.2"
+    told = log_of([Event(kind="started", values=story()[1].values | {"memory_warning": warning})])
+    assert f"  {warning}" in told
 
 
 def test_resumed_adapters_stand_where_they_were():
