@@ -63,7 +63,7 @@ def export_adapter(
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir) as folder:
         (folder / CONFIG_FILE).write_text(json.dumps(config_of(spec, base_name), indent=2) + "\n", encoding="utf-8")
-        # safetensors' own save_file hides the system's error in one of its own
+        # not save_file: only their owner may read its files, and it hides the system's error in one of its own
         (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         _check_copy(folder, spec, tensors)
         if finish is not None:

@@ -46,7 +46,7 @@ def command(
     from lorafusion_jax.checkpoint.peft import read_adapter
 
     with new_folder(to) as draft:
-        shutil.copytree(source, draft, dirs_exist_ok=True)
+        shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=shutil.copyfile)
     spec, arrays = read_adapter(to)
     console.print(f"exported {adapter} (step {_step(source)}): {to}", highlight=False)
     console.print(f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, {len(arrays)} projections", highlight=False)
@@ -62,10 +62,11 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
         )
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
+        steps = sorted(int(kept.name.removeprefix("step-")) for kept in (folder.path / "adapters" / adapter).glob("step-*"))
         raise CheckpointError(
             "export.no-step",
-            f"{adapter} has no exported weights" + (f" of step {step}." if step else " yet."),
-            fix=f"lorafusion resume {folder.path}",
+            f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),
+            fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {folder.path}",
         )
     return source
 

@@ -1,6 +1,7 @@
 """PEFT folders: names, shapes and numbers out and in."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,15 @@ def unrolled(stacked):
 def tensors_of(folder):
     with safe_open(folder / "adapter_model.safetensors", "np") as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def test_every_file_can_be_read_by_whom_the_umask_lets(unrolled, tmp_path):
+    before = os.umask(0o027)
+    try:
+        export_adapter(unrolled, THIN, 1, "org/base", tmp_path / "thin")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "thin").iterdir()} == {0o640}
 
 
 def test_keys_shapes_and_configuration_are_those_of_peft(unrolled, tmp_path):

@@ -207,6 +207,7 @@ def test_export_copies_and_merges(lorafusion, finished, tmp_path):
     assert copied.code == 0, copied.err
     assert copied.last_line == f"next: lorafusion export {out} law --merge --to {tmp_path / 'law'}-merged"
     assert snapshot(tmp_path / "law") == snapshot((out / "adapters" / "law" / "latest").resolve())
+    assert len({file.stat().st_mode for file in (tmp_path / "law").iterdir()}) == 1, "some files are private"
     spec, arrays = read_adapter(tmp_path / "law")
     assert (spec.rank, len(arrays)) == (4, 14)
     merged = lorafusion("export", out, "law", "--merge", "--to", tmp_path / "full")
@@ -216,6 +217,9 @@ def test_export_copies_and_merges(lorafusion, finished, tmp_path):
     assert "14 tensors changed" in merged.out
     early = lorafusion("export", out, "law", "--step", "999", "--to", tmp_path / "early")
     assert (early.code, early.errors) == (2, ["export.no-step"])
+    steps = sorted(int(folder.name[-6:]) for folder in (out / "adapters" / "law").glob("step-*"))
+    assert steps[-1] == 6
+    assert f"fix: --step {' or '.join(map(str, steps))}\n" in early.err
 
 
 def test_doctor(lorafusion):
