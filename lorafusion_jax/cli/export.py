@@ -60,9 +60,10 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
             f"there is no adapter '{adapter}' in {folder.path}.",
             fix=f"one of: {', '.join(names)}",
         )
+    home = folder.path / "adapters" / adapter
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
-        steps = sorted(int(kept.name.removeprefix("step-")) for kept in (folder.path / "adapters" / adapter).glob("step-*"))
+        steps = sorted(int(kept.name.removeprefix("step-")) for kept in home.glob("step-*"))
         raise CheckpointError(
             "export.no-step",
             f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.schema import JobConfig
@@ -20,6 +21,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.processes import is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
@@ -73,6 +75,7 @@ def train(
         Interrupted: stopped by a signal; the state is saved.
     """
     folder = RunFolder(Path(out))
+    _check_start(config, folder)
     tell = _fan_out(listeners if is_first() else ())
     prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
     if plan is None:
@@ -146,6 +149,14 @@ def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
         )
         for a in config.adapters
     ]
+
+
+def _check_start(config: JobConfig, folder: RunFolder) -> None:
+    """What can be wrong before any data are read."""
+    must_hold_no_run(folder, config)
+    if is_first():
+        must_be_writable(folder.path)
+    stage_meshes(config.mesh.stages, config.mesh.data, config.mesh.fsdp)
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:

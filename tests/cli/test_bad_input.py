@@ -149,20 +149,40 @@ def test_adapter_with_other_settings(lorafusion, job, finished):
     assert "rank: 4" in outcome.err
 
 
-def test_folder_of_another_run(lorafusion, job, finished):
-    write_rows_to(job.folder / "law.jsonl", make_rows(13, 5))
+@pytest.fixture
+def nothing_read(monkeypatch):
+    """Reading data fails: what is wrong has to be found before."""
+
+    def read(*arguments, **named):
+        raise AssertionError("data are read first")
+
+    monkeypatch.setattr("lorafusion_jax.training.run.prepare", read)
+
+
+def test_folder_of_another_run(lorafusion, job, finished, nothing_read):
     before = snapshot(finished[1])
-    outcome = lorafusion("train", job.path, "--out", finished[1])
-    assert (outcome.code, outcome.errors) == (2, ["run.other-plan"])
-    assert str(finished[1]) in outcome.err
+    outcome = lorafusion("train", finished[0].path, "--out", finished[1], "optim.lr=0.5", "adapters.med.lora.rank=2")
+    assert (outcome.code, outcome.errors) == (2, ["run.exists"])
+    assert f"{finished[1]} already holds a run with other settings" in outcome.err
+    assert "adapters.law.optim.lr was 0.0002 and is 0.5; adapters.med.lora.rank was 4 and is 2" in outcome.err
+    assert "fix: another --out" in outcome.err
+    assert lorafusion("train", job.path, "--out", finished[1]).errors == ["run.exists"]
     assert snapshot(finished[1]) == before
 
 
-def test_folder_of_the_same_run(lorafusion, finished):
+def test_folder_of_the_same_run(lorafusion, finished, nothing_read):
     job, folder = finished
     outcome = lorafusion("train", job.path, "--out", folder)
     assert (outcome.code, outcome.errors) == (2, ["run.exists"])
+    assert "with these settings" in outcome.err
     assert f"lorafusion resume {folder}" in outcome.err
+
+
+@pytest.mark.parametrize("place", ["jobs.yaml", "jobs.yaml/run", "/proc/run"])
+def test_folder_that_cannot_be_made(lorafusion, job, nothing_read, place):
+    outcome = lorafusion("train", job.path, "--out", job.folder / place)
+    assert (outcome.code, outcome.errors) == (2, ["run.folder"])
+    assert "fix: --out" in outcome.err
 
 
 def test_plan_of_other_data_or_of_another_mesh(lorafusion, job):
@@ -213,7 +233,7 @@ def test_stages_of_a_base_that_is_not_known_are_not_checked(lorafusion, job, own
     assert "not checked" not in lorafusion("check", job.path).out
 
 
-def test_a_mesh_that_the_machine_does_not_have(lorafusion, job):
+def test_a_mesh_that_the_machine_does_not_have(lorafusion, job, nothing_read):
     settings = ["mesh.stages=2", "mesh.data=8"]
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", *settings)
     assert (outcome.code, outcome.errors) == (2, ["mesh.devices"])

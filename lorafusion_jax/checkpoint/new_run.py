@@ -1,0 +1,81 @@
+"""What is looked at before a run begins, so that a wrong folder costs no reading of data and no loading."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError
+
+SHOWN = 4  # settings that a message names before it counts
+
+
+def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
+    """Makes sure that there is no run in the folder yet; says how its settings differ if there is.
+
+    Raises:
+        CheckpointError: `run.exists`.
+    """
+    if not folder.plan_file.exists():
+        return
+    differing = list(differences(folder.read_config(), config))
+    if not differing:
+        raise CheckpointError(
+            "run.exists",
+            f"{folder.path} already holds a run with these settings.",
+            fix=f"lorafusion resume {folder.path}   or another --out",
+        )
+    more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+    raise CheckpointError(
+        "run.exists",
+        f"{folder.path} already holds a run with other settings.",
+        why="; ".join(differing[:SHOWN]) + more,
+        fix=f"another --out; lorafusion resume {folder.path} goes on with the settings that it began with",
+    )
+
+
+def must_be_writable(path: Path) -> None:
+    """Makes sure that a folder can be made and written, without leaving a trace.
+
+    Raises:
+        CheckpointError: `run.folder`.
+    """
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as problem:
+        refused = f"nothing can be written in {there}: {problem.strerror}"
+        raise CheckpointError(
+            "run.folder",
+            f"{path} cannot be a run folder.",
+            why=f"{there} is a file" if there.is_file() else refused,
+            fix="--out runs/NAME, a folder that is new and in a place where you may write",
+        ) from None
+
+
+def differences(before: JobConfig, now: JobConfig) -> Iterator[str]:
+    """Says which settings differ: `adapters.law.optim.lr was 0.0001 and is 0.5`."""
+    old, new = _flat(before), _flat(now)
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            was, now_is = (str(values[name]) if name in values else "absent" for values in (old, new))
+            yield f"{name} was {was} and is {now_is}"
+
+
+def _flat(config: JobConfig) -> dict[str, object]:
+    """Dotted key → value, adapters by name as overrides spell them."""
+    values = config.model_dump(mode="json")
+    values["adapters"] = {adapter["name"]: adapter for adapter in values["adapters"]}
+    return dict(_leaves(values, ""))
+
+
+def _leaves(values: dict, prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
