@@ -8,6 +8,7 @@ from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, ou
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import base_directory, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
@@ -31,7 +32,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
         raise_all([*errors, *getattr(problem, "errors", [problem])])
         raise
     raise_all(errors)
-    notes = unchecked + ineffective(config) + data_notes(config, prepared)
+    notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(
             json.dumps(

@@ -17,7 +17,9 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="settings that replace those of the file, e.g. train.max_steps=20 optim.lr=1e-4"
+        metavar="KEY=VALUE",
+        help="settings that replace those of the file, e.g. train.max_steps=20; optim.lr=1e-4 is for all adapters "
+        "without their own, adapters.NAME.optim.lr=1e-4 for one",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]

@@ -12,6 +12,7 @@ from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, ou
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare
 from lorafusion_jax.errors import CheckpointError
@@ -63,7 +64,7 @@ def command(
     numbers = plan_numbers(config, prepared, plan, costs) | {"memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
-    notes += ineffective(config) + data_notes(config, prepared)
+    notes += unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(json.dumps(numbers | {"warnings": notes}))
         return

@@ -11,6 +11,7 @@ from lorafusion_jax.cli.common import JobFile, Overrides, out, prepare_machine, 
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.overrides import unreached
 
 NAME = "train"
 
@@ -41,7 +42,7 @@ def command(
 
     config = load_config(jobs, overrides or ())
     console = out()
-    warn(console, ineffective(config))
+    warn(console, unreached(jobs, overrides or ()) + ineffective(config))
     if distributed:
         join_processes(config.mesh, coordinator, num_processes, process_id)
     prepare_machine()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain, unknown_key
-from lorafusion_jax.config.read import Keys, Source, parse_value, read_source
+from lorafusion_jax.config.overrides import overridden
+from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.sweep import expand
 from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
@@ -40,7 +39,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
 
     Args:
         path: YAML or TOML file.
-        overrides: dotted settings, e.g. `train.max_steps=20`, `optim.lr=1e-4`, `adapters.law.lora.rank=8`.
+        overrides: dotted settings, e.g. `train.max_steps=20`, `adapters.law.lora.rank=8`; `optim.lr=1e-4` is what
+            adapters have that say nothing themselves, as in the file.
 
     Raises:
         ConfigError, ErrorList: every mistake of the file, each with its line.
@@ -52,7 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
 def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:
     """Validates a parsed job file; see `load_config`."""
     errors: list[LoraFusionError] = list(source.problems)
-    source, values = _overridden(source, overrides, errors)
+    source, values = overridden(source, overrides, errors)
     errors += [
         unknown_key(source, (key,), [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters"])
         for key in values
@@ -95,7 +95,7 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
         ConfigError, ErrorList: a setting that does not exist, or a value that it cannot have.
     """
     errors: list[LoraFusionError] = []
-    source, values = _overridden(
+    source, values = overridden(
         Source(path=Path("config.yaml"), values=config.model_dump(mode="json")), overrides, errors
     )
     raise_all(errors)
@@ -104,50 +104,6 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     except ValidationError as problem:
         raise_all(_unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise
-
-
-def _overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[Source, dict]:
-    """Applies settings to a copy of the file's values; the source remembers who set what."""
-    values, typed = copy.deepcopy(source.values), []
-    for override in overrides:
-        try:
-            typed.append((_override(values, override), override))
-        except ConfigError as problem:
-            errors.append(problem)
-    return dataclasses.replace(source, overrides=tuple(typed)), values
-
-
-def _override(values: dict, override: str) -> Keys:
-    """Sets one value; returns its keys, adapters by number."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")
-    *path, last = key.split(".")
-    place, keys = values, ()
-    for name in path:
-        inside, place = _inside(place, name)
-        if not isinstance(place, dict | list):
-            raise ConfigError("config.override", f"'{override}': there is no '{name}' to set something in.")
-        keys += (inside,)
-    if not isinstance(place, dict):
-        raise ConfigError(
-            "config.override",
-            f"'{override}' does not name one value.",
-            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
-        )
-    try:
-        place[last] = parse_value(text)
-    except yaml.YAMLError:
-        raise ConfigError("config.override", f"'{override}': the value is not YAML.") from None
-    return (*keys, last)
-
-
-def _inside(place, name: str) -> tuple[str | int, Any]:
-    """What a table or a list of named tables holds under a name, and the key that leads there."""
-    if isinstance(place, dict):
-        return name, place.setdefault(name, {})
-    named = ((n, item) for n, item in enumerate(place) if isinstance(item, dict) and item.get("name") == name)
-    return next(named, (name, None))
 
 
 def _section(source: Source, keys, model: type[BaseModel], values, errors: list, *, partial: bool = False):

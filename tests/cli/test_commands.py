@@ -65,6 +65,18 @@ def test_check_counts_rows_and_tokens(lorafusion, job):
     assert all(0 < row["loss_tokens"] < row["tokens"] for row in numbers.values())
 
 
+def test_a_setting_that_an_adapter_has_of_its_own_is_told(lorafusion, job):
+    said = "optim.lr=1e-4 does not reach med, which has its own: adapters.med.optim.lr=1e-4 sets that"
+    for command in (("check",), ("plan",), ("train", "train.max_steps=1", "--out", job.folder / "run")):
+        shown = lorafusion(command[0], job.path, *command[1:], "optim.lr=1e-4")
+        assert shown.code == 0, shown.err
+        assert said in shown.out
+        assert "does not reach law" not in shown.out
+    assert "does not reach" not in lorafusion("check", job.path, "optim.lr=1e-4", "adapters.med.optim.lr=1e-5").out
+    assert "does not reach" not in lorafusion("check", job.path, "optim={name: sgd}").out
+    assert "batch.global_samples=4 does not reach law" in lorafusion("check", job.path, "batch.global_samples=4").out
+
+
 def test_settings_without_effect_are_told(lorafusion, job):
     job.adapter("law")["optim"] = {"name": "lion", "eps": 1e-6}
     for command in ("check", "plan"):

@@ -131,6 +131,12 @@ def test_the_last_setting_of_a_key_is_to_blame_and_the_file_for_its_own(tmp_path
     assert "line 6" in errors["config.value"]
 
 
+def test_an_override_of_an_adapter_that_is_not_there_lists_those_that_are(tmp_path):
+    (text,) = errors_of(write(tmp_path, SMALL), ["adapters.lew.optim.lr=3"]).values()
+    assert "there is no 'lew'" in text
+    assert "fix: one of: law" in text
+
+
 def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
     assert "mesh.layers=[20.5, 11.5]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
     assert "mesh.layers: [20.5, 11.5]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]

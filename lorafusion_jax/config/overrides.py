@@ -1,0 +1,93 @@
+"""Settings that are typed beside a job file: `optim.lr=1e-4`, `adapters.law.lora.rank=8`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lorafusion_jax.config.read import Keys, Source, parse_value, read_source
+from lorafusion_jax.errors import ConfigError
+
+
+def overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[Source, dict]:
+    """Applies settings to a copy of the file's values; the source remembers who set what."""
+    values, typed = copy.deepcopy(source.values), []
+    for override in overrides:
+        try:
+            typed.append((_override(values, override), override))
+        except ConfigError as problem:
+            errors.append(problem)
+    return dataclasses.replace(source, overrides=tuple(typed)), values
+
+
+def _override(values: dict, override: str) -> Keys:
+    """Sets one value; returns its keys, adapters by number."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")
+    *path, last = key.split(".")
+    place, keys = values, ()
+    for name in path:
+        inside, found = _inside(place, name)
+        if not isinstance(found, dict | list):
+            raise ConfigError(
+                "config.override", f"'{override}': there is no '{name}' to set something in.", fix=_names_in(place)
+            )
+        place = found
+        keys += (inside,)
+    if not isinstance(place, dict):
+        raise ConfigError(
+            "config.override",
+            f"'{override}' does not name one value.",
+            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
+        )
+    try:
+        place[last] = parse_value(text)
+    except yaml.YAMLError:
+        raise ConfigError("config.override", f"'{override}': the value is not YAML.") from None
+    return (*keys, last)
+
+
+def _inside(place, name: str) -> tuple[str | int, Any]:
+    """What a table or a list of named tables holds under a name, and the key that leads there."""
+    if isinstance(place, dict):
+        return name, place.setdefault(name, {})
+    named = ((n, item) for n, item in enumerate(place) if isinstance(item, dict) and item.get("name") == name)
+    return next(named, (name, None))
+
+
+def _names_in(place) -> str:
+    """What a list of named tables has instead."""
+    if not isinstance(place, list):
+        return ""
+    names = [str(item["name"]) for item in place if isinstance(item, dict) and "name" in item]
+    return f"one of: {', '.join(names)}" if names else ""
+
+
+def unreached(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Names adapters that a setting of the command line does not reach, because the file gives them their own."""
+    source, values = overridden(read_source(path), overrides, [])
+    return [
+        f"{text} does not reach {entry['name']}, which has its own: adapters.{entry['name']}.{text} sets that"
+        for keys, text in source.overrides
+        for number, entry in enumerate(values["adapters"])
+        if not source.typed(("adapters", number, *keys)) and _hides(_at(entry, keys), _at(values, keys))
+    ]
+
+
+def _at(values, keys: Keys) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _hides(own, given) -> bool:
+    """Whether an adapter's own value stands before the one that is typed for all; tables are merged key by key."""
+    if isinstance(own, dict) and isinstance(given, dict):
+        return any(_hides(own[key], given[key]) for key in own.keys() & given.keys())
+    return own is not None and own != given
