@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, typed, warn
+from lorafusion_jax.cli.common import (
+    JobFile,
+    Json,
+    Overrides,
+    checked_data,
+    next_command,
+    out,
+    plain_table,
+    typed,
+    warn,
+)
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory, prepare
-from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
@@ -26,12 +36,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     """
     config = load_config(jobs, overrides or ())
     unchecked, errors = _stages(config)
-    try:
-        prepared = prepare(config)
-    except LoraFusionError as problem:
-        raise_all([*errors, *getattr(problem, "errors", [problem])])
-        raise
-    raise_all(errors)
+    prepared = checked_data(config, errors)
     notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(

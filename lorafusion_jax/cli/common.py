@@ -12,6 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lorafusion_jax.checkpoint.starts import read_starts
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared, prepare
+from lorafusion_jax.errors import LoraFusionError, raise_all
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
 Overrides = Annotated[
@@ -48,6 +53,19 @@ def errors_to() -> Console:
 def typed(jobs: Path, overrides: Sequence[str] | None) -> str:
     """Job file and settings as one types them."""
     return shlex.join([str(jobs), *(overrides or ())])
+
+
+def checked_data(config: JobConfig, errors: Sequence[LoraFusionError] = ()) -> Prepared:
+    """Reads the data of a job and the adapters that it goes on from; what is wrong comes in one go with `errors`."""
+    errors, prepared = list(errors), None
+    for read in (read_starts, prepare):
+        try:
+            prepared = read(config)
+        except LoraFusionError as problem:
+            errors += getattr(problem, "errors", [problem])
+    raise_all(errors)
+    assert isinstance(prepared, Prepared)
+    return prepared
 
 
 def next_command(console: Console, command: str) -> None:

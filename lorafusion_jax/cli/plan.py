@@ -8,13 +8,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table, say, typed, warn
+from lorafusion_jax.cli.common import (
+    JobFile,
+    Json,
+    Overrides,
+    checked_data,
+    next_command,
+    out,
+    plain_table,
+    say,
+    typed,
+    warn,
+)
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare
+from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.comparison import plans_one_after_another
 from lorafusion_jax.report.data_notes import data_notes
@@ -47,7 +58,7 @@ def command(
     Example: lorafusion plan jobs.yaml -o plan.json
     """
     config = load_config(jobs, overrides or ())
-    prepared = prepare(config)
+    prepared = checked_data(config)
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)

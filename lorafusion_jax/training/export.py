@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,10 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_folder import replaced_folder
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
-from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
 from scheduling import Plan
 
@@ -87,27 +85,6 @@ class AdapterExporter:
         (target / "README.md").write_text(_card(adapter, step, self._config.base.model, self._plan), encoding="utf-8")
 
 
-def read_starts(config: JobConfig, specs: Sequence[AdapterSpec]) -> dict[int, Arrays]:
-    """Reads the PEFT folders that adapters continue; key: index of the adapter.
-
-    Raises:
-        CheckpointError, ErrorList: a folder is incomplete, of another base, or of another rank, scale or targets.
-    """
-    starts: dict[int, Arrays] = {}
-    errors: list[LoraFusionError] = []
-    for index, (adapter, spec) in enumerate(zip(config.adapters, specs, strict=True)):
-        if adapter.lora.init_from is None:
-            continue
-        try:
-            starts[index] = _read_start(config, adapter.lora.init_from, spec)
-        except ErrorList as problem:
-            errors += problem.errors
-        except LoraFusionError as problem:
-            errors.append(problem)
-    raise_all(errors)
-    return starts
-
-
 def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
     """Replaces the initial weights of the adapters in `starts`.
 
@@ -117,20 +94,6 @@ def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dic
     for index, arrays in starts.items():
         lora = put_adapter(lora, index, arrays)
     return lora
-
-
-def _read_start(config: JobConfig, init_from: str, spec: AdapterSpec) -> Arrays:
-    found, arrays = read_adapter(Path(config.directory) / init_from, base_name=config.base.model)
-    if dataclasses.replace(found, name=spec.name, dropout=spec.dropout, seed=spec.seed) == spec:
-        return arrays
-    raise CheckpointError(
-        "peft.other-settings",
-        f"{spec.name}: {init_from} has other LoRA settings.",
-        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, "
-        f"targets {', '.join(found.targets)}",
-        fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha:g}, rslora: {str(found.rslora).lower()}, "
-        f"targets: [{', '.join(found.targets)}]}}",
-    )
 
 
 def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan) -> str:

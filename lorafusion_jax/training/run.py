@@ -14,12 +14,13 @@ import jax
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.starts import read_starts
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs as adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.processes import is_first, meet
@@ -32,7 +33,7 @@ from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.alone import alone
 from lorafusion_jax.training.base import load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
-from lorafusion_jax.training.export import AdapterExporter, read_starts, start_from
+from lorafusion_jax.training.export import AdapterExporter, start_from
 from lorafusion_jax.training.exports import Exports
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
 from lorafusion_jax.training.relayout import go_on_with, plan_on
@@ -135,28 +136,13 @@ def _end(result: RunResult, peak_bytes: int | None) -> Event:
     return Event(kind="finished", slot=len(result.plan.slots), values=values)
 
 
-def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
-    """The adapters of a job as the modules see them."""
-    return [
-        AdapterSpec(
-            name=a.name,
-            rank=a.lora.rank,
-            alpha=a.lora.alpha,
-            rslora=a.lora.rslora,
-            dropout=a.lora.dropout,
-            targets=resolve_targets(a.lora.targets),
-            seed=a.seed,
-        )
-        for a in config.adapters
-    ]
-
-
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
     """What can be wrong before any data are read."""
     must_hold_no_run(folder, config)
     if is_first():
         must_be_writable(folder.path)
     stage_meshes(config.mesh.stages, config.mesh.data, config.mesh.fsdp)
+    read_starts(config)
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
@@ -206,7 +192,7 @@ class _Run:
 
     def go(self, *, resume: bool, before: Plan | None = None) -> RunResult:
         """Runs to the end; `before` is the plan that the folder holds, if there is one."""
-        starts = read_starts(self._config, self._specs)
+        starts = read_starts(self._config)
         self._phase(f"loading {Path(self._config.base.model).name}")
         self._stages = load_stages(self._config, self._prepared, self._specs)
         self._start(starts)

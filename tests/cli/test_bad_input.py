@@ -142,11 +142,21 @@ def test_adapter_of_another_base(lorafusion, job, finished):
     assert not (job.folder / "run").exists()
 
 
-def test_adapter_with_other_settings(lorafusion, job, finished):
-    job.adapter("med")["lora"] = {"init_from": str(finished[1] / "adapters" / "med" / "latest"), "rank": 8}
-    outcome = lorafusion("train", job.write(), "--out", job.folder / "run")
-    assert (outcome.code, outcome.errors) == (2, ["peft.other-settings"])
+@pytest.mark.parametrize("command", [("check",), ("plan",), ("train", "--out", "run")])
+def test_adapters_that_cannot_be_continued_are_told_before_data_are_trained_on(lorafusion, job, finished, command):
+    old = finished[1] / "adapters" / "med" / "latest"
+    (job.folder / "empty").mkdir()
+    job.adapter("med")["lora"] = {"init_from": str(old), "rank": 8}
+    job.adapter("law")["lora"] = {"init_from": "empty"}
+    job.values["adapters"].append({"name": "gone", "data": {"train": "law.jsonl"}, "lora": {"init_from": "nowhere"}})
+    outcome = lorafusion(command[0], job.write(), *command[1:])
+    assert outcome.code == 2
+    assert sorted(outcome.errors) == ["peft.missing-file", "peft.missing-file", "peft.other-settings"]
+    assert f"adapters.med.lora.init_from={old}" in outcome.err
     assert "rank: 4" in outcome.err
+    assert "adapters.law.lora.init_from=empty" in outcome.err
+    assert "gone: there is no folder" in outcome.err
+    assert outcome.err.count("  fix: ") == 3
 
 
 @pytest.fixture

@@ -1,0 +1,66 @@
+"""Adapters that go on from a PEFT folder: `lora.init_from`, read and checked without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+
+FIX = (
+    "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
+)
+
+
+def read_starts(config: JobConfig) -> dict[int, Arrays]:
+    """Reads the PEFT folders that adapters continue; key: index of the adapter.
+
+    Raises:
+        CheckpointError, ErrorList: a folder is incomplete, of another base, or of another rank, scale or targets; each
+            names its adapter.
+    """
+    starts: dict[int, Arrays] = {}
+    errors: list[LoraFusionError] = []
+    for index, adapter in enumerate(config.adapters):
+        if adapter.lora.init_from is None:
+            continue
+        folder = Path(config.directory) / adapter.lora.init_from
+        try:
+            starts[index] = _read_start(folder, adapter, config.base.model)
+        except LoraFusionError as problem:
+            errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
+    raise_all(errors)
+    return starts
+
+
+def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:
+    if not folder.is_dir():
+        raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
+    found, arrays = read_adapter(folder, base_name=base_name)
+    spec = adapter_spec(adapter)
+    if dataclasses.replace(found, name=spec.name, dropout=spec.dropout, seed=spec.seed) == spec:
+        return arrays
+    raise CheckpointError(
+        "peft.other-settings",
+        f"{adapter.lora.init_from} has other LoRA settings.",
+        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, "
+        f"targets {', '.join(found.targets)}",
+        fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha:g}, rslora: {str(found.rslora).lower()}, "
+        f"targets: [{', '.join(found.targets)}]}}",
+    )
+
+
+def _of_adapter(problem: LoraFusionError, adapter: AdapterConfig) -> CheckpointError:
+    """The same finding with the setting that led to it."""
+    key = f"adapters.{adapter.name}.lora.init_from={adapter.lora.init_from}"
+    return CheckpointError(
+        problem.code,
+        f"{adapter.name}: {problem.what}",
+        where=f"{key}, {problem.where}" if problem.where else key,
+        why=problem.why,
+        fix=problem.fix or FIX,
+    )

@@ -1,0 +1,23 @@
+"""The adapters of a job as the modules see them."""
+
+from __future__ import annotations
+
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
+
+
+def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
+    """The adapters of a job, in its order."""
+    return [adapter_spec(adapter) for adapter in config.adapters]
+
+
+def adapter_spec(adapter: AdapterConfig) -> AdapterSpec:
+    return AdapterSpec(
+        name=adapter.name,
+        rank=adapter.lora.rank,
+        alpha=adapter.lora.alpha,
+        rslora=adapter.lora.rslora,
+        dropout=adapter.lora.dropout,
+        targets=resolve_targets(adapter.lora.targets),
+        seed=adapter.seed,
+    )
