@@ -15,8 +15,7 @@ from lorafusion_jax.cli.common import (
     typed,
     warn,
 )
-from lorafusion_jax.config import load_config
-from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
@@ -34,9 +33,9 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
 
     Example: lorafusion check jobs.yaml
     """
-    config = load_config(jobs, overrides or ())
-    unchecked, errors = _stages(config)
-    prepared = checked_data(config, errors)
+    config, errors = examine_config(jobs, overrides or ())
+    unchecked, more = _stages(config) if config else ([], [])
+    config, prepared = checked_data(config, [*errors, *more])
     notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(

@@ -55,17 +55,24 @@ def typed(jobs: Path, overrides: Sequence[str] | None) -> str:
     return shlex.join([str(jobs), *(overrides or ())])
 
 
-def checked_data(config: JobConfig, errors: Sequence[LoraFusionError] = ()) -> Prepared:
-    """Reads the data of a job and the adapters that it goes on from; what is wrong comes in one go with `errors`."""
-    errors, prepared = list(errors), None
+def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) -> tuple[JobConfig, Prepared]:
+    """Reads the data of a job and the adapters that it goes on from; what is wrong there comes in one go with `errors`.
+
+    Args:
+        config, errors: from `examine_config`.
+    """
+    if config is None:
+        raise_all(errors)
+    assert config is not None
+    found, prepared = list(errors), None
     for read in (read_starts, prepare):
         try:
             prepared = read(config)
         except LoraFusionError as problem:
-            errors += getattr(problem, "errors", [problem])
-    raise_all(errors)
+            found += getattr(problem, "errors", [problem])
+    raise_all(found)
     assert isinstance(prepared, Prepared)
-    return prepared
+    return config, prepared
 
 
 def next_command(console: Console, command: str) -> None:

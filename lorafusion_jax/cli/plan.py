@@ -20,8 +20,7 @@ from lorafusion_jax.cli.common import (
     typed,
     warn,
 )
-from lorafusion_jax.config import load_config
-from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
@@ -57,8 +56,7 @@ def command(
 
     Example: lorafusion plan jobs.yaml -o plan.json
     """
-    config = load_config(jobs, overrides or ())
-    prepared = checked_data(config)
+    config, prepared = checked_data(*examine_config(jobs, overrides or ()))
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)

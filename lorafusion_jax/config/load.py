@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import explain, unknown_key
 from lorafusion_jax.config.overrides import overridden
-from lorafusion_jax.config.read import Source, read_source
+from lorafusion_jax.config.read import Keys, Source, read_source
 from lorafusion_jax.config.sweep import expand
-from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
 
 SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
@@ -45,12 +46,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
     Raises:
         ConfigError, ErrorList: every mistake of the file, each with its line.
     """
-    path = Path(path)
-    return parse_config(read_source(path), overrides)
+    return parse_config(read_source(Path(path)), overrides)
+
+
+def examine_config(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
+    """As `load_config`, but hands over what is wrong, and as much of the job as can be used to look for more."""
+    return _examined(read_source(Path(path)), overrides)
 
 
 def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:
     """Validates a parsed job file; see `load_config`."""
+    config, errors = _examined(source, overrides)
+    raise_all(errors)
+    assert config is not None
+    return config
+
+
+def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
     errors: list[LoraFusionError] = list(source.problems)
     source, values = overridden(source, overrides, errors)
     errors += [
@@ -67,12 +81,16 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
     for single in expand({key: values[key] for key in SINGLE_DEFAULTS if key in values}):
         own = {key: single[key] for key in SINGLE_DEFAULTS if key in single}
         _section(source, (), schema.AdapterConfig, own, errors, partial=True)
-    adapters = _adapters(source, values, errors)
+    entries = _entries(source, values, errors)
+    valid = [(entry, adapter) for entry in entries if (adapter := _adapter(source, entry, errors)) is not None]
+    adapters = [adapter for _, adapter in valid]
     if shared["batch"] is not None:
         errors += _lengths_fit(shared["batch"], adapters, source)
-    errors += _names_differ(adapters, source) + _targets_exist(adapters)
-    raise_all(_unique(errors))
-    return schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))
+    errors += _names_differ(entries, source) + _targets_exist(valid, source)
+    config = None
+    if adapters and None not in shared.values():
+        config = schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))
+    return config, _unique(errors)
 
 
 def dump_config(config: schema.JobConfig) -> str:
@@ -118,7 +136,22 @@ def _section(source: Source, keys, model: type[BaseModel], values, errors: list,
         return None
 
 
-def _adapters(source: Source, values: dict, errors: list) -> list[schema.AdapterConfig]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One adapter as the file has it.
+
+    Attributes:
+        keys: where it stands.
+        own: what the file says there.
+        single: that with the defaults and with one value of each list.
+    """
+
+    keys: Keys
+    own: dict
+    single: dict
+
+
+def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
     entries = values.get("adapters")
     if not isinstance(entries, list) or not entries:
         errors.append(
@@ -131,18 +164,17 @@ def _adapters(source: Source, values: dict, errors: list) -> list[schema.Adapter
         )
         return []
     result = []
-    for index, entry in enumerate(entries):
+    for index, own in enumerate(entries):
         keys = ("adapters", index)
-        if not isinstance(entry, dict):
+        if not isinstance(own, dict):
             errors.append(
                 ConfigError(
                     "config.type", f"adapters[{index}] must be a table with a name and data.", where=source.where(keys)
                 )
             )
             continue
-        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in entry if key not in ADAPTER_KEYS]
-        for single in expand(_merged(values, entry)):
-            result += _adapter(source, keys, entry, single, errors)
+        errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in own if key not in ADAPTER_KEYS]
+        result += [_Entry(keys=keys, own=own, single=single) for single in expand(_merged(values, own))]
     return result
 
 
@@ -158,15 +190,16 @@ def _merged(values: dict, entry: dict) -> dict:
     return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
 
 
-def _adapter(source: Source, keys, entry: dict, single: dict, errors: list) -> list[schema.AdapterConfig]:
+def _adapter(source: Source, entry: _Entry, errors: list) -> schema.AdapterConfig | None:
+    single = dict(entry.single)
     batch = single.pop("batch", None) or {}
-    own_batch = entry.get("batch")
+    own_batch = entry.own.get("batch")
     if isinstance(own_batch, dict):
         errors += [
             ConfigError(
                 "config.shared-key",
                 f"'{key}' is shared by all adapters of a run.",
-                where=source.where((*keys, "batch", key)),
+                where=source.where((*entry.keys, "batch", key)),
                 fix=f"set batch.{key} at the top of the file",
             )
             for key in own_batch
@@ -175,14 +208,14 @@ def _adapter(source: Source, keys, entry: dict, single: dict, errors: list) -> l
     if isinstance(batch, dict) and "global_samples" in batch:
         single["global_samples"] = batch["global_samples"]
     try:
-        return [schema.AdapterConfig.model_validate(single)]
+        return schema.AdapterConfig.model_validate(single)
     except ValidationError as problem:
         errors += [
-            explain(source, keys, schema.AdapterConfig, detail)
+            explain(source, entry.keys, schema.AdapterConfig, detail)
             for detail in problem.errors()
-            if detail["type"] == "missing" or _given(entry, detail["loc"])
+            if detail["type"] == "missing" or _given(entry.own, detail["loc"])
         ]
-        return []
+        return None
 
 
 def _given(entry: dict, location) -> bool:
@@ -201,16 +234,20 @@ def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
     return list({str(error): error for error in errors}.values())  # a sweep repeats the mistakes of its entry
 
 
-def _names_differ(adapters: Sequence[schema.AdapterConfig], source: Source) -> list[LoraFusionError]:
-    names = [adapter.name for adapter in adapters]
+def _names_differ(entries: Sequence[_Entry], source: Source) -> list[LoraFusionError]:
+    places: dict[str, list[Keys]] = {}
+    for entry in entries:
+        if isinstance(name := entry.single.get("name"), str):
+            places.setdefault(name, []).append(entry.keys)
     return [
         ConfigError(
             "config.duplicate-name",
             f"two adapters are called '{name}'.",
-            where=source.where(("adapters",)),
+            where=source.where(keys[1]),
             fix="give each adapter its own name",
         )
-        for name in sorted({name for name in names if names.count(name) > 1})
+        for name, keys in sorted(places.items())
+        if len(keys) > 1
     ]
 
 
@@ -242,15 +279,18 @@ def _lengths_fit(
     ]
 
 
-def _targets_exist(adapters: Sequence[schema.AdapterConfig]) -> list[LoraFusionError]:
+def _targets_exist(valid: Sequence[tuple[_Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
     errors: list[LoraFusionError] = []
-    for adapter in adapters:
+    for entry, adapter in valid:
         try:
             resolve_targets(adapter.lora.targets)
-        except ErrorList as problem:
-            errors += problem.errors
         except LoraFusionError as problem:
-            errors.append(problem)
+            own = _given(entry.own, ("lora", "targets"))
+            where = source.where((*entry.keys, "lora", "targets") if own else ("lora", "targets"))
+            errors += [
+                ConfigError(one.code, f"{entry.own['name']}: {one.what}" if own else one.what, where=where, fix=one.fix)
+                for one in getattr(problem, "errors", [problem])
+            ]
     return errors
 
 

@@ -185,7 +185,7 @@ def read_sayings(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool 
         need_answer: False where every token is learned, so that a conversation may lack an answer.
 
     Raises:
-        DataError, ErrorList: data.no-answer, data.bad-role, data.bad-type, each with its rows.
+        DataError, ErrorList: data.no-answer, data.bad-role, data.bad-type, each with its rows, and `rows.problems`.
     """
     read = {"messages": _chat, "conversations": _chat, "prompt": _prompt, "instruction": _instruction, "text": _text}
     sayings, problems = [], _Problems()
@@ -194,7 +194,7 @@ def read_sayings(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool 
             sayings.append(read[layout.format](row, layout.columns, need_answer))
         except _BadRow as problem:
             problems.add(number, problem)
-    raise_all(problems.errors(rows, adapter))
+    raise_all([*rows.problems, *problems.errors(rows, adapter)])
     return sayings
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafusion_jax.errors import DataError
+from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SHOWN = 5  # rows that a message names before it counts
@@ -42,11 +42,13 @@ class Rows:
     Attributes:
         values: one dictionary per row.
         lines: line of each row counted from 1, where lines mean something (JSONL).
+        problems: lines that are no rows; whoever reads the others tells of both in one go.
     """
 
     source: str
     values: list[dict]
     lines: tuple[int, ...] | None = None
+    problems: tuple[LoraFusionError, ...] = ()
 
     def place(self, row: int) -> str:
         """Says where a row stands: `line 17` of JSONL, `row 16` elsewhere."""
@@ -98,7 +100,7 @@ def open_source(source: str, base_dir: Path) -> RawSource:
 
 
 def parse_rows(raw: RawSource) -> Rows:
-    """Parses a source.
+    """Parses a source; lines of JSONL that are no rows become its `problems`.
 
     Raises:
         DataError: data.bad-json (names the lines), data.not-utf8, data.bad-row, data.bad-table, data.empty-file.
@@ -111,6 +113,7 @@ def parse_rows(raw: RawSource) -> Rows:
         text = _decode(raw.name, raw.content)
         rows = {"jsonl": _parse_jsonl, "json": _parse_json, "csv": _parse_csv}[raw.kind](raw.name, text)
     if not rows.values:
+        raise_all(rows.problems)
         raise DataError(
             "data.empty-file", f"{raw.name} holds no rows.", where=raw.name, fix="a file with at least one row"
         )
@@ -118,17 +121,19 @@ def parse_rows(raw: RawSource) -> Rows:
 
 
 def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
-    """Reads a source to rows; see `open_source` and `parse_rows`."""
-    return parse_rows(open_source(source, base_dir))
+    """Reads a source to rows, all of them good; see `open_source` and `parse_rows`."""
+    rows = parse_rows(open_source(source, base_dir))
+    raise_all(rows.problems)
+    return rows
 
 
 def _neighbour(path: Path) -> str:
     if not path.parent.is_dir():
         return f"the folder {path.parent} is missing too"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix.lower() in KINDS)
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = difflib.get_close_matches(path.stem, [Path(name).stem for name in names], n=1)  # endings are all alike
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {next(name for name in names if Path(name).stem == near[0])}?"
     return f"{path.parent} has {listed(names[:SHOWN], len(names))}" if names else f"{path.parent} holds no data files"
 
 
@@ -161,17 +166,21 @@ def _parse_jsonl(name: str, text: str) -> Rows:
             lines.append(number)
         else:
             odd.append((number, f"a row must be an object, this is {type_name(value)}"))
-    _refuse("data.bad-json", f"{name} is not JSON in {{}}.", name, broken)
-    _refuse("data.bad-row", f"{name} has no row in {{}}.", name, odd)
-    return Rows(source=name, values=values, lines=tuple(lines))
+    problems = [
+        _bad_lines(code, what, name, found)
+        for code, what, found in (
+            ("data.bad-json", f"{name} is not JSON in {{}}.", broken),
+            ("data.bad-row", f"{name} has no row in {{}}.", odd),
+        )
+        if found
+    ]
+    return Rows(source=name, values=values, lines=tuple(lines), problems=tuple(problems))
 
 
-def _refuse(code: str, what: str, name: str, problems: list[tuple[int, str]]) -> None:
-    if not problems:
-        return
+def _bad_lines(code: str, what: str, name: str, problems: list[tuple[int, str]]) -> DataError:
     word = "line" if len(problems) == 1 else "lines"
     numbers = listed([str(number) for number, _ in problems[:SHOWN]], len(problems))
-    raise DataError(
+    return DataError(
         code,
         what.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),
         where=f"{name}, {word} {numbers}",

@@ -99,6 +99,43 @@ def test_mistakes_in_the_data_of_several_adapters_are_told_together(lorafusion, 
     assert not (job.folder / "run").exists()
 
 
+def test_mistakes_in_the_job_and_in_the_data_are_told_together(lorafusion, job):
+    (job.folder / "law.jsonl").write_text("")
+    job.adapter("med")["lora"] = {"targets": ["q_prj"]}
+    job.values["adapters"].append({"name": "med", "data": {"train": "med.jsonl"}, "lora": {"rank": "four"}})
+    for command in ("check", "plan"):
+        outcome = lorafusion(command, job.write())
+        assert outcome.code == 2
+        assert sorted(outcome.errors) == [
+            "config.duplicate-name",
+            "config.value",
+            "data.empty-file",
+            "lora.unknown-target",
+        ]
+        assert "med: there is no projection 'q_prj'" in outcome.err
+
+
+def test_a_wrong_target_names_the_line_where_it_stands(lorafusion, job):
+    text = "base: {{model: {}}}\nlora: {{targets: [up]}}\nadapters:\n  - {{name: law, data: {{train: law.jsonl}}}}\n"
+    text += "  - name: med\n    lora: {{targets: [q_prj]}}\n    data: {{train: law.jsonl}}\n"
+    job.path.write_text(text.format(job.values["base"]["model"]))
+    shared, own = lorafusion("check", job.path).err.split("error[")[1:]
+    assert "there is no projection 'up'" in shared
+    assert "jobs.yaml, line 2" in shared
+    assert "med: there is no projection 'q_prj'" in own
+    assert "jobs.yaml, line 6" in own
+
+
+def test_all_bad_lines_of_a_file_are_told_together(lorafusion, job):
+    lines = (job.folder / "law.jsonl").read_text().splitlines()
+    lines[1], lines[3], lines[5] = '{"prompt": ', "[1]", '{"prompt": "cat", "completion": ""}'
+    (job.folder / "law.jsonl").write_text("\n".join(lines))
+    outcome = lorafusion("check", job.path)
+    assert (outcome.code, outcome.errors) == (2, ["data.bad-json", "data.bad-row", "data.no-answer"])
+    for line in (2, 4, 6):
+        assert f"law.jsonl, line {line}\n" in outcome.err
+
+
 def test_unknown_target(lorafusion, job):
     job.adapter("med")["lora"] = {"targets": ["q_proj", "upp_proj"]}
     outcome = lorafusion("check", job.write())
@@ -143,7 +180,7 @@ def test_adapter_of_another_base(lorafusion, job, finished):
 
 
 @pytest.mark.parametrize("command", [("check",), ("plan",), ("train", "--out", "run")])
-def test_adapters_that_cannot_be_continued_are_told_before_data_are_trained_on(lorafusion, job, finished, command):
+def test_adapters_that_cannot_be_continued_are_told_together(lorafusion, job, finished, command):
     old = finished[1] / "adapters" / "med" / "latest"
     (job.folder / "empty").mkdir()
     job.adapter("med")["lora"] = {"init_from": str(old), "rank": 8}

@@ -58,6 +58,7 @@ def test_digest_follows_content_and_nothing_else(tmp_path):
 def test_missing_file_names_its_neighbour(tmp_path):
     (tmp_path / "law.jsonl").write_text("{}")
     assert "did you mean law.jsonl?" in fails("data.missing-file", "lwa.jsonl", tmp_path).fix
+    assert "did you mean" not in fails("data.missing-file", "med.jsonl", tmp_path).fix
     assert "law.jsonl" in fails("data.missing-file", "something.csv", tmp_path).fix
     assert "folder" in fails("data.missing-file", "nowhere/law.jsonl", tmp_path).fix
 
