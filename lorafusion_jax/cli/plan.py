@@ -33,7 +33,7 @@ from lorafusion_jax.report.prediction import measured_costs, memory_of, predicte
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def command(
@@ -82,6 +82,9 @@ def command(
     if timeline and costs:
         say(console, f"timeline {timeline}")
     warn(console, notes)
+    if memory and memory["advice"]:
+        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), _remedy(config, memory)])}")
+        return
     own = f" --plan {output}" if output else ""
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
 
@@ -199,15 +202,35 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
 
 
 def _show_memory(console, memory: dict[str, Any]) -> None:
-    each = "  ".join(f"s{stage} {row['total'] / GIB:.1f}" for stage, row in enumerate(memory["stages"]))
-    of = "" if memory["device_bytes"] is None else f" of {memory['device_bytes'] / GIB:.0f}"
+    size, unit = _unit(max(row["total"] for row in memory["stages"]))
+    each = "  ".join(f"s{stage} {row['total'] / size:.1f}" for stage, row in enumerate(memory["stages"]))
+    of = "" if memory["device_bytes"] is None else _of(memory["device_bytes"], unit)
     verdict = {None: "", True: "   fits", False: "   does not fit"}[memory["fits"]]
-    console.print(f"memory/stage  {each} GiB{of}{verdict}", highlight=False, markup=False)
+    console.print(f"memory/stage  {each} {unit}{of}{verdict}", highlight=False, markup=False)
     if memory["advice"]:
         say(console, f"  to make it fit: {memory['advice']}", "bold red")
     layers = " + ".join(map(str, memory["layers"]))
     say(console, f"  layers {layers}, kept for backward: {memory['keep']}")
     say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
+
+
+def _unit(size: int) -> tuple[int, str]:
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def _of(device_bytes: int, unit: str) -> str:
+    """Size of a device, with its unit where the stages have another."""
+    size, own = _unit(device_bytes)
+    number = device_bytes / size
+    return f" of {number:.{0 if number >= 10 else 1}f}" + f" {own}" * (own != unit)
+
+
+def _remedy(config: JobConfig, memory: dict[str, Any]) -> str:
+    """The setting to try next where a plan does not fit: what keeps the capacity, if anything does."""
+    if memory["advice"].startswith("more"):
+        stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
+        return f"mesh.stages={stages}" if stages <= sum(memory["layers"]) else f"mesh.fsdp={fsdp}"
+    return memory["advice"].split(" or ")[-1].replace(": ", "=")
 
 
 def _compared(numbers: dict) -> str:

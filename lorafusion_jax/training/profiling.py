@@ -64,7 +64,8 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     executor.warm_up(batches.empty())
     phase("measuring")
     device = jax.devices()[0].device_kind
-    source = f"measured: {Path(config.base.model).name}, {len(stages)} stages, {device}, jax {jax.__version__}"
+    of = "1 stage" if len(stages) == 1 else f"{len(stages)} stages"
+    source = f"measured: {Path(config.base.model).name}, {of}, {device}, jax {jax.__version__}"
     loads = batches.loads(5)
     costs = profile_stages(stages, loads, repeats=repeats, source=source)
     better = better_layout(

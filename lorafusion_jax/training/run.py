@@ -16,6 +16,7 @@ from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.starts import read_starts
 from lorafusion_jax.checkpoint.store import StateStore, read_position
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs as adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
@@ -315,7 +316,7 @@ class _Run:
             record = self._folder.read_record() | {"device": device.device_kind, "platform": device.platform}
             self._folder.write_record(record)
         trainable = sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
-        frozen = sum(leaf.size for stage in self._stages for leaf in jax.tree.leaves(stage.weights.arrays()))
+        frozen = ModelConfig.from_hf(base_directory(self._config)).num_parameters  # a tied table lies on two stages
         self._tell(
             Event(
                 kind="started",

@@ -14,7 +14,9 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
 from lorafusion_jax.cli.common import prepare_machine
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.report import recorder
+from lorafusion_jax.report.format import count
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Plan
 
@@ -197,6 +199,15 @@ def test_status_of_a_finished_run(lorafusion, finished):
     assert numbers["throughput"]["useful_tokens_per_s"] <= numbers["throughput"]["processed_tokens_per_s"]
     watched = lorafusion("status", out, "--watch")  # nothing to wait for
     assert watched.code == 0
+
+
+def test_frozen_parameters_are_those_of_the_plan(lorafusion, finished):
+    """The base has a tied table, which is embedding and head."""
+    job, out = finished
+    model = ModelConfig.from_hf(job.values["base"]["model"])
+    started = next(row for row in read_rows(out / "events.jsonl") if row["kind"] == "started")
+    assert started["frozen"] == model.num_parameters
+    assert f"{count(model.num_parameters)} parameters" in lorafusion("plan", job.path).out
 
 
 def test_metrics_of_a_run_are_the_documented_rows(finished):

@@ -75,10 +75,19 @@ def test_what_does_not_fit_comes_with_a_capacity_that_does(lorafusion, large):
     small = ("--device", "h100", "--device-memory", "30")
     text = lorafusion("plan", large.path, "train.keep=gemm_inputs", *small).out
     assert "does not fit" in text
+    assert text.endswith(f"next: lorafusion plan {large.path} train.keep=gemm_inputs train.keep=nothing\n")
     capacity = re.search(r"to make it fit: batch.capacity_tokens: (\d+) or train.keep: nothing", text)[1]
     fitting = plan(lorafusion, large, "train.keep=gemm_inputs", f"batch.capacity_tokens={capacity}", *small)
     assert fitting["memory"]["fits"]
     assert fitting["memory"]["advice"] == ""
+
+
+def test_small_sizes_are_shown_in_mib_and_weights_too_large_ask_for_devices(lorafusion, job):
+    text = lorafusion("plan", job.path, "--device-memory", "0.0001").out
+    assert re.search(r"^memory/stage  s0 \d+\.\d MiB of 0\.1   does not fit$", text, re.MULTILINE)
+    assert text.endswith(f"next: lorafusion plan {job.path} mesh.stages=2\n")
+    text = lorafusion("plan", job.path, "--device-memory", "24").out
+    assert re.search(r"^memory/stage  s0 \d+\.\d MiB of 24 GiB   fits$", text, re.MULTILINE)
 
 
 def test_fsdp_shares_the_weights_and_predicts_gathering(lorafusion, large):
@@ -93,7 +102,7 @@ def test_fsdp_shares_the_weights_and_predicts_gathering(lorafusion, large):
 def test_a_cpu_shows_memory_without_a_verdict(lorafusion, job):
     memory = plan(lorafusion, job, "--device", "cpu")["memory"]
     assert (memory["fits"], memory["advice"], memory["device_bytes"]) == (None, None, None)
-    assert "GiB\n" in lorafusion("plan", job.path, "--device", "cpu").out
+    assert "MiB\n" in lorafusion("plan", job.path, "--device", "cpu").out
 
 
 def test_measured_costs_replace_default_ones(lorafusion, job):

@@ -1,13 +1,17 @@
 """config.json → ModelConfig."""
 
 import json
+import math
 import os
+from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.models import ModelConfig, RopeScaling
 
+GOLDEN = Path(__file__).parent / "golden"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
@@ -17,6 +21,13 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 def read(**changes) -> ModelConfig:
     return ModelConfig.from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
+def test_parameters_are_those_of_the_file(folder):
+    with safe_open(folder / "model.safetensors", "np") as file:
+        stored = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert ModelConfig.from_hf(folder).num_parameters == sum(stored.values())
 
 
 def test_fields_are_read():
