@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.config.reference import reference
 
 NAME = "init"
 
 TEXT = """\
-# lorafusion job file. Every key but base.model, adapters[].name and data.train has a default; these are the defaults.
+# lorafusion job file. Every key but base.model, adapters[].name and data.train has a default; these are the defaults
+# of the usual ones: lorafusion init --all shows every key that there is.
 # PEFT's words: rank = r, alpha = lora_alpha, dropout = lora_dropout, targets = target_modules, rslora = use_rslora.
 
 base:    {model: path/to/model, dtype: bfloat16}   # HF directory, or org/name of a hub (hf extra)
@@ -43,12 +49,12 @@ adapters:
 """
 
 
-def command() -> None:
+def command(everything: Annotated[bool, typer.Option("--all", help="every key that there is")] = False) -> None:
     """Prints a commented job file.
 
     Example: lorafusion init > jobs.yaml
     """
-    print(TEXT, end="")
+    print(reference() if everything else TEXT, end="")
     if sys.stdout.isatty():
         return
     print("next: lorafusion check jobs.yaml", file=sys.stderr)

@@ -302,7 +302,9 @@ def ineffective(config: schema.JobConfig) -> list[str]:
     """Names settings that were given but have no effect in the chosen mode."""
     notes = []
     for adapter in config.adapters:
-        given, name = adapter.optim.model_fields_set, adapter.optim.name
+        optim, name = adapter.optim, adapter.optim.name
+        fields = type(optim).model_fields
+        given = {key for key in optim.model_fields_set if getattr(optim, key) != fields[key].default}
         unused = {"momentum"} if name != "sgd" else {"b1", "b2", "eps"}
         unused |= {"eps"} if name == "lion" else {"b1", "b2", "eps"} if name == "adafactor" else set()
         notes += [f"{adapter.name}: optim.{key} has no effect with {name}" for key in sorted(given & unused)]

@@ -23,7 +23,7 @@ class BaseSettings(Section):
     """The frozen base model."""
 
     model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
 
 
 class DataSettings(Section):
@@ -31,40 +31,48 @@ class DataSettings(Section):
 
     train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
     eval: str | None = Field(default=None, description="held-out file, same format")
-    format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = "auto"
+    format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = Field(
+        default="auto", description="what the rows look like; auto = by their columns"
+    )
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2)] = 4096
-    on_long: Literal["cut", "drop", "error"] = "cut"
-    loss: Literal["auto", "assistant", "completion", "all"] = "auto"
+    max_length: Annotated[int, Field(ge=2)] = Field(default=4096, description="tokens of one sample")
+    on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
+    loss: Literal["auto", "assistant", "completion", "all"] = Field(
+        default="auto", description="which tokens are learned; auto = answers, of plain text all"
+    )
 
 
 class LoraSettings(Section):
     """The adapter itself; PEFT's r, lora_alpha, lora_dropout, target_modules, use_rslora."""
 
-    rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    alpha: Positive = 32.0
-    dropout: Fraction = 0.05
-    targets: str | list[str] = "all-linear"
-    rslora: bool = False
+    rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
+    alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
+    dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
+    targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
     init_from: str | None = Field(default=None, description="PEFT folder to continue from")
 
 
 class OptimSettings(Section):
     """The adapter's own optimizer and clock."""
 
-    name: Literal["adamw", "sgd", "adafactor", "lion"] = "adamw"
-    lr: Positive = 2e-4
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    name: Literal["adamw", "sgd", "adafactor", "lion"] = Field(default="adamw", description="the optimizer")
+    lr: Positive = Field(default=2e-4, description="largest learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="of the learning rate after the warm-up"
+    )
     warmup: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.03, description="share of the adapter's steps")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    weight_decay: NotNegative = 0.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="where the schedule ends, as a share of lr"
+    )
+    weight_decay: NotNegative = Field(default=0.0, description="as the optimizer has it; 0 = off")
     clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
-    b1: Fraction = 0.9
+    b1: Fraction = Field(default=0.9, description="decay of the first moment; adamw, lion")
     b2: Fraction | None = Field(default=None, description="0.999 for adamw, 0.99 for lion")
-    eps: Positive = 1e-8
-    momentum: Fraction = 0.0
+    eps: Positive = Field(default=1e-8, description="adamw: added to the root of the second moment")
+    momentum: Fraction = Field(default=0.0, description="of sgd")
 
 
 class BatchSettings(Section):
@@ -72,7 +80,9 @@ class BatchSettings(Section):
 
     global_samples: Count = Field(default=16, description="samples per optimizer step of an adapter")
     capacity_tokens: Count = Field(default=8192, description="tokens of one microbatch")
-    tile_tokens: Literal[16, 32, 64, 128, 256] = 128
+    tile_tokens: Literal[16, 32, 64, 128, 256] = Field(
+        default=128, description="an adapter's rows in a microbatch begin at a multiple of it"
+    )
 
 
 class MeshSettings(Section):
@@ -91,12 +101,16 @@ class MeshSettings(Section):
 
 
 class SaveSettings(Section):
+    """When a run saves, and how much of that stays."""
+
     every_steps: Count | None = Field(default=None, description="optimizer steps, all adapters counted together")
-    every_minutes: Positive | None = 15.0
-    keep: Count = 3
+    every_minutes: Positive | None = Field(default=15.0, description="between two checkpoints")
+    keep: Count = Field(default=3, description="newest checkpoints, and exported steps of each adapter, that stay")
 
 
 class TrainSettings(Section):
+    """How long a run goes on, what it computes with, what it tells."""
+
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
     keep: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
@@ -106,8 +120,12 @@ class TrainSettings(Section):
     block_layers: Count | None = Field(
         default=None, description="layers compiled into one program; default all of a stage up to 8, else 1"
     )
-    implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = None
-    attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = None
+    implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = Field(
+        default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
+    )
+    attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = Field(
+        default=None, description="attention kernels; default what suits the device"
+    )
     loss_chunk: Annotated[int, Field(ge=128)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
@@ -121,7 +139,9 @@ class TrainSettings(Section):
 
 
 class ReportSettings(Section):
-    tensorboard: bool = False
+    """Where numbers go besides the run folder."""
+
+    tensorboard: bool = Field(default=False, description="write tensorboard/ into the run folder")
     wandb: str | None = Field(default=None, description="project name")
 
 
@@ -133,9 +153,11 @@ class AdapterConfig(Section):
     lora: LoraSettings = LoraSettings()
     optim: OptimSettings = OptimSettings()
     global_samples: Count = 16
-    epochs: Count = 1
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    weight: Positive = 1.0
+    epochs: Count = Field(default=1, description="passes over the adapter's data")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="of the adapter's initial weights, dropout and order of samples"
+    )
+    weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")
 
     @field_validator("name")
     @classmethod

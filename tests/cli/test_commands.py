@@ -55,6 +55,28 @@ def test_init_shows_the_defaults_that_the_schema_has():
             assert type(default)(value) == default, f"{section}.{key}"
 
 
+def test_init_all_shows_every_key_of_the_schema_and_checks(lorafusion, tmp_path, tiny_base):
+    import yaml
+
+    from lorafusion_jax.config.load import DEFAULTS, SHARED, load_config
+
+    path = tmp_path / "jobs.yaml"
+    path.write_text(lorafusion("init", "--all").out)
+    shown = yaml.safe_load(path.read_text())
+    for section, model in (SHARED | DEFAULTS).items():
+        keys = set(model.model_fields) - ({"train"} if section == "data" else set())
+        assert set(shown[section]) == keys
+        assert all(model.model_fields[key].description for key in keys), section
+    assert {"epochs", "seed", "weight"} < set(shown)
+    short = tmp_path / "short.yaml"
+    short.write_text("base: {model: path/to/model}\nadapters: [{name: law, data: {train: data/law.jsonl}}]")
+    assert load_config(path) == load_config(short)
+    (tmp_path / "data").mkdir()
+    write_rows_to(tmp_path / "data" / "law.jsonl", make_rows(8, 0))
+    checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
+    assert json.loads(checked.out)["warnings"] == []
+
+
 def test_check_counts_rows_and_tokens(lorafusion, job):
     outcome = lorafusion("check", job.path)
     assert outcome.code == 0
