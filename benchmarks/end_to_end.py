@@ -57,6 +57,7 @@ from lorafusion_jax.config.schema import (  # noqa: E402
     SaveSettings,
     TrainSettings,
 )
+from lorafusion_jax.config.specs import adapter_specs  # noqa: E402
 from lorafusion_jax.data.prepare import AdapterData, Prepared  # noqa: E402
 from lorafusion_jax.data.tokenized import TokenizedSet  # noqa: E402
 from lorafusion_jax.models import ModelConfig  # noqa: E402
@@ -74,7 +75,6 @@ from lorafusion_jax.report.prediction import better_layout  # noqa: E402
 from lorafusion_jax.training.base import fitting_keep  # noqa: E402
 from lorafusion_jax.training.batches import Batches  # noqa: E402
 from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
-from lorafusion_jax.training.run import adapter_specs  # noqa: E402
 from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
 from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate  # noqa: E402
 from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402

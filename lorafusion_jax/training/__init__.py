@@ -1,8 +1,8 @@
 """From a job to trained adapters: programs, loop, run folder."""
 
 from lorafusion_jax.checkpoint.folder import RunFolder as RunFolder
+from lorafusion_jax.config.specs import adapter_specs as adapter_specs
 from lorafusion_jax.training.loop import Interrupted as Interrupted
 from lorafusion_jax.training.run import RunResult as RunResult
-from lorafusion_jax.training.run import adapter_specs as adapter_specs
 from lorafusion_jax.training.run import resume as resume
 from lorafusion_jax.training.run import train as train

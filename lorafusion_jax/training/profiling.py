@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import base_directory, plan_training, prepare
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
@@ -19,7 +20,6 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import better_layout
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.batches import Batches
-from lorafusion_jax.training.run import adapter_specs
 from scheduling import CostModel, Plan, StageCost
 
 

@@ -18,10 +18,9 @@ from lorafusion_jax.checkpoint.starts import read_starts
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.config.specs import adapter_specs as adapter_specs
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.processes import is_first, meet

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.evaluation import Evaluator
-from lorafusion_jax.training.run import adapter_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.mesh import stage_meshes
@@ -18,7 +19,6 @@ from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
-from lorafusion_jax.training.run import adapter_specs
 
 Q = "layers.self_attn.q_proj."
 HEALTHY = {"optim": {"lr": 1e-3}, "batch": {"global_samples": 4}, "lora": {"rank": 4, "dropout": 0.1}}
