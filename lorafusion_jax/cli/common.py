@@ -15,7 +15,7 @@ from rich.table import Table
 from lorafusion_jax.checkpoint.starts import read_starts
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import LoraFusionError, raise_all
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
@@ -73,6 +73,20 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
     raise_all(found)
     assert isinstance(prepared, Prepared)
     return config, prepared
+
+
+def ends_in(path: Path, *endings: str) -> None:
+    """Refuses a file whose ending promises something else than what would be written into it.
+
+    Raises:
+        ConfigError: `output.ending`.
+    """
+    if path.suffix not in endings:
+        raise ConfigError(
+            "output.ending",
+            f"{path} does not end in {' or '.join(endings)}.",
+            fix=" or ".join(str(path.with_suffix(ending)) for ending in endings),
+        )
 
 
 def next_command(console: Console, command: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from typing import Annotated
 
 import typer
 
@@ -27,10 +28,12 @@ from lorafusion_jax.cli import (
 )
 from lorafusion_jax.cli.common import errors_to
 from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.report.record import versions
 from scheduling import PlanError
 
 app = typer.Typer(
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -39,6 +42,15 @@ app = typer.Typer(
 for command in (demo, init, check, plan, train, resume, status, timeline, export, profile, tune, doctor):
     app.command(command.NAME)(command.command)
 app.add_typer(data.app, name="data")
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="print the version and end", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"lorafusion-jax {versions()['lorafusion-jax']}")
+        raise typer.Exit
 
 
 def main(arguments: list[str] | None = None) -> None:

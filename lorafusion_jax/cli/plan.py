@@ -13,6 +13,7 @@ from lorafusion_jax.cli.common import (
     Json,
     Overrides,
     checked_data,
+    ends_in,
     next_command,
     out,
     plain_table,
@@ -56,6 +57,8 @@ def command(
 
     Example: lorafusion plan jobs.yaml -o plan.json
     """
+    if timeline:
+        ends_in(timeline, ".html")
     config, prepared = checked_data(*examine_config(jobs, overrides or ()))
     plan = plan_training(config, prepared)
     kind = device or this_device()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table, say
+from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out, plain_table, say
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.pipeline.extent import extents
@@ -43,15 +43,18 @@ def command(
 
     Example: lorafusion timeline runs/exp1 -o timeline.html --cost-model costs.json
     """
+    ends_in(to, ".html", ".json")
+    RunFolder(run).read_record()  # a folder that is no run has its own error
     measured, predicted = read_timeline(run), None
     if cost_model:
         measured, predicted = _both(run, measured, cost_model, whole=whole)
     first, second = (measured, None) if predicted is None else (predicted, measured)
+    drawn = ("measured",) if predicted is None else ("predicted", "measured")
     to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":
         to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
     else:
-        to.write_text(timeline_html(first, compare=second), encoding="utf-8")
+        to.write_text(timeline_html(first, title=f"{run}: {' and '.join(drawn)}", compare=second), encoding="utf-8")
     numbers = timeline_numbers(measured, predicted)
     if (moved := _moved(run, measured)) is not None:
         numbers["better_layers"] = moved._asdict()

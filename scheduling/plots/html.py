@@ -11,10 +11,11 @@ from scheduling.timeline import Span, Timeline
 MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 
 
-def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | None = None) -> str:
+def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compare: Timeline | None = None) -> str:
     """Draws a timeline, or two under each other on one scale of time (predicted and measured, ours and another's).
 
     Args:
+        title: of the page; the timeline's own when absent.
         note: a sentence under the title, for example what limits the plan.
         compare: a second timeline.
     """
@@ -26,8 +27,8 @@ def timeline_html(timeline: Timeline, *, note: str = "", compare: Timeline | Non
         [_data(one, adapter_colors(*shown)) for one in shown], separators=(",", ":"), allow_nan=False
     ).replace("<", "\\u003c")
     page = {
-        "@TITLE@": escape(timeline.title or "timeline") if compare is None else "Two timelines",
-        "@NOTE@": escape(note),
+        "@TITLE@": escape(title or (timeline.title or "timeline" if compare is None else "Two timelines")),
+        "@NOTE@": f"<p>{escape(note)}</p>\n" if note else "",
         "@TABLES@": "\n".join(_table(one, None if one is timeline else timeline) for one in shown),
         "@DATA@": data,
     }

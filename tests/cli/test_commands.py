@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
@@ -297,6 +298,11 @@ def test_mistyped_commands_are_usage_errors(lorafusion, arguments):
     outcome = lorafusion(*arguments)
     assert outcome.code == 2
     assert "Usage" in outcome.err
+
+
+def test_version(lorafusion):
+    outcome = lorafusion("--version")
+    assert (outcome.code, outcome.out) == (0, f"lorafusion-jax {version('lorafusion-jax')}\n")
 
 
 def test_every_command_has_help_with_an_example(lorafusion):

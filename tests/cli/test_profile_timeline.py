@@ -175,7 +175,27 @@ def test_timeline_of_one_device_needs_no_prediction(lorafusion, finished, tmp_pa
     assert len(drawn) >= len(read_timeline(out).spans)
 
 
+def test_the_page_is_called_after_its_run_and_says_nothing_empty(lorafusion, two_stages, tmp_path):
+    _, costs, out = two_stages
+    page = tmp_path / "timeline.html"
+    for arguments, title in ((), "measured"), (("--cost-model", costs), "predicted and measured"):
+        assert lorafusion("timeline", out, "-o", page, *arguments).code == 0
+        assert f"<title>{out}: {title}</title>" in page.read_text()
+        assert "<p></p>" not in page.read_text()
+
+
+def test_a_timeline_is_written_under_its_own_ending_only(lorafusion, finished, tmp_path):
+    job, out = finished
+    page = tmp_path / "page.txt"
+    for command in (("timeline", out, "-o", page), ("plan", job.path, "--timeline", page)):
+        outcome = lorafusion(*command)
+        assert (outcome.code, outcome.errors) == (2, ["output.ending"])
+        assert "page.html" in outcome.err
+    assert not page.exists()
+
+
 def test_a_run_without_a_timeline_says_so(lorafusion, finished, tmp_path):
+    assert lorafusion("timeline", tmp_path / "nope").errors == ["run.missing"]
     shutil.copytree(finished[1], tmp_path / "run")
     (tmp_path / "run" / "timeline.json").unlink()
     outcome = lorafusion("timeline", tmp_path / "run")
