@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -61,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
+        with _sigterm_is_ctrl_c():
+            return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
     except (LoraFusionError, PlanError) as problem:
         _say(problem)
         return getattr(problem, "exit_code", 2)
@@ -69,12 +74,26 @@ def run(arguments: list[str] | None = None) -> int:
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
         return problem.exit_code
     except (typer.Abort, KeyboardInterrupt):
+        errors_to().print("interrupted", style="yellow")
         return 130
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
     except OSError as problem:
         _say(_system_error(problem))
         return 1
+
+
+@contextmanager
+def _sigterm_is_ctrl_c() -> Iterator[None]:
+    """Ends a command that is told to stop as Ctrl-C ends it; a training loop handles both itself."""
+    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(problem: Exception) -> None:

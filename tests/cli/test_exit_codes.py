@@ -102,9 +102,11 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     assert _steps(parts) == _steps(whole)
 
 
-def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch):
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch, kind):
     def interrupted(*arguments, **named):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), kind)
+        time.sleep(10)
 
     monkeypatch.setattr("lorafusion_jax.training.base.load_decoder", interrupted)
     outcome = lorafusion("train", job.path, "--out", job.folder / "run")
