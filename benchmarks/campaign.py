@@ -91,6 +91,7 @@ CELLS = (
     Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
     Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --only 2048x 4096x --budget 450"),
     Cell(name="rows16k", gpus=1, seconds=250, command="kernels.py --sections rows --only 16384x --budget 240"),
+    Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
     Cell(name="8b_data4", gpus=4, seconds=90, command=f"{REPLICAS} --data 4"),
     Cell(name="8b_data2", gpus=2, seconds=88, command=f"{REPLICAS} --data 2"),

@@ -92,7 +92,8 @@ class MeshSettings(Section):
     data: Count = Field(default=1, description="replicas, each with its own microbatches")
     fsdp: Count = Field(default=1, description="replicas that also share one copy of the frozen base between them")
     layers: tuple[Layers, ...] | None = Field(
-        default=None, description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost"
+        default=None,
+        description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost, and profile or timeline may know better",
     )
 
     @property
@@ -118,7 +119,8 @@ class TrainSettings(Section):
         "its input only (about a third more time); auto = the first that fits into the device's memory",
     )
     block_layers: Count | None = Field(
-        default=None, description="layers compiled into one program; default all of a stage up to 8, else 1"
+        default=None,
+        description="layers compiled into one program; default all of a stage up to 8, else 1, with fsdp 4",
     )
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = Field(
         default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
