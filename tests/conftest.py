@@ -122,6 +122,12 @@ def write_base(directory: Path, **changes) -> Path:
 
 
 @pytest.fixture(scope="session")
+def make_base() -> Callable[..., Path]:
+    """make_base(directory, **shape) → an HF directory of a random tiny model, of another shape where it is told."""
+    return write_base
+
+
+@pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory) -> Path:
     """A random 2-layer model with tied embeddings."""
     return write_base(tmp_path_factory.mktemp("base") / "tiny")

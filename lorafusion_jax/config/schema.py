@@ -93,7 +93,7 @@ class MeshSettings(Section):
     fsdp: Count = Field(default=1, description="replicas that also share one copy of the frozen base between them")
     layers: tuple[Layers, ...] | None = Field(
         default=None,
-        description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost, and profile or timeline may know better",
+        description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost; profile may know better",
     )
 
     @property
@@ -120,7 +120,7 @@ class TrainSettings(Section):
     )
     block_layers: Count | None = Field(
         default=None,
-        description="layers compiled into one program; default all of a stage up to 8, else 1, with fsdp 4",
+        description="layers compiled into one program; default all of a stage up to 8, else 1 (fsdp: 4)",
     )
     implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = Field(
         default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
