@@ -13,6 +13,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out, plain_table, say
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import base_directory
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.extent import extents
 from lorafusion_jax.pipeline.layout import Moved, worth_in_layers
 from lorafusion_jax.report.format import better_layers, duration, percent
@@ -89,9 +90,13 @@ def _moved(run: Path, measured: Timeline) -> Moved | None:
         return None
     folder, started = RunFolder(run), _started(run, measured.num_stages)
     config = folder.read_config()
+    try:
+        model = ModelConfig.from_hf(base_directory(config))
+    except LoraFusionError:  # the base is not on this machine; what was measured can be drawn without it
+        return None
     return better_layout(
         config,
-        ModelConfig.from_hf(base_directory(config)),
+        model,
         extents(started["layers"]),
         measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
         keep=started["keep"],

@@ -91,6 +91,16 @@ def test_timeline_says_how_layers_should_lie(lorafusion, two_stages, tmp_path):
     assert 0.2 < numbers["better_layers"]["saving"] < 0.6
 
 
+def test_timeline_needs_no_base_model(lorafusion, two_stages, tmp_path):
+    _, _, finished = two_stages
+    shutil.copytree(finished, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub(r"^(  model: ).*$", r"\1/elsewhere", config.read_text(), count=1, flags=re.M))
+    outcome = lorafusion("timeline", tmp_path / "run", "-o", tmp_path / "t.html")
+    assert outcome.code == 0, outcome.err
+    assert "measured" in outcome.out
+
+
 def test_costs_of_one_mesh_are_refused_for_another(lorafusion, two_stages, finished):
     job, costs, _ = two_stages
     for arguments in (("plan", job.path, "--cost-model", costs), ("timeline", finished[1], "--cost-model", costs)):
