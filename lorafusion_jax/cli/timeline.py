@@ -15,7 +15,8 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.pipeline.extent import extents
-from lorafusion_jax.pipeline.layout import Moved, worth_in_layers
+from lorafusion_jax.pipeline.layout import worth_in_layers
+from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.prediction import DEVICES, better_layout, memory_of

@@ -13,14 +13,13 @@ from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.pipeline import memory
 from lorafusion_jax.pipeline.extent import Extent, counts_of
 from lorafusion_jax.pipeline.layout import (
-    Moved,
     linear_shapes,
     modelled_costs,
-    rebalanced,
     stage_layers,
     worth_in_layers,
 )
 from lorafusion_jax.pipeline.memory import Keep
+from lorafusion_jax.pipeline.rebalance import Moved, rebalanced
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
 

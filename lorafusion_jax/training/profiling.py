@@ -14,8 +14,8 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import base_directory, plan_training, prepare
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.layout import Moved
 from lorafusion_jax.pipeline.profile import Load, profile_stages
+from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import better_layout
 from lorafusion_jax.training.base import load_stages

@@ -12,7 +12,7 @@ from cli_helpers import make_job
 
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.pipeline.extent import counts_of
-from lorafusion_jax.pipeline.layout import Moved
+from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan

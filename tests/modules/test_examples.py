@@ -18,6 +18,11 @@ import pytest
         "checkpoint.new_folder",
         "checkpoint.peft_config",
         "checkpoint.run_lock",
+        "pipeline.blocks",
+        "pipeline.extent",
+        "pipeline.failures",
+        "pipeline.layout",
+        "pipeline.rebalance",
     ],
 )
 def test_examples_of(name):
