@@ -42,6 +42,15 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
+from benchmarks.end_to_end_inputs import (  # noqa: E402
+    LENGTHS,
+    LONGEST,
+    SHAPES,
+    WORKLOADS,
+    Draw,
+    random_data,
+    sample_lengths,
+)
 from benchmarks.frozen import FrozenStage, without_lora, without_updates  # noqa: E402
 from benchmarks.gpu_state import GpuState  # noqa: E402
 from lorafusion_jax.cli.common import prepare_machine  # noqa: E402
@@ -58,8 +67,7 @@ from lorafusion_jax.config.schema import (  # noqa: E402
     TrainSettings,
 )
 from lorafusion_jax.config.specs import adapter_specs  # noqa: E402
-from lorafusion_jax.data.prepare import AdapterData, Prepared  # noqa: E402
-from lorafusion_jax.data.tokenized import TokenizedSet  # noqa: E402
+from lorafusion_jax.data.prepare import Prepared  # noqa: E402
 from lorafusion_jax.models import ModelConfig  # noqa: E402
 from lorafusion_jax.pipeline.blocks import block_layers  # noqa: E402
 from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
@@ -72,7 +80,7 @@ from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
 from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
 from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
 from lorafusion_jax.report.prediction import better_layout  # noqa: E402
-from lorafusion_jax.training.base import fitting_keep  # noqa: E402
+from lorafusion_jax.training.base import device_bytes, fitting_keep  # noqa: E402
 from lorafusion_jax.training.batches import Batches  # noqa: E402
 from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
 from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
@@ -80,28 +88,7 @@ from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate
 from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
 from scheduling.pipeline import one_forward_one_backward  # noqa: E402
 
-LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread in tokens, log-normal
-WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
-LONGEST = 4096
 CAPACITIES = (2048, 3072, 4096, 6144, 8192)
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32,
-        "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
-    },
-    "32b": {
-        "family": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_layers": 64,
-        "num_heads": 40, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "qkv_bias": True,
-    },
-    "70b": {
-        "family": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80,
-        "num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
-    },
-    "tiny": {
-        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4,
-        "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-    },
-}  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -236,8 +223,7 @@ class Bench:
         took = self.once(variant, config, stages, short, self.plan(variant, short, capacity, mesh))["busy_s"]
         self.options.no_profile = profile
         extents = [stage.extent for stage in stages]
-        size = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        moved = better_layout(config, self.model, extents, took, keep=stages[0].keep, device_bytes=size)
+        moved = better_layout(config, self.model, extents, took, keep=stages[0].keep, device_bytes=device_bytes())
         layers = counts_of(extents) if moved is None else moved.layers
         self.write({"settled": self.options.model, "busy_s": took, "from": counts_of(extents), "to": layers})
         return tuple(layers)
@@ -465,52 +451,6 @@ def kernel_times(folder: Path) -> list[tuple[str, int, float]]:
             entry[1] += event["dur"] / 1e3
     ranked = sorted(total.items(), key=lambda item: -item[1][1])
     return [(name, int(calls), round(ms, 3)) for name, (calls, ms) in ranked[:200]]
-
-
-class Draw:
-    """Random tensors on a stage: norms 1, biases 0, products scaled by their input."""
-
-    def __init__(self, stage: StageMesh, dtype: Any):
-        self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        self._key += 1
-        kind = (name.rsplit(".", 1)[-1] if len(shape) < 2 else "kernel", shape)
-        if kind not in self._made:
-            target = self._stage.weight(shape)
-
-            def make(seed: jax.Array) -> jax.Array:
-                if kind[0] != "kernel":
-                    return jnp.full(shape, 0.0 if kind[0] == "bias" else 1.0, self._dtype)
-                key = jax.random.wrap_key_data(jnp.full(4, seed, jnp.uint32), impl="unsafe_rbg")
-                return jax.random.normal(key, shape, self._dtype) * jnp.asarray(shape[0] ** -0.5, self._dtype)
-
-            self._made[kind] = jax.jit(make, out_shardings=target)
-        return self._made[kind](self._key)
-
-
-def sample_lengths(
-    draw: np.random.Generator, workload: str, adapter: int, count: int, scale: float, longest: int
-) -> list[int]:
-    """Lengths of one adapter's samples: all of one kind, of all kinds mixed, or of a kind of its own."""
-    kinds = {"mix": list(LENGTHS), "het": [[*LENGTHS, "mix"][adapter % 4]]}.get(workload, [workload])
-    kinds = list(LENGTHS) if kinds == ["mix"] else kinds
-    columns = []
-    for kind in kinds:
-        mean, spread = LENGTHS[kind]
-        variance = np.log(1 + (spread / mean) ** 2)
-        columns.append(draw.lognormal(np.log(mean * scale) - variance / 2, np.sqrt(variance), count))
-    return np.choose(draw.integers(0, len(columns), count), columns).clip(32 * scale + 2, longest).astype(int).tolist()
-
-
-def random_data(job: AdapterJob, vocab: int, seed: int) -> AdapterData:
-    lengths = np.asarray(job.sample_tokens)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    mask = np.ones(offsets[-1], bool)
-    mask[offsets[:-1]] = False
-    tokens = np.random.default_rng(seed).integers(0, vocab, offsets[-1]).astype(np.int32)
-    held = TokenizedSet(tokens=tokens, loss_mask=mask, offsets=offsets, rows=np.arange(len(lengths)), report=None)  # type: ignore[arg-type]
-    return AdapterData(train=held, eval=None, order=np.arange(len(lengths)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Literal
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, resolve_targets
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent, Half
@@ -118,16 +119,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
     tokens = config.batch.capacity_tokens
     return MemoryProblem(
         model=model,
-        adapters=tuple(
-            AdapterSpec(
-                name=adapter.name,
-                rank=adapter.lora.rank,
-                alpha=adapter.lora.alpha,
-                dropout=adapter.lora.dropout,
-                targets=resolve_targets(adapter.lora.targets),
-            )
-            for adapter in config.adapters
-        ),
+        adapters=tuple(adapter_specs(config)),
         optimizers=tuple(adapter.optim.name for adapter in config.adapters),
         layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
         capacity_tokens=tokens,

@@ -73,7 +73,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
 
 def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
-    size, problem = _device_bytes(), _problem(config, model)
+    size, problem = device_bytes(), _problem(config, model)
     mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
     return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
@@ -81,7 +81,7 @@ def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
 
 def memory_warning(config: JobConfig, model: ModelConfig, keep: Keep) -> str | None:
     """Says so before the first microbatch where memory will hardly do on this machine, and what to change."""
-    size, problem = _device_bytes(), replace(_problem(config, model), keep=keep)
+    size, problem = device_bytes(), replace(_problem(config, model), keep=keep)
     if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
         return None
     totals = [stage.total for stage in stage_memory(problem)]
@@ -97,7 +97,7 @@ def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
     return replace(memory_problem(config, model), hopper=is_hopper())
 
 
-def _device_bytes() -> int | None:
+def device_bytes() -> int | None:
     """What the allocator of a device may take; None where it does not tell (CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 

@@ -18,7 +18,7 @@ from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import better_layout
-from lorafusion_jax.training.base import load_stages
+from lorafusion_jax.training.base import device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
 from scheduling import CostModel, Plan, StageCost
 
@@ -74,7 +74,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         [stage.extent for stage in stages],
         [sum(_seconds(stage, load) for load in loads) for stage in costs.stages],
         keep=stages[0].keep,
-        device_bytes=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+        device_bytes=device_bytes(),
     )
     return Profile(replace(costs, capacity_tokens=plan.capacity_tokens), plan, better)
 
