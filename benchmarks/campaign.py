@@ -2,12 +2,14 @@
 
     python benchmarks/campaign.py --seconds 590 --out results
     python benchmarks/campaign.py --seconds 590 --out results --cells 70b 8b_data4 layer
+    python benchmarks/campaign.py --cells 8b_data4 8b_data1 8b_data1.2 8b_data1.3
     python benchmarks/campaign.py --list
 
 A cell is one process on one or more GPUs of its own. Cells start in the order of the list (or of `--cells`) as soon as
 enough GPUs are free and the time that is left is enough for what they are known to need. A cell that overruns its limit
-is killed. Whatever has been measured is in the output after every cell: campaign.jsonl with one row per measurement,
-and campaign.tar.gz with the cells' own files and logs.
+is killed. A name with a number behind it is the same cell again: GPUs of one host differ. Whatever has been measured is
+in the output after every cell: campaign.jsonl with one row per measurement, and campaign.tar.gz with the cells' own
+files and logs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,13 +187,13 @@ class Campaign:
             for path in sorted(self._work.glob("*/*.jsonl"))
             for row in whole_rows(path.read_text())
         ]
-        replace(self._out / "campaign.jsonl", lambda file: file.write_text("".join(rows)))
+        put(self._out / "campaign.jsonl", lambda file: file.write_text("".join(rows)))
 
         def pack(file: Path) -> None:
             with tarfile.open(file, "w:gz") as archive:
                 archive.add(self._work, "campaign")
 
-        replace(self._out / "campaign.tar.gz", pack)
+        put(self._out / "campaign.tar.gz", pack)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -208,11 +210,20 @@ def whole_rows(text: str) -> Iterator[dict]:
             yield json.loads(line)
 
 
-def replace(file: Path, write: Callable[[Path], object]) -> None:
+def put(file: Path, write: Callable[[Path], object]) -> None:
     """Writes beside and puts in place: a reader, or the end of the program, meets a whole file."""
     beside = file.with_name(f".{file.name}")
     write(beside)
     beside.replace(file)
+
+
+def cell_named(name: str) -> Cell:
+    """The cell of that name, or the same again under a name with a number: 8b_data1.2."""
+    known = {each.name: each for each in CELLS}
+    base, _, number = name.partition(".")
+    if base not in known or (number and not number.isdigit()):
+        raise argparse.ArgumentTypeError(f"{name!r} is no cell; there are {', '.join(known)}, each also as NAME.NUMBER")
+    return replace(known[base], name=name)
 
 
 def visible_gpus() -> list[str]:
@@ -227,24 +238,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, help="default: all that are visible")
     parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], metavar="CELL")
+    parser.add_argument("--cells", nargs="+", type=cell_named, metavar="CELL", default=list(CELLS))
     parser.add_argument("--list", action="store_true", help="prints the cells and ends")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    named = {cell.name: cell for cell in CELLS}
-    cells = [named[name] for name in options.cells] if options.cells else list(CELLS)
     if options.list:
-        for cell in cells:
-            print(f"{cell.name:15s} {cell.gpus} GPUs {cell.seconds:4.0f} s  {cell.command}")
+        for each in options.cells:
+            print(f"{each.name:15s} {each.gpus} GPUs {each.seconds:4.0f} s  {each.command}")
         return 0
     gpus = visible_gpus()[: options.gpus]
-    too_large = [cell.name for cell in cells if cell.gpus > len(gpus)]
+    too_large = [each.name for each in options.cells if each.gpus > len(gpus)]
     if too_large:
         print(f"left out, more than {len(gpus)} GPUs: {', '.join(too_large)}")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that cells end, too
     with tempfile.TemporaryDirectory() as work:
-        ready = [cell for cell in cells if cell.gpus <= len(gpus)]
+        ready = [each for each in options.cells if each.gpus <= len(gpus)]
         ended = Campaign(ready, gpus, options.seconds, options.out, Path(work)).run()
     return int(any(text != "exit status 0" for text in ended.values()))
 

@@ -1,11 +1,12 @@
 """The benchmarks of a host run side by side, and what is measured is never lost."""
 
+import argparse
 import json
 import tarfile
 
 import pytest
 
-from benchmarks.campaign import CELLS, Campaign, Cell
+from benchmarks.campaign import CELLS, Campaign, Cell, cell_named
 
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -42,3 +43,10 @@ def test_every_cell_is_a_benchmark_that_exists():
 
     assert all((ROOT / "benchmarks" / each.command.split()[0]).exists() for each in CELLS)
     assert len({each.name for each in CELLS}) == len(CELLS)
+
+
+def test_a_cell_can_be_named_again_with_a_number():
+    first, again = cell_named(CELLS[0].name), cell_named(f"{CELLS[0].name}.2")
+    assert (again.name, again.command, again.gpus) == (f"{first.name}.2", first.command, first.gpus)
+    with pytest.raises(argparse.ArgumentTypeError, match="no cell"):
+        cell_named(f"{CELLS[0].name}.second")
