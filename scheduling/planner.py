@@ -20,11 +20,13 @@ from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
+from scheduling.packing.swap import even_work
 from scheduling.types import AdapterJob, Limits, Plan
 from scheduling.verify import verify_plan
 
 EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides
 SEARCH_SHARE = 0.88  # of the time limit; the rest is for naming the samples and verifying
+EVEN_SHARE = 0.4  # of the search's evaluations and time, beside what it leaves: evens out the work of what is packed
 AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
 
 
@@ -80,10 +82,9 @@ def make_plan(
     problem = make_problem(jobs, limits)
     evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
     left = [np.arange(job.num_samples) for job in jobs]
-    bound, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
-    if check_time_limit(exact_time_limit_s):
-        polished = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s)
-        filling = even_out(problem, polished.filling)
+    bound, filling = fill(
+        problem, left, Budget(evaluations=evaluations, deadline=deadline), seed, exact_time_limit_s=exact_time_limit_s
+    )
     plan = Plan(
         jobs=jobs,
         slots=to_slots(problem, filling),
@@ -98,15 +99,24 @@ def make_plan(
     return plan
 
 
-def fill(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int) -> tuple[int, Filling]:
+def fill(
+    problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int, *, exact_time_limit_s: float = 0.0
+) -> tuple[int, Filling]:
     """The lower bound of a problem, and the best filling found."""
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
+    more, end = EVEN_SHARE * budget.evaluations, budget.deadline
     filling = greedy(problem)
     if not problem.weighted:
+        budget.deadline -= EVEN_SHARE * max(0.0, end - time.monotonic())
         filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
+    if check_time_limit(exact_time_limit_s):
+        began = time.monotonic()
+        filling = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s).filling
+        end += time.monotonic() - began  # it has a limit of its own
+    if not problem.weighted or exact_time_limit_s:
         filling = even_out(problem, filling)
-    return bound, filling
+    return bound, even_work(problem, filling, Budget(max(0.0, budget.evaluations) + more, end))
 
 
 def _best_capacity(

@@ -84,7 +84,7 @@ class _Beam:
         self.noise = random.Random(seed)
         self.jitter, self.hurry, self.cut, self.thorough = 0.0, False, False, False
         self.slot_tokens = problem.slot_tokens
-        self.price = 1 + len(problem.jobs) / 16  # a child costs the more, the more jobs there are
+        self.price = (1 + len(problem.jobs) / 16) * (3 + problem.data_parallel) / 4  # of a child
 
     def run(self, width: int, slots: int) -> Filling | None:
         """The best plan with fewer than `slots` slots that a beam finds, as wide as the budget affords at each slot."""

@@ -1,0 +1,80 @@
+"""A filling whose samples can be moved from microbatch to microbatch, with the rules at hand."""
+
+from __future__ import annotations
+
+from scheduling.packing.problem import Filling, Problem, bits
+
+Key = tuple[int, int]  # (job, batch)
+Place = tuple[int, int]  # (slot, replica)
+
+
+class Bins:
+    """Microbatches by (slot, replica): load, and per (job, batch) the mask of its samples."""
+
+    def __init__(self, problem: Problem, filling: Filling):
+        self.problem = problem
+        self.shape = (len(filling), problem.data_parallel)
+        self.parts = {
+            (slot, replica): {(job, batch): mask for job, batch, mask in parts}
+            for slot, replicas in enumerate(filling)
+            for replica, parts in enumerate(replicas)
+        }
+        self.load = {at: sum(map(self.tokens, parts, parts.values())) for at, parts in self.parts.items()}
+        self.first: dict[Key, int] = {}
+        self.last: dict[Key, int] = {}
+        for (slot, _), parts in self.parts.items():
+            for key in parts:
+                self.first.setdefault(key, slot)
+                self.last[key] = slot
+
+    def tokens(self, key: Key, mask: int) -> int:
+        tokens = self.problem.batches[key[0]][key[1]].tokens
+        return sum(tokens[bit] for bit in bits(mask))
+
+    def tokens_of(self, at: Place) -> dict[Key, int]:
+        """Tokens of each batch that is there."""
+        return {key: self.tokens(key, mask) for key, mask in self.parts[at].items()}
+
+    def may_run(self, key: Key, slot: int) -> bool:
+        """Whether a sample of the batch may be in that slot, given where its neighbours are."""
+        job, batch = key
+        distance = self.problem.num_stages
+        after = self.last[job, batch - 1] + distance if batch else self.problem.ready[job]
+        before = self.first[job, batch + 1] - distance if (job, batch + 1) in self.first else self.shape[0] - 1
+        return after <= slot <= before
+
+    def room_for(self, at: Place, key: Key) -> int:
+        """Tokens of that batch that still fit."""
+        tile, tiles = self.problem.tile_tokens, self.problem.tiles
+        own = 0
+        for other, mask in self.parts[at].items():
+            if other == key:
+                own = self.tokens(other, mask)
+            else:
+                tiles -= -(-self.tokens(other, mask) // tile)
+        return tiles * tile - own
+
+    def move(self, key: Key, bit: int, source: Place, target: Place) -> None:
+        length = self.problem.batches[key[0]][key[1]].tokens[bit]
+        self.parts[source][key] ^= 1 << bit
+        if not self.parts[source][key]:
+            del self.parts[source][key]
+        self.parts[target][key] = self.parts[target].get(key, 0) | 1 << bit
+        self.load[source] -= length
+        self.load[target] += length
+        slots = [at[0] for at in (source, target)] + [self.first[key], self.last[key]]
+        held = [slot for slot in range(min(slots), max(slots) + 1) if self._holds(key, slot)]
+        self.first[key], self.last[key] = held[0], held[-1]
+
+    def _holds(self, key: Key, slot: int) -> bool:
+        return any(key in self.parts[slot, replica] for replica in range(self.shape[1]))
+
+    def filling(self) -> Filling:
+        slots, replicas = self.shape
+        return [
+            tuple(
+                tuple((job, batch, mask) for (job, batch), mask in self.parts[slot, replica].items())
+                for replica in range(replicas)
+            )
+            for slot in range(slots)
+        ]

@@ -1,0 +1,95 @@
+"""Replicas and stages wait for the slowest microbatch: work is spread evenly, and no rule is broken for it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import jobs, limits
+
+from scheduling import AdapterJob, CostModel, PassCost, Plan, StageCost, make_plan, simulate, verify_plan
+from scheduling.checks import check_jobs
+from scheduling.errors import PlanError
+from scheduling.packing.budget import Budget
+from scheduling.packing.greedy import greedy
+from scheduling.packing.problem import make_problem, to_slots
+from scheduling.packing.swap import even_work
+
+
+def work(plan: Plan) -> np.ndarray:
+    """Σ length² of every microbatch, [slots, replicas]."""
+    tokens = {job.name: job.sample_tokens for job in plan.jobs}
+    return np.array(
+        [[sum(tokens[ref.adapter][ref.sample] ** 2 for ref in rows) for rows in slot.replicas] for slot in plan.slots]
+    )
+
+
+def mixed_jobs(count: int = 4, samples: int = 320, batch: int = 16) -> list[AdapterJob]:
+    """Lengths as of short, middle and long documents together."""
+    draw = np.random.default_rng(5)
+    lengths = np.exp(draw.normal(6.7, 0.8, (count, samples))).clip(32, 4096).astype(int)
+    return [AdapterJob(f"a{number}", own.tolist(), batch) for number, own in enumerate(lengths)]
+
+
+def packed(jobs: list[AdapterJob], *, even: bool, **shape) -> Plan:
+    """The first plan, as it is or evened out."""
+    bounds = check_jobs(tuple(jobs), **shape)
+    problem = make_problem(jobs, bounds)
+    filling = greedy(problem)
+    if even:
+        filling = even_work(problem, filling, Budget(evaluations=math.inf, deadline=math.inf))
+    return Plan(jobs=tuple(jobs), slots=to_slots(problem, filling), seed=0, lower_bound=0, **shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(most_samples=20), limits())
+def test_every_rule_is_kept_and_work_never_gets_less_even(jobs, shape):
+    try:
+        before = packed(jobs, even=False, **shape)
+    except PlanError:
+        return  # a sample longer than a microbatch
+    after = packed(jobs, even=True, **shape)
+    verify_plan(after, jobs)
+    assert after.num_slots == before.num_slots
+    assert after.num_noops == before.num_noops
+    assert (work(after).astype(float) ** 2).sum() <= (work(before).astype(float) ** 2).sum()
+    assert after == packed(jobs, even=True, **shape)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_wait_less_for_the_slowest(replicas):
+    shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": replicas, "tile_tokens": 128}
+    before, after = (work(packed(mixed_jobs(), even=even, **shape)) for even in (False, True))
+    assert after.sum() == before.sum()
+    waited = [each.max(axis=1).sum() - each.mean(axis=1).sum() for each in (before, after)]
+    assert waited[1] < 0.75 * waited[0]
+
+
+def test_a_pipeline_is_idle_less():
+    shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 1, "tile_tokens": 128}
+    one = PassCost(fixed_s=0.4, square_s=2e-9)
+    costs = CostModel(stages=(StageCost(forward=one, backward=one),))
+    idle = [simulate(packed(mixed_jobs(), even=even, **shape), costs).bubble_share for even in (False, True)]
+    assert idle[1] < 0.7 * idle[0]
+
+
+def test_samples_stay_in_their_slots_when_weights_share_these():
+    weighted = [replace(job, weight=1.0 + number) for number, job in enumerate(mixed_jobs())]
+    shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 2, "tile_tokens": 128}
+    before, after = (packed(weighted, even=even, **shape) for even in (False, True))
+    assert work(after).max(axis=1).sum() < work(before).max(axis=1).sum()
+    assert [set(slot.samples) for slot in after.slots] == [set(slot.samples) for slot in before.slots]
+
+
+def test_one_device_waits_for_nobody_and_keeps_its_plan():
+    shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 1, "tile_tokens": 128}
+    assert packed(mixed_jobs(), even=True, **shape) == packed(mixed_jobs(), even=False, **shape)
+
+
+def test_plans_are_evened_out_within_the_time_limit():
+    shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 4}
+    quick, plan = (make_plan(mixed_jobs(), time_limit_s=seconds, **shape) for seconds in (0.0, 2.0))
+    waited = [(work(each).max(axis=1) / work(each).mean(axis=1)).mean() for each in (quick, plan)]
+    assert plan.num_slots <= quick.num_slots
+    assert waited[1] < 0.92 * waited[0]
