@@ -54,14 +54,13 @@ class Cell:
 
 LARGE = "end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16"
 REPLICAS = "end_to_end.py --model 8b --variants ours --slots 60 --no-profile"
-SETTLE = "--settle 24"  # slots, after which layers move by what the stages took
 CELLS = (
-    Cell(name="70b", gpus=4, seconds=460, command=f"{LARGE} --variants ours mlora {SETTLE}"),
-    Cell(name="70b_fsdp", gpus=4, seconds=260, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
+    Cell(name="70b", gpus=4, seconds=440, command=f"{LARGE} --variants ours mlora"),
+    Cell(name="70b_fsdp", gpus=4, seconds=200, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
     Cell(name="70b_flush", gpus=4, seconds=260, command=f"{LARGE} --variants flush --baseline-slots 40"),
     Cell(
-        name="32b", gpus=2, seconds=370,
-        command=f"end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 14 {SETTLE}",
+        name="32b", gpus=2, seconds=330,
+        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 14",
     ),
     Cell(
         name="32b_baselines", gpus=2, seconds=430,

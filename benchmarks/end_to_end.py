@@ -13,11 +13,12 @@ end of the last slot, drain included. Writes one JSON line per run and the measu
 Variants (all rows are reported, also those that win):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
     ours_xla        the same with the XLA form of LoRA
-    single_xla      one adapter after another, XLA LoRA, capacity chosen for it by the simulator
+    single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
     fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
     flush           one adapter after another through the pipeline, flushed at every step
     mlora           all adapters, one batch of each in turn, each packed alone, our kernels
+                    these five in microbatches of the size that the simulator finds quickest for them
     frozen          trains nothing and is the floor of all times: the slots of `ours` forward and backward through the
                     frozen base, same stages, same keep; no LoRA, no adapter gradients, no steps
 """
@@ -71,7 +72,6 @@ from lorafusion_jax.data.prepare import Prepared  # noqa: E402
 from lorafusion_jax.models import ModelConfig  # noqa: E402
 from lorafusion_jax.pipeline.blocks import block_layers  # noqa: E402
 from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
-from lorafusion_jax.pipeline.extent import counts_of  # noqa: E402
 from lorafusion_jax.pipeline.layout import stage_layers  # noqa: E402
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes  # noqa: E402
 from lorafusion_jax.pipeline.move import to_stage  # noqa: E402
@@ -79,16 +79,16 @@ from lorafusion_jax.pipeline.parts import Parts, StageWeights  # noqa: E402
 from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
 from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
 from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
-from lorafusion_jax.report.prediction import better_layout  # noqa: E402
-from lorafusion_jax.training.base import device_bytes, fitting_keep  # noqa: E402
+from lorafusion_jax.report.prediction import predicted_costs  # noqa: E402
+from lorafusion_jax.training.base import fitting_keep  # noqa: E402
 from lorafusion_jax.training.batches import Batches  # noqa: E402
 from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
 from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
-from scheduling import AdapterJob, Plan, default_cost_model, make_plan, simulate  # noqa: E402
+from scheduling import AdapterJob, Plan, make_plan, simulate  # noqa: E402
 from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
 from scheduling.pipeline import one_forward_one_backward  # noqa: E402
 
-CAPACITIES = (2048, 3072, 4096, 6144, 8192)
+CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 
 class Variant(NamedTuple):
@@ -129,7 +129,6 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
     parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
-    parser.add_argument("--settle", type=int, default=0, help="slots to run before; layers move by what stages took")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
     parser.add_argument("--until", type=float, help="seconds after which no further run starts")
@@ -176,9 +175,6 @@ class Bench:
         )
         wanted = options.slots if variant.together else options.baseline_slots or options.slots
         jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
-        if options.settle and variant.together and self.layers is None and mesh.stages > 1:
-            self.layers = self.settled(variant, mesh, capacity, jobs[0], plans[0])
-            mesh = mesh.model_copy(update={"layers": self.layers})
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
         stages = self.stages(config, frozen=variant.frozen)
         with GpuState() as state:
@@ -211,23 +207,6 @@ class Bench:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
-    def settled(
-        self, variant: Variant, mesh: MeshSettings, capacity: int, jobs: Sequence[AdapterJob], plan: Plan
-    ) -> tuple[int | float, ...]:
-        """Layers of each stage by what the stages of a short run took; the same for all variants after it."""
-        config = self.config(variant, mesh, capacity, self.options.adapters)
-        stages = self.stages(config)
-        batches = max(1, round(jobs[0].num_batches * self.options.settle / plan.num_slots))
-        short = [dataclasses.replace(job, max_batches=batches) for job in jobs]
-        profile, self.options.no_profile = self.options.no_profile, True
-        took = self.once(variant, config, stages, short, self.plan(variant, short, capacity, mesh))["busy_s"]
-        self.options.no_profile = profile
-        extents = [stage.extent for stage in stages]
-        moved = better_layout(config, self.model, extents, took, keep=stages[0].keep, device_bytes=device_bytes())
-        layers = counts_of(extents) if moved is None else moved.layers
-        self.write({"settled": self.options.model, "busy_s": took, "from": counts_of(extents), "to": layers})
-        return tuple(layers)
-
     def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
         """Jobs of each run in turn, the capacity, and their plans."""
         options, longest = self.options, LONGEST if self.options.model != "tiny" else 96
@@ -242,10 +221,11 @@ class Bench:
             )
             for i in range(options.adapters)
         ]
-        if variant.plan == "single":
-            capacity = self.best_capacity(variant, jobs[0], mesh) if options.model != "tiny" else options.capacity
-            return [[job] for job in jobs], capacity, [self.plan(variant, [job], capacity, mesh) for job in jobs]
-        return [jobs], options.capacity, [self.plan(variant, jobs, options.capacity, mesh)]
+        runs = [jobs] if variant.together else [[job] for job in jobs]
+        capacity = options.capacity
+        if variant.plan != "ours" and options.model != "tiny":
+            capacity = self.best_capacity(variant, runs, mesh)
+        return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
 
     def plan(self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int, mesh: MeshSettings) -> Plan:
         limits = {
@@ -256,22 +236,25 @@ class Bench:
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
 
-    def best_capacity(self, variant: Variant, job: AdapterJob, mesh: MeshSettings) -> int:
-        """What a user would tune: the capacity with the most tokens/s by the default cost model, of those at which
-        memory leaves no product to be computed twice."""
-        size = sum(
-            np.prod(shape)
-            for shape in Parts(model=self.model, specs=(), settings=TrainSettings()).frozen_shapes().values()
-        )
-        costs = default_cost_model(
-            "h200", num_stages=mesh.stages, parameters=float(size * self.model.num_layers),
-            num_layers=self.model.num_layers, hidden_size=self.model.hidden_size,
-        )  # fmt: skip
-        possible = [c for c in CAPACITIES if c >= max(job.sample_tokens) and c <= self.options.capacity]
-        roomy = [c for c in possible if fitting_keep(self.config(variant, mesh, c, 1), self.model) != "nothing"]
-        return max(
-            roomy or possible, key=lambda c: simulate(self.plan(VARIANTS["single"], [job], c, mesh), costs).tokens_per_s
-        )
+    def best_capacity(self, variant: Variant, runs: Sequence[Sequence[AdapterJob]], mesh: MeshSettings) -> int:
+        """What a user would tune: the capacity with the most tokens/s by `plan`'s costs, of those at which memory
+        leaves no product to be computed twice."""
+        longest = max(max(job.sample_tokens) for run in runs for job in run)
+        possible = [capacity for capacity in CAPACITIES if longest <= capacity <= self.options.capacity]
+        configs = {capacity: self.config(variant, mesh, capacity, len(runs[0])) for capacity in possible}
+        roomy = [c for c in possible if fitting_keep(configs[c], self.model) != "nothing"]
+
+        def seconds(capacity: int) -> float:
+            costs = predicted_costs(configs[capacity], self.model, "h200")
+            plans = [self.plan(variant, run, capacity, mesh) for run in runs]
+            return sum(
+                simulate(
+                    plan, costs, program=one_forward_one_backward(plan, flush=True) if variant.flush else None
+                ).duration_s
+                for plan in plans
+            )
+
+        return min(roomy or possible, key=seconds)
 
     def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
         settings = dict(pair.split("=") for pair in self.options.set)
@@ -407,7 +390,6 @@ class Bench:
             "slot_s": round(statistics.median(steady), 5) if steady else None,
             "bubbles": [round(share, 4) for share in timeline.bubble_shares],
             "host_s_per_slot": round(sum(span.end_s - span.start_s for span in timeline.host) / max(len(order), 1), 5),
-            "busy_s": [round(each, 4) for each in timeline.of_slots(range(order[warm], last + 1)).busy_s],
             "timeline": timeline.of_slots(range(60)),
         }
         if costs is not None:

@@ -2,7 +2,6 @@
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import LLAMA_70B
@@ -45,17 +44,20 @@ def test_no_layout_is_quicker_by_what_stages_took(layers, measured, attention):
 
 
 def test_layers_move_away_from_the_stage_that_was_slowest():
-    """Four H200s of one host, 70B: the third GPU kept 1.50 GHz at its power limit, the others 1.55 to 1.60."""
     stages, costs = extents([20, 20.5, 20.5, 19]), modelled_costs(LLAMA_70B)
-    took = [0.6800, 0.6743, 0.7185, 0.6746]
+    took = [0.6800, 0.6743, 0.7885, 0.6746]
     moved = rebalanced(stages, took, costs)
     assert moved is not None
-    assert moved.layers == [20.5, 20.5, 20, 19]
-    assert moved.saving == pytest.approx(0.033, abs=0.002)  # of 4.4 % at most: all stages at their mean
+    assert moved.layers == [21, 21, 18, 20]
     full = rebalanced(stages, took, costs, most=[40, 160, 160, 160])  # the first GPU holds no half more
     assert full is not None
-    assert full.layers == [20, 21, 20, 19]
-    assert full.saving == pytest.approx(0.024, abs=0.002)
+    assert full.layers == [20, 21.5, 18.5, 20]
+
+
+def test_layers_stay_where_clocks_explain_what_stages_took():
+    """Four H200s of one host, 70B, at their power limit: moving layers by such times saved nothing."""
+    stages, costs = extents([20, 20.5, 20.5, 19]), modelled_costs(LLAMA_70B)
+    assert rebalanced(stages, [0.6800, 0.6743, 0.7185, 0.6746], costs) is None
 
 
 def test_layers_stay_where_moving_one_saves_nothing():
