@@ -59,8 +59,8 @@ CELLS = (
     Cell(name="70b_fsdp", gpus=4, seconds=200, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
     Cell(name="70b_flush", gpus=4, seconds=260, command=f"{LARGE} --variants flush --baseline-slots 40"),
     Cell(
-        name="32b", gpus=2, seconds=330,
-        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 14",
+        name="32b", gpus=2, seconds=470,
+        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla mlora --baseline-slots 14",
     ),
     Cell(
         name="32b_baselines", gpus=2, seconds=430,
@@ -91,6 +91,10 @@ CELLS = (
     Cell(name="check", gpus=1, seconds=70, command="kernels.py --sections check --budget 65"),
     Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
     Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --only 2048x 4096x --budget 450"),
+    Cell(
+        name="rows_large", gpus=1, seconds=270,
+        command="kernels.py --sections rows --only 4096x5120 4096x8192 16384x8192 --budget 260",
+    ),
     Cell(name="rows16k", gpus=1, seconds=250, command="kernels.py --sections rows --only 16384x --budget 240"),
     Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from benchmarks import kernel_checks, kernel_layer, oracles
+from benchmarks.conditions import conditions
 from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
 from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
@@ -57,6 +58,7 @@ class Recorder:
 def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = ()) -> None:
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
+    recorder.add(conditions=conditions())
     sections = {
         "check": kernel_checks.run, "ops": partial(run_ops, only=only),
         "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only), "profile": run_profile,
@@ -102,30 +104,32 @@ class Variant:
 def op_variants(tokens: int, k: int, n: int, *, tiny: bool, full: bool):
     def row(kind: str, layer: Callable[..., jax.Array], **changes) -> Variant:
         spec = LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
-        return Variant(kind=kind, spec=spec, parallel=kind.startswith("pallas"), layer=layer)
+        # Where the default is XLA, its products are tuned beside those of others: rare, and before anything is timed.
+        return Variant(kind=kind, spec=spec, parallel=kind.startswith(("pallas", "default")), layer=layer)
 
     def own(backend: str, **changes) -> Variant:
-        return row(backend, ours(backend), **changes)
+        return row(backend, ours(None if backend == "default" else backend), **changes)
 
     fused = "pallas_triton" if tiny else "pallas_mosaic_gpu"
     yield row("frozen", lambda x, a, b, w, arrays: oracles.frozen(x, w))
     for rate in (0.0, 0.1):
         yield row("xla_naive", naive, rate=rate)
-        for adapters in (1, 4, 16) if full or rate else (1,):
+        yield row("xla_wide", wide, rate=rate, adapters=4)
+        for adapters in (1, 4, 16):
             yield own(fused, rate=rate, adapters=adapters)
         for adapters in (1, 4):
             yield own("xla", rate=rate, adapters=adapters)
-        if full:
-            yield row("xla_wide", wide, rate=rate, adapters=4)
-    for adapters in (1, 4):
+            yield own("default", rate=rate, adapters=adapters)
+    for adapters in (1, 4, 16):
         yield own(fused, rate=0.1, rank=64, adapters=adapters)
+    for adapters in (1, 4):
         yield own("xla", rate=0.1, rank=64, adapters=adapters)
     if full and not tiny:
         yield own("pallas_triton", rate=0.1)
         yield row("ragged_dot", ragged, rate=0.1, adapters=4)
 
 
-def ours(backend: str):
+def ours(backend: str | None):
     def layer(x, a, b, w, arrays):
         options = {"scale": arrays["scale"], "dropout": arrays["dropout"], "implementation": backend}
         if a.shape[0] == 1:

@@ -1,10 +1,11 @@
-"""Benchmark of the LoRA linear layer: correctness, whole ops, tile sizes, kernel lists.
+"""Benchmark of the LoRA linear layer: correctness, whole ops, decoder layers, tile sizes, kernel lists.
 
     python benchmarks/kernels.py --sections check,ops,sweep,profile --budget 450 --out results/
 
 `ops` has all forms at 8192 tokens, `rows` the main ones at 2048, 4096 and 16384: two GPUs share the work.
 Every section runs in a process with a deadline of its own: a kernel that hangs or crashes takes nothing else along.
-Records are JSON lines, one file per section; the tables at the end are printed from them.
+Records are JSON lines, one file per section, conditions first; the tables at the end are printed from them, and written
+as CSV files and a plot by `kernel_report.py`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def main() -> int:
         if not run_section(section, args, left * shares[0] / sum(shares)):
             broken.append(section)
     bad = report(args.out, sections)
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import kernel_report
+
+    files = [args.out / f"kernels_{section}.jsonl" for section in sections]
+    kernel_report.write([file for file in files if file.exists()], args.out / "kernels")
     if broken or bad:
         print(f"\nFAILED: sections {', '.join(broken) or 'none'}; {bad} checks are BAD or raised")
     return int(bool(broken or bad))
@@ -92,7 +98,8 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
 
 def records(out: pathlib.Path, section: str) -> list[dict]:
     path = out / f"kernels_{section}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "conditions" not in line]
 
 
 def report(out: pathlib.Path, sections: list[str]) -> int:

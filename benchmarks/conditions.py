@@ -1,0 +1,27 @@
+"""What a measurement was made with: it stands beside every result."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from datetime import UTC, datetime
+
+import jax
+import jaxlib
+
+
+def conditions() -> dict[str, str | float]:
+    """Device, versions and date; driver and power limit where there is an `nvidia-smi`."""
+    found: dict[str, str | float] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        query = [program, "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", "--id=0"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().split(", ")
+        if len(answer) == 2:
+            found |= {"driver": answer[0], "power_limit_w": answer[1]}
+    return found

@@ -1,0 +1,213 @@
+"""Makes the tables and the plot of the kernel benchmark from its JSON lines.
+
+    python benchmarks/kernel_report.py results/kernels_*.jsonl --out benchmarks/results/kernels_h200
+
+Writes OUT_ops.csv (whole ops), OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and
+OUT.png, each as far as the files have rows for it. Times are medians with the 20th and 80th percentile, forward and
+backward in one program; ratios are of rows of the same file, which is one run on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
+
+CONDITIONS = ("device", "jax", "jaxlib", "driver", "power_limit_w", "date", "file")
+TIMES = ("p20_us", "p50_us", "p80_us")
+OPS = ("tokens", "in_features", "out_features", "variant", "adapters", "rank", "dropout", *TIMES, "over_frozen")
+OPS += ("best_xla_over_this", *CONDITIONS)
+LAYERS = ("part", "tokens", "variant", "adapters", "dropout", *TIMES, "over_frozen", "best_xla_over_this", *CONDITIONS)
+BYTES = (
+    "case",
+    "tokens",
+    "in_features",
+    "out_features",
+    "kernels",
+    "read_mb",
+    "written_mb",
+    "mb",
+    "of_naive",
+    *CONDITIONS,
+)
+XLA = ("xla", "xla_naive", "xla_wide")
+COLOURS = {"frozen": "#9aa0a6", "xla_naive": "#e8a33d", "xla_wide": "#e8a33d", "ours": "#2a6fb0"}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="beginning of the names of what is written")
+    options = parser.parse_args()
+    for file in write(options.results, options.out):
+        print(file)
+
+
+def write(results: Iterable[Path], out: Path) -> list[Path]:
+    """Writes what the files have rows for; returns what was written."""
+    runs = [read(file) for file in results]
+    ops = [row for run in runs for row in op_rows(run)]
+    layers = [row for run in runs for row in layer_rows(run)]
+    moved = [row for run in runs for row in byte_rows(run)]
+    tables = {"ops": (OPS, ops), "layers": (LAYERS, layers), "bytes": (BYTES, moved + counted_rows() if moved else [])}
+    written = []
+    for name, (columns, rows) in tables.items():
+        if rows:
+            written.append(out.with_name(f"{out.name}_{name}.csv"))
+            with written[-1].open("w", newline="") as stream:
+                writer = csv.DictWriter(stream, columns, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+    if draw(ops, layers, out.with_name(f"{out.name}.png")):
+        written.append(out.with_name(f"{out.name}.png"))
+    return written
+
+
+def read(file: Path) -> list[Row]:
+    """Rows of one run, each with its conditions; what failed is left out."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    conditions = {"file": file.name} | next((line["conditions"] for line in lines if "conditions" in line), {})
+    return [conditions | line for line in lines if "error" not in line and "conditions" not in line]
+
+
+def op_rows(run: Sequence[Row]) -> list[Row]:
+    """Whole ops: the frozen row of a shape is what all its rows are compared with."""
+    rows = [row for row in run if "shape" in row and "variant" in row]
+    result = []
+    for row in rows:
+        same = [other for other in rows if other["shape"] == row["shape"]]
+        alike = [r for r in same if all(r[key] == row[key] for key in ("adapters", "rank", "rate"))]
+        tokens, shape = row["shape"].split("x")
+        num_in, num_out = shape.split("->")
+        sizes = {"tokens": int(tokens), "in_features": int(num_in), "out_features": int(num_out)}
+        result.append(row | sizes | {"dropout": row["rate"]} | ratios(row, same, alike))
+    return sorted(result, key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
+
+
+def layer_rows(run: Sequence[Row]) -> list[Row]:
+    rows = [row for row in run if "part" in row and "variant" in row]
+    result = []
+    for row in rows:
+        same = [other for other in rows if other["part"] == row["part"]]
+        alike = [r for r in same if all(r[key] == row[key] for key in ("adapters", "rate"))]
+        result.append(row | {"dropout": row["rate"]} | ratios(row, same, alike))
+    return result
+
+
+def ratios(row: Row, same: Sequence[Row], alike: Sequence[Row]) -> Row:
+    """Over the frozen layer, and how many times as long the quickest XLA form of the same job takes."""
+    frozen = [other["p50_us"] for other in same if other["variant"] == "frozen"]
+    xla = [other["p50_us"] for other in alike if other["variant"] in XLA]
+    times = {key: round(row[key], 1) for key in TIMES}
+    over = {"over_frozen": round(row["p50_us"] / frozen[0], 4)} if frozen else {}
+    ours = row["variant"] not in (*XLA, "frozen", "frozen_default")
+    return times | over | ({"best_xla_over_this": round(min(xla) / row["p50_us"], 4)} if xla and ours else {})
+
+
+def byte_rows(run: Sequence[Row]) -> list[Row]:
+    """Bytes through device memory by the card's counters, against the plain form."""
+    rows = [row for row in run if "dram__bytes_read.sum" in row]
+    naive = next((row["bytes"] for row in rows if row["case"].startswith("xla_naive")), None)
+    return [
+        row
+        | {"in_features": row["features"], "out_features": row["features"]}
+        | {
+            "read_mb": round(row["dram__bytes_read.sum"] / 1e6, 1),
+            "written_mb": round(row["dram__bytes_write.sum"] / 1e6, 1),
+            "mb": round(row["bytes"] / 1e6, 1),
+            "of_naive": round(row["bytes"] / naive, 4) if naive else None,
+        }
+        for row in rows
+    ]
+
+
+def counted_rows() -> list[Row]:
+    """The same counted by hand, nothing fused by a compiler: also for the shapes that no counter has seen."""
+    from pallas_kernels.cost import LayerCost
+
+    rows = []
+    for num_in, num_out in ((4096, 4096), (4096, 14336), (14336, 4096)):
+        for rate in (0.0, 0.1):
+            layer = LayerCost(tokens=8192, in_features=num_in, out_features=num_out, rank=16, dropout=rate > 0)
+            sizes = {"tokens": 8192, "in_features": num_in, "out_features": num_out, "file": "pallas_kernels/cost.py"}
+            for case, moved in (("xla_naive", layer.naive_bytes), ("ours", layer.total.bytes)):
+                numbers = {"mb": round(moved / 1e6, 1), "of_naive": round(moved / layer.naive_bytes, 4)}
+                rows.append(sizes | {"case": f"{case} A1 p{rate:g}, counted"} | numbers)
+    return rows
+
+
+def draw(ops: Sequence[Row], layers: Sequence[Row], file: Path) -> bool:
+    """One op and one decoder layer over their frozen forms; False where there are no rows for both."""
+    ops, layers = [row for row in ops if row["tokens"] == 8192], [row for row in layers if row["part"] == "layer 8B"]
+    if not ops or not layers:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(3, 2))
+    draw_ops(left, ops)
+    draw_layers(right, layers)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    return True
+
+
+def draw_ops(axes: Any, rows: Sequence[Row]) -> None:
+    """Four adapters, rank 16, dropout 0.1; one group of bars per layer shape at 8192 tokens."""
+    wanted = (("xla_wide", "XLA, one wide masked adapter"), ("pallas_mosaic_gpu", "these kernels"))
+    over = {
+        (row["in_features"], row["out_features"], row["variant"]): row["over_frozen"]
+        for row in rows
+        if (row["adapters"], row["rank"], row["dropout"]) == (4, 16, 0.1)
+    }
+    shapes = [shape for shape in dict.fromkeys(key[:2] for key in over) if all((*shape, v) in over for v, _ in wanted)]
+    for place, (variant, label) in enumerate(wanted):
+        centres = [i + 0.38 * (place - 0.5) for i in range(len(shapes))]
+        colour = COLOURS["ours" if variant.startswith("pallas") else variant]
+        heights = [100 * (over[*shape, variant] - 1) for shape in shapes]
+        axes.bar_label(axes.bar(centres, heights, 0.36, color=colour, label=label), fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(shapes)), [f"{k} → {n}" for k, n in shapes], fontsize=8)
+    axes.set_ylabel("time over the frozen layer, %")
+    axes.set_title("One linear layer, forward + backward\n8192 tokens, 4 adapters, r 16, dropout 0.1", fontsize=9)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+BARS = {  # variant, adapters, rate of dropout: what it says and its colour
+    ("xla_naive", 1, 0.1): ("XLA, 1 adapter", "xla_naive"),
+    ("xla_wide", 4, 0.1): ("XLA, wide, 4", "xla_wide"),
+    ("ours", 1, 0.1): ("ours, 1", "ours"),
+    ("ours", 4, 0.1): ("ours, 4", "ours"),
+    ("xla_wide", 4, 0.0): ("XLA, wide, 4, p 0", "xla_wide"),
+    ("ours", 4, 0.0): ("ours, 4, p 0", "ours"),
+}
+
+
+def draw_layers(axes: Any, rows: Sequence[Row]) -> None:
+    """A whole decoder layer of 8B shape, LoRA on all seven linears, over the frozen one compiled alike."""
+    over = {(row["variant"], row["adapters"], row["dropout"]): row["over_frozen"] for row in rows}
+    shown = [(key, *text) for key, text in BARS.items() if key in over]
+    for place, (key, _, colour) in enumerate(shown):
+        axes.bar_label(
+            axes.bar(place, 100 * (over[key] - 1), 0.7, color=COLOURS[colour]), fmt="%.1f", fontsize=8
+        )  # fmt: skip
+    axes.set_xticks(range(len(shown)), [text for _, text, _ in shown], fontsize=7, rotation=25, ha="right")
+    axes.set_title(
+        "One decoder layer of 8B shape, forward + backward\n8192 tokens, all seven linears, dropout 0.1 but for p 0",
+        fontsize=9,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

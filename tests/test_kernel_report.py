@@ -1,0 +1,45 @@
+"""The tables of the kernel benchmark compare rows of one run only, and leave out what failed."""
+
+import csv
+import json
+
+import pytest
+
+from benchmarks.kernel_report import read, write
+
+
+def op(variant, time, **changes):
+    row = {"shape": "8192x4096->14336", "variant": variant, "adapters": 1, "rank": 16, "rate": 0.1}
+    return row | {"p20_us": time - 1, "p50_us": time, "p80_us": time + 1} | changes
+
+
+def lines(file, *rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def table(file):
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_ratios_are_of_rows_of_the_same_run(tmp_path):
+    conditions = {"conditions": {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-22"}}
+    slow = lines(
+        tmp_path / "slow.jsonl", conditions, op("frozen", 1000.0, rate=0.0), op("xla", 1500.0), op("xla_naive", 1400.0),
+        op("pallas_mosaic_gpu", 1100.0), op("pallas_mosaic_gpu", 1300.0, adapters=4), {"name": "x", "error": "no time"},
+    )  # fmt: skip
+    quick = lines(tmp_path / "quick.jsonl", op("frozen", 500.0, rate=0.0), op("pallas_mosaic_gpu", 600.0))
+    (written,) = write([slow, quick], tmp_path / "kernels")
+    rows = [row for row in table(written) if row["variant"] == "pallas_mosaic_gpu"]
+    assert [float(row["over_frozen"]) for row in rows] == pytest.approx([1.1, 1.3, 1.2])
+    assert float(rows[0]["best_xla_over_this"]) == pytest.approx(1400 / 1100, abs=1e-4)
+    assert rows[1]["best_xla_over_this"] == rows[2]["best_xla_over_this"] == ""  # no XLA form of that job in that run
+    assert [row["jax"] for row in rows] == ["0.11.2", "0.11.2", ""]
+    assert {row["file"] for row in rows} == {"slow.jsonl", "quick.jsonl"}
+    assert (rows[0]["tokens"], rows[0]["in_features"], rows[0]["out_features"]) == ("8192", "4096", "14336")
+
+
+def test_failures_and_conditions_are_no_rows(tmp_path):
+    file = lines(tmp_path / "ops.jsonl", {"conditions": {"device": "cpu"}}, {"name": "a", "error": "b"}, op("xla", 1.0))
+    assert [(row["variant"], row["device"], row["file"]) for row in read(file)] == [("xla", "cpu", "ops.jsonl")]
