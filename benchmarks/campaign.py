@@ -31,6 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SLACK = 1.6  # a cell may take so many times what it is known to need
 END_S = 6  # to kill, collect and write
+# A GPU that runs out of memory lets the others of its cell wait; without a limit they would until the cell is killed.
+GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=90"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,10 @@ REPLICAS = "end_to_end.py --model 8b --variants ours --slots 60 --no-profile"
 CELLS = (
     Cell(name="70b", gpus=4, seconds=440, command=f"{LARGE} --variants ours mlora"),
     Cell(name="70b_fsdp", gpus=4, seconds=200, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
+    Cell(
+        name="70b_fsdp_small", gpus=4, seconds=200,
+        command=f"{LARGE} --variants fsdp_xla --baseline-slots 12 --capacity 5120",
+    ),
     Cell(name="70b_flush", gpus=4, seconds=260, command=f"{LARGE} --variants flush --baseline-slots 40"),
     Cell(
         name="32b", gpus=2, seconds=470,
@@ -160,6 +166,7 @@ class Campaign:
         folder = self._work / cell.name
         folder.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus), PYTHONUNBUFFERED="1")
+        environment["XLA_FLAGS"] = f"{GPUS_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
                 [*cell.argv, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
