@@ -35,7 +35,7 @@ def even_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
     Every rule stays kept: no sample leaves the slots where its batch may run, no microbatch gets more than fits, none
     becomes empty that was not. One stage with one replica waits for nobody and is left as it is.
     """
-    if problem.num_stages * problem.data_parallel == 1:
+    if problem.num_stages * problem.data_parallel == 1 or budget.spent:
         return filling
     bins = Bins(problem, filling)
     work = {at: _squares(problem, parts) for at, parts in bins.parts.items()}
@@ -121,7 +121,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     tokens = (out @ ours.tokens)[:, None] - back @ theirs.tokens
     capacity = bins.problem.tiles * bins.problem.tile_tokens
     fits = (tokens <= capacity - bins.load[light]) & (-tokens <= capacity - bins.load[heavy])
-    change = np.where(fits, moved * (moved - gap), 0).ravel()
+    change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴: too much for 64 bits of a long capacity
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
     here, there = bins.tokens_of(heavy), bins.tokens_of(light)

@@ -66,6 +66,23 @@ def test_replicas_wait_less_for_the_slowest(replicas):
     assert waited[1] < 0.75 * waited[0]
 
 
+def test_work_of_very_long_samples_is_not_made_less_even():
+    """Σ length² squared does not fit into 64 bits here."""
+    capacity = 2**18
+    draw = np.random.default_rng(0)
+    shares = [capacity // 2, capacity // 2 - 128, capacity // 3, capacity // 4, capacity // 5, capacity // 20]
+    jobs = [AdapterJob(f"a{number}", draw.choice(shares, 24).tolist(), 8) for number in range(3)]
+    shape = {"capacity_tokens": capacity, "num_stages": 1, "data_parallel": 4, "tile_tokens": 128}
+    before, after = (work(packed(jobs, even=even, **shape)).astype(float) for even in (False, True))
+    assert (after**2).sum() < (before**2).sum()
+
+
+def test_nothing_is_looked_at_without_a_budget():
+    problem = make_problem(mixed_jobs(), check_jobs(tuple(mixed_jobs()), capacity_tokens=8192, num_stages=4))
+    filling = greedy(problem)
+    assert even_work(problem, filling, Budget(evaluations=0, deadline=math.inf)) is filling
+
+
 def test_a_pipeline_is_idle_less():
     shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 1, "tile_tokens": 128}
     one = PassCost(fixed_s=0.4, square_s=2e-9)
