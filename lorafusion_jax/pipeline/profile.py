@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.pipeline.failures import is_of_devices, stage_failed
 from lorafusion_jax.pipeline.move import across, to_stage
 from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.stage import Stage
@@ -37,11 +38,14 @@ def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: i
     Args:
         loads: microbatches of different Σ length²; more of them make a better fit.
         repeats: measurements of each, after one that is not counted.
+
+    Raises:
+        RunError: `train.out-of-memory` or `train.stage-failed`, with the stage.
     """
     threads = 1 if jax.process_count() > 1 else len(stages)  # processes must offer programs in one order
     with ThreadPoolExecutor(threads, "profile") as pool:
-        measured = pool.map(lambda number: _passes(number, stages[number], loads, repeats), range(len(stages)))
-        times = [each for stage in measured for each in stage]
+        under_way = [pool.submit(_passes, number, stage, loads, repeats) for number, stage in enumerate(stages)]
+        times = [each for number, passes in enumerate(under_way) for each in _result(number, passes)]
     return fit_cost_model(
         times,
         update_s=max(_update_seconds(stage, repeats) for stage in stages),
@@ -50,9 +54,20 @@ def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: i
     )
 
 
+def _result(number: int, passes: Future[list[Measurement]]) -> list[Measurement]:
+    try:
+        return passes.result()
+    except Exception as problem:
+        if not is_of_devices(problem):
+            raise
+        raise stage_failed(problem, number, None, ()) from problem
+
+
 def _passes(number: int, stage: Stage, loads: Sequence[Load], repeats: int) -> list[Measurement]:
     batches = [to_stage(load.rows, stage.mesh) for load in loads]
-    until = time.perf_counter() + (0.0 if jax.default_backend() == "cpu" else WARM_S)
+    # By the clock, several processes would not offer programs equally often.
+    warm_s = 0.0 if jax.default_backend() == "cpu" or jax.process_count() > 1 else WARM_S
+    until = time.perf_counter() + warm_s
     while time.perf_counter() < until:
         stage.run_alone(batches[0])
     times = []

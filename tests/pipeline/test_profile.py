@@ -1,12 +1,16 @@
-"""Times of a stage are those of its passes alone."""
+"""Times of a stage are those of its passes alone, taken while the others work, too."""
 
+import threading
 import time
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline import profile
 from lorafusion_jax.pipeline.stage import Stage
 
 PAUSE_S = 0.2
@@ -38,3 +42,58 @@ def test_stages_are_timed_on_numbers_that_draw_power():
     assert noise.shape == (1, 128, 64)
     assert noise.dtype == jnp.bfloat16
     assert 0.9 < np.asarray(noise, np.float32).std() < 1.1
+
+
+LOADS = [profile.Load(None, 128, squares) for squares in (4096, 16384)]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """Profiles stages that do nothing but call what is given."""
+    monkeypatch.setattr(profile, "to_stage", lambda rows, mesh: rows)
+    monkeypatch.setattr(profile, "_update_seconds", lambda stage, repeats: 0.0)
+    monkeypatch.setattr(profile, "_transfer_seconds", lambda stages, load, repeats: 0.0)
+    return lambda *passes: profile.profile_stages(
+        [SimpleNamespace(mesh=None, run_alone=each) for each in passes], LOADS
+    )
+
+
+def test_stages_are_timed_side_by_side(profiled):
+    met = threading.Barrier(2, timeout=30)
+
+    def taking(seconds):
+        def run_alone(batch):
+            met.wait()  # for the other stage
+            return seconds, 2 * seconds
+
+        return run_alone
+
+    costs = profiled(taking(1.0), taking(3.0))
+    assert [stage.forward.seconds(128, 4096) for stage in costs.stages] == pytest.approx([1.0, 3.0])
+    assert [stage.backward.seconds(128, 4096) for stage in costs.stages] == pytest.approx([2.0, 6.0])
+
+
+def test_a_device_that_fails_is_named_by_its_stage(profiled):
+    def no_memory(batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB")
+
+    with pytest.raises(RunError, match="no memory left at stage 1") as failed:
+        profiled(lambda batch: (1.0, 2.0), no_memory)
+    assert failed.value.code == "train.out-of-memory"
+
+
+def test_what_no_device_is_to_blame_for_is_raised_as_it_is(profiled):
+    def broken(batch):
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        profiled(broken, lambda batch: (1.0, 2.0))
+
+
+def test_several_processes_offer_programs_equally_often_and_in_one_order(profiled, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    offered = []
+    profiled(*(lambda batch, number=number: offered.append(number) or (1.0, 2.0) for number in range(2)))
+    turns = len(LOADS) * 4  # three repeats, and one before that does not count
+    assert offered == [0] * turns + [1] * turns
