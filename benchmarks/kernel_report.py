@@ -146,7 +146,8 @@ def counted_rows() -> list[Row]:
 
 def draw(ops: Sequence[Row], layers: Sequence[Row], file: Path) -> bool:
     """One op and one decoder layer over their frozen forms; False where there are no rows for both."""
-    ops, layers = [row for row in ops if row["tokens"] == 8192], [row for row in layers if row["part"] == "layer 8B"]
+    ops = [row for row in ops if row["tokens"] == 8192 and "over_frozen" in row]
+    layers = [row for row in layers if row["part"] == "layer 8B" and "over_frozen" in row]
     if not ops or not layers:
         return False
     import matplotlib

@@ -43,3 +43,19 @@ def test_ratios_are_of_rows_of_the_same_run(tmp_path):
 def test_failures_and_conditions_are_no_rows(tmp_path):
     file = lines(tmp_path / "ops.jsonl", {"conditions": {"device": "cpu"}}, {"name": "a", "error": "b"}, op("xla", 1.0))
     assert [(row["variant"], row["device"], row["file"]) for row in read(file)] == [("xla", "cpu", "ops.jsonl")]
+
+
+def layer(variant, time, **changes):
+    row = {"part": "layer 8B", "variant": variant, "adapters": 4, "rate": 0.1, "tokens": 8192}
+    return row | {"p20_us": time - 1, "p50_us": time, "p80_us": time + 1} | changes
+
+
+@pytest.mark.parametrize("lost", ["ops", "layer"])
+def test_tables_are_written_where_a_frozen_row_is_missing(tmp_path, lost):
+    """It may have failed, or have had no time left."""
+    failed = {"name": "frozen", "error": "no time left"}
+    ops = [failed if lost == "ops" else op("frozen", 500.0, rate=0.0), op("pallas_mosaic_gpu", 600.0, adapters=4)]
+    layers = [failed if lost == "layer" else layer("frozen", 9.0, adapters=1, rate=0.0), layer("ours", 10.0)]
+    files = [lines(tmp_path / "ops.jsonl", *ops), lines(tmp_path / "layer.jsonl", *layers)]
+    written = write(files, tmp_path / "kernels")
+    assert [file.name for file in written] == ["kernels_ops.csv", "kernels_layers.csv"]  # and no plot
