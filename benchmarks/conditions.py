@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import jax
@@ -20,8 +22,11 @@ def conditions() -> dict[str, str | float]:
     }
     program = shutil.which("nvidia-smi")
     if program is not None:
-        query = [program, "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", "--id=0"]
+        gpu = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()  # the first that jax sees
+        query = [program, "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits", f"--id={gpu}"]
         answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().split(", ")
         if len(answer) == 2:
-            found |= {"driver": answer[0], "power_limit_w": answer[1]}
+            found["driver"] = answer[0]
+            with suppress(ValueError):  # [N/A]
+                found["power_limit_w"] = float(answer[1])
     return found
