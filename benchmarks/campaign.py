@@ -230,8 +230,8 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 def cell_named(name: str) -> Cell:
     """The cell of that name, or the same again under a name with a number: 8b_data1.2."""
     known = {each.name: each for each in CELLS}
-    base, _, number = name.partition(".")
-    if base not in known or (number and not number.isdigit()):
+    base, dot, number = name.partition(".")
+    if base not in known or (dot and not number.isdecimal()):
         raise argparse.ArgumentTypeError(f"{name!r} is no cell; there are {', '.join(known)}, each also as NAME.NUMBER")
     return replace(known[base], name=name)
 
@@ -256,6 +256,8 @@ def main() -> int:
         for each in options.cells:
             print(f"{each.name:15s} {each.gpus} GPUs {each.seconds:4.0f} s  {each.command}")
         return 0
+    if len({each.name for each in options.cells}) < len(options.cells):
+        parser.error("a cell is named twice: give the second one a number, as in 8b_data1.2")
     gpus = visible_gpus()[: options.gpus]
     too_large = [each.name for each in options.cells if each.gpus > len(gpus)]
     if too_large:

@@ -18,9 +18,9 @@ Variants (all rows are reported, also those that win):
     fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
     flush           one adapter after another through the pipeline, flushed at every step
     mlora           all adapters, one batch of each in turn, each packed alone, our kernels
-                    these five in microbatches of the size that the simulator finds quickest for them
     frozen          trains nothing and is the floor of all times: the slots of `ours` forward and backward through the
                     frozen base, same stages, same keep; no LoRA, no adapter gradients, no steps
+Those that train one adapter after another, and mlora, get microbatches of the size that the simulator finds quickest.
 """
 
 from __future__ import annotations

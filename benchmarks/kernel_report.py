@@ -199,9 +199,8 @@ def draw_layers(axes: Any, rows: Sequence[Row]) -> None:
     over = {(row["variant"], row["adapters"], row["dropout"]): row["over_frozen"] for row in rows}
     shown = [(key, *text) for key, text in BARS.items() if key in over]
     for place, (key, _, colour) in enumerate(shown):
-        axes.bar_label(
-            axes.bar(place, 100 * (over[key] - 1), 0.7, color=COLOURS[colour]), fmt="%.1f", fontsize=8
-        )  # fmt: skip
+        bars = axes.bar(place, 100 * (over[key] - 1), 0.7, color=COLOURS[colour])
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
     axes.set_xticks(range(len(shown)), [text for _, text, _ in shown], fontsize=7, rotation=25, ha="right")
     axes.set_title(
         "One decoder layer of 8B shape, forward + backward\n8192 tokens, all seven linears, dropout 0.1 but for p 0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from scheduling.verify import verify_plan
 
 EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides
 SEARCH_SHARE = 0.88  # of the time limit; the rest is for naming the samples and verifying
-EVEN_SHARE = 0.4  # of the search's evaluations and time, beside what it leaves: evens out the work of what is packed
+EVEN_SHARE = 0.2  # of the search's evaluations and time: evens out the work of what is packed, beside what it leaves
 AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
 
 
@@ -60,7 +60,8 @@ def make_plan(
         data_parallel: microbatches per slot.
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
         time_limit_s: for the search; 0 takes the first plan.
-        search_evaluations: partial plans to look at (None: 36 000 per second of the limit).
+        search_evaluations: partial plans to look at, and as many exchanges of samples that even out their work (None:
+            36 000 per second of the limit, and a fifth of that).
         exact_time_limit_s: for an exact solver that polishes the plan afterwards, per slot saved (0: none). It needs
             scipy, and proves something only for small instances, up to about 40 samples.
         cost_model: predicts times for `capacity_tokens="auto"`.
@@ -73,18 +74,15 @@ def make_plan(
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
     5
     """
-    deadline = time.monotonic() + SEARCH_SHARE * check_time_limit(time_limit_s)
+    allowed = effort_within(time.monotonic(), time_limit_s, search_evaluations)
     jobs = tuple(jobs)
     shape = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
     if capacity_tokens == "auto":
         capacity_tokens = _best_capacity(jobs, shape, cost_model, max_capacity_tokens)
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
     problem = make_problem(jobs, limits)
-    evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
     left = [np.arange(job.num_samples) for job in jobs]
-    bound, filling = fill(
-        problem, left, Budget(evaluations=evaluations, deadline=deadline), seed, exact_time_limit_s=exact_time_limit_s
-    )
+    bound, filling = fill(problem, left, allowed, seed, exact_time_limit_s=exact_time_limit_s)
     plan = Plan(
         jobs=jobs,
         slots=to_slots(problem, filling),
@@ -99,24 +97,47 @@ def make_plan(
     return plan
 
 
+class Effort(NamedTuple):
+    """What may be spent on a plan: looking for fewer slots, then evening out the work of what is packed."""
+
+    search: Budget
+    even: Budget
+
+
+def effort_within(began: float, time_limit_s: float, search_evaluations: int | None) -> Effort:
+    """Shares of a time limit; evaluations that were asked for are all for the search, and as many even out."""
+    seconds = SEARCH_SHARE * check_time_limit(time_limit_s)
+    if search_evaluations is None:
+        evaluations = EVALUATIONS_PER_S * time_limit_s
+        even = EVEN_SHARE * evaluations
+    else:
+        evaluations = even = search_evaluations
+    return Effort(
+        Budget(evaluations=evaluations, deadline=began + (1 - EVEN_SHARE) * seconds),
+        Budget(evaluations=even, deadline=began + seconds),
+    )
+
+
 def fill(
-    problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int, *, exact_time_limit_s: float = 0.0
+    problem: Problem, left: Sequence[np.ndarray], effort: Effort, seed: int, *, exact_time_limit_s: float = 0.0
 ) -> tuple[int, Filling]:
     """The lower bound of a problem, and the best filling found."""
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
-    more, end = EVEN_SHARE * budget.evaluations, budget.deadline
+    budget, even = effort.search, effort.even
+    if not problem.waits:
+        budget.deadline = even.deadline  # nothing will be evened out
     filling = greedy(problem)
     if not problem.weighted:
-        budget.deadline -= EVEN_SHARE * max(0.0, end - time.monotonic())
         filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
     if check_time_limit(exact_time_limit_s):
         began = time.monotonic()
         filling = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s).filling
-        end += time.monotonic() - began  # it has a limit of its own
-    if not problem.weighted or exact_time_limit_s:
+        even.deadline += time.monotonic() - began  # it has a limit of its own
+    if not problem.weighted or exact_time_limit_s:  # the exact solver knows no weights: its load is as it comes
         filling = even_out(problem, filling)
-    return bound, even_work(problem, filling, Budget(max(0.0, budget.evaluations) + more, end))
+    even.evaluations += max(0.0, budget.evaluations)
+    return bound, even_work(problem, filling, even)
 
 
 def _best_capacity(

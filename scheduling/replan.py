@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduling.checks import check_jobs, check_time_limit
+from scheduling.checks import check_jobs
 from scheduling.errors import PlanError
-from scheduling.packing.budget import Budget
 from scheduling.packing.problem import make_problem, to_slots
-from scheduling.planner import EVALUATIONS_PER_S, SEARCH_SHARE, fill
+from scheduling.planner import effort_within, fill
 from scheduling.types import AdapterJob, Plan
 from scheduling.verify import verify_plan
 
@@ -58,7 +57,7 @@ def replan(
     >>> [len(slot.replicas) for slot in wider.slots]
     [1, 1, 1, 1, 2, 2, 2]
     """
-    deadline = time.monotonic() + SEARCH_SHARE * check_time_limit(time_limit_s)
+    allowed = effort_within(time.monotonic(), time_limit_s, search_evaluations)
     _check_request(plan, at_slot, [*cancel, *finish, *pause, *resume, *(weights or {})], resume)
     progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
     jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in plan.jobs]
@@ -80,8 +79,7 @@ def replan(
     bound, slots = at_slot, plan.slots[:at_slot]
     if any(len(positions) for positions in left):
         problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
-        evaluations = EVALUATIONS_PER_S * time_limit_s if search_evaluations is None else search_evaluations
-        rest, filling = fill(problem, left, Budget(evaluations=evaluations, deadline=deadline), seed)
+        rest, filling = fill(problem, left, allowed, seed)
         bound, slots = at_slot + rest, slots + to_slots(problem, filling)
     again = replace(
         plan,

@@ -48,5 +48,6 @@ def test_every_cell_is_a_benchmark_that_exists():
 def test_a_cell_can_be_named_again_with_a_number():
     first, again = cell_named(CELLS[0].name), cell_named(f"{CELLS[0].name}.2")
     assert (again.name, again.command, again.gpus) == (f"{first.name}.2", first.command, first.gpus)
-    with pytest.raises(argparse.ArgumentTypeError, match="no cell"):
-        cell_named(f"{CELLS[0].name}.second")
+    for wrong in ("second", "", "²"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no cell"):
+            cell_named(f"{CELLS[0].name}.{wrong}")

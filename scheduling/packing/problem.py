@@ -66,6 +66,11 @@ class Problem:
         return self.tiles * self.tile_tokens * self.data_parallel
 
     @property
+    def waits(self) -> bool:
+        """Whether anything waits for the slowest microbatch: other replicas, or the next stage."""
+        return self.num_stages * self.data_parallel > 1
+
+    @property
     def weighted(self) -> bool:
         """Equal weights mean no preference: the planner is free to share so that the run is shortest."""
         return len({job.weight for job in self.jobs}) > 1

@@ -104,7 +104,7 @@ def test_one_device_waits_for_nobody_and_keeps_its_plan():
     assert packed(mixed_jobs(), even=True, **shape) == packed(mixed_jobs(), even=False, **shape)
 
 
-def test_plans_are_evened_out_within_the_time_limit():
+def test_a_plan_with_time_for_it_is_evened_out():
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 4}
     quick, plan = (make_plan(mixed_jobs(), time_limit_s=seconds, **shape) for seconds in (0.0, 2.0))
     waited = [(work(each).max(axis=1) / work(each).mean(axis=1)).mean() for each in (quick, plan)]
