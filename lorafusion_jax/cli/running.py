@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.pipeline.processes import is_first
+from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.pipeline.failures import PROCESS_LOST
+from lorafusion_jax.pipeline.processes import is_first, leave_without_the_lost
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, whole
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
@@ -39,6 +40,10 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
         )
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
+    except RunError as problem:
+        if problem.code == PROCESS_LOST:
+            leave_without_the_lost(problem.exit_code)
+        raise
     if is_first():
         show_result(console, result)
     return result.exit_code

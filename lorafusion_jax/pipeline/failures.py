@@ -14,6 +14,7 @@ import jax
 
 from lorafusion_jax.errors import LoraFusionError, RunError
 
+PROCESS_LOST = "train.process-lost"
 _PEER_LOST = re.compile(
     "connection (closed|reset) by (remote )?peer"
     "|remote process exited"
@@ -60,7 +61,7 @@ def stage_failed(problem: Exception, stage: int | None, slot: int | None, adapte
         )
     if _PEER_LOST.search(text):
         return RunError(
-            "train.process-lost",
+            PROCESS_LOST,
             f"another process of this run{_which(text)} went away, or the network to it; met{at or ' between slots'}.",
             why=why,
             fix="read the end of that process's own output or log for the reason; then lorafusion resume RUN in all "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import time
 from itertools import count as counting
 
 import jax
@@ -12,6 +16,7 @@ from lorafusion_jax.errors import RunError
 LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/agreed"
+_LEFT = "lorafusion/left"
 _questions = counting()
 
 
@@ -62,6 +67,33 @@ def agreed(flag: bool) -> bool:
 def is_first() -> bool:
     """Whether this process writes the run folder; starts no backend where it is the only one."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def leave_without_the_lost(code: int) -> None:
+    """At its end this process will not wait for the others, of which one is lost.
+
+    jax would wait `LEAVE_S` for the lost one and then abort: another code, and its stack trace after our message. The
+    first process, without which jax ends the others at once, stays until they have left, for `LEAVE_S` at most.
+
+    Args:
+        code: with which the process ends.
+    """
+    if jax.distributed.is_initialized():
+        atexit.register(_leave, code)  # runs before what jax registered
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    state = distributed.global_state
+    assert state.client is not None
+    if state.process_id:
+        state.client.key_value_set(f"{_LEFT}/{state.process_id}", "")
+    else:
+        end = time.monotonic() + LEAVE_S
+        while len(state.client.key_value_dir_get(_LEFT)) < state.num_processes - 2 and time.monotonic() < end:
+            time.sleep(0.1)
+    os._exit(code)
 
 
 def meet(name: str) -> None:

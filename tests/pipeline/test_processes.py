@@ -20,6 +20,7 @@ from mixed import assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.pipeline import executor
+from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import resume, train
 from scheduling.pipeline import Event
@@ -119,6 +120,21 @@ def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
     return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
 
 
+def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals) -> None:
+    """Sends a signal to the last process once the run has made a step."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    try:
+        while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
+            assert all(process.poll() is None for process in processes), processes[0].stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        processes[-1].send_signal(number)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+
+
 @pytest.mark.parametrize(
     ("count", "devices", "mesh", "launcher"),
     [
@@ -145,17 +161,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, one_devi
     assert whole.exit_code == 0
     run = tmp_path / "run"
     processes = start(2, 1, "train", str(job), "--out", str(run), *settings)
-    deadline = time.monotonic() + TIME_LIMIT_S
-    try:
-        while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
-            assert all(process.poll() is None for process in processes), processes[0].stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        processes[1].send_signal(signal.SIGTERM)
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
+    signal_under_way(processes, run, signal.SIGTERM)
     left = wait(processes)
     assert [each.code for each in left] == [130, 130], left[0].err + left[1].err
     assert "the state is saved" in left[0].err
@@ -163,6 +169,19 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, one_devi
     assert events[-1] == "interrupted"
     assert resume(run).exit_code == 0
     assert_equal(read_trained(tmp_path / "whole"), read_trained(run), TOLERANCE)
+
+
+def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):
+    run = tmp_path / "run"
+    processes = start(3, 1, "train", str(job), "--out", str(run), "mesh.data=3", "epochs=40")
+    signal_under_way(processes, run, signal.SIGKILL)
+    killed = time.monotonic()
+    left = wait(processes)
+    assert time.monotonic() - killed < LEAVE_S / 2, "they waited for the lost one"
+    assert [each.code for each in left[:2]] == [1, 1], left[0].err + left[1].err
+    for each in left[:2]:
+        assert "error[train.process-lost]" in each.err
+        assert "stack trace" not in each.err
 
 
 def test_stages_stay_inside_a_process(job, tmp_path):
