@@ -209,8 +209,9 @@ def _empty_loss(dropped: list[int], encoded: Sequence[Encoded], limit: int, rows
             "data.empty-loss",
             what,
             where=rows.places(dropped),
-            why=f"{rows.place(dropped[0])} has no answer in its {len(first.tokens)} tokens",
-            fix="lorafusion data preview shows the rows as tokens",
+            why=f"{rows.place(dropped[0])} "
+            + ("is empty" if len(first.tokens) < 2 else f"has no answer in its {len(first.tokens)} tokens"),
+            fix="take these rows out, or give base.model a chat template that renders their answers",
         )
     needed = max(int(encoded[row].mask.argmax()) + 1 for row in dropped if encoded[row].mask.any())
     return DataError(

@@ -156,7 +156,16 @@ def test_many_rows_without_a_token_to_learn_are_an_error_with_the_fix(load):
 def test_template_that_renders_no_answer_is_an_error(load, tmp_path):
     silent = MARKED_TEMPLATE.replace("{{ m.content }}<|end|>{% endgeneration %}", "{% endgeneration %}")
     tokenizer = load_tokenizer(write_model(tmp_path / "model", template=silent))
-    assert "has no answer" in fails(load, "data.empty-loss", [TWO_TURNS], tokenizer=tokenizer).why
+    error = fails(load, "data.empty-loss", [TWO_TURNS], tokenizer=tokenizer)
+    assert "has no answer" in error.why
+    assert "chat template" in error.fix
+
+
+def test_an_empty_text_is_called_empty_and_the_fix_is_no_command_that_fails_alike(load):
+    error = fails(load, "data.empty-loss", [{"text": "two and two"}, {"text": ""}])
+    assert error.why == "line 2 is empty"
+    assert "take these rows out" in error.fix
+    assert "preview" not in error.fix
 
 
 def test_digest_follows_content(load):
