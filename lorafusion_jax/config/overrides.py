@@ -44,7 +44,8 @@ def _override(values: dict, override: str) -> Keys:
         raise ConfigError(
             "config.override",
             f"'{override}' does not name one value.",
-            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4",
+            fix="adapters are addressed by name: adapters.law.optim.lr=1e-4; those of a sweep all at once, by the name "
+            "in the file",
         )
     try:
         place[last] = parse_value(text)

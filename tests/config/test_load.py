@@ -137,6 +137,11 @@ def test_an_override_of_an_adapter_that_is_not_there_lists_those_that_are(tmp_pa
     assert "fix: one of: law" in text
 
 
+def test_one_adapter_of_a_sweep_cannot_be_set_alone_and_the_error_says_so(tmp_path):
+    (text,) = errors_of(write(tmp_path, SMALL), ["adapters.law@lr=1e-4.optim.lr=3"]).values()
+    assert "those of a sweep all at once" in text
+
+
 def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
     assert "mesh.layers=[20.5, 11.5]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
     assert "mesh.layers: [20.5, 11.5]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]
