@@ -35,6 +35,7 @@ class Screen:
         self._speed: dict[str, Any] = {}
         self._predicted_bubbles: float | None = None
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
+        self._told = ""  # the last line about progress, without the time of day
         self._started = False
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self.block) if redrawn else None
@@ -121,8 +122,11 @@ class Screen:
         now = time.monotonic()
         if now - self._line_at >= self._line_every_s or self._slot == self._slots:
             self._line_at = now
-            head = head_line(time.strftime("%H:%M:%S"), self._slot, self._slots, self._speed, 200).plain
-            self._line(f"{head.replace('  ·  ', '  ')}  |  {plain_state(self._rows)}")
+            head = head_line("", self._slot, self._slots, self._speed, 200).plain
+            text = f"{head.replace('  ·  ', '  ')}  |  {plain_state(self._rows)}"
+            if text != self._told:  # the last slot is told when it is due, and when all is done
+                self._line(time.strftime("%H:%M:%S") + text)
+            self._told = text
 
     def _on_step(self, event: Event) -> None:
         row = self._row(event)

@@ -85,6 +85,13 @@ def log_of(events: list[Event], **settings) -> list[str]:
     return plain.file.getvalue().splitlines()
 
 
+def test_the_last_slot_is_told_once_unless_there_is_news():
+    end = Event(kind="slot", slot=412, values=SPEED)
+    assert sum("412/412 mb" in line for line in log_of([*story(), end, end])) == 1
+    done = Event(kind="adapter-done", slot=412, adapter="law")
+    assert sum("412/412 mb" in line for line in log_of([*story(), end, done, end])) == 2
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 def test_the_block_fits_and_columns_line_up(width):
     lines = block_after(story(), width)
