@@ -41,7 +41,12 @@ def command(
     from lorafusion_jax.training.relayout import go_on_with
 
     config = go_on_with(RunFolder(run).read_config(), overrides or ())
-    if distributed:
-        join_processes(config.mesh, coordinator, num_processes, process_id)
+    join_processes(
+        config.mesh,
+        distributed=distributed,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+    )
     prepare_machine()
     return follow(out(), run, config, lambda listeners: resume(run, overrides or (), listeners=listeners))

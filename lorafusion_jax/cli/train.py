@@ -43,8 +43,13 @@ def command(
     config = load_config(jobs, overrides or ())
     console = out()
     warn(console, unreached(jobs, overrides or ()) + ineffective(config))
-    if distributed:
-        join_processes(config.mesh, coordinator, num_processes, process_id)
+    join_processes(
+        config.mesh,
+        distributed=distributed,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+    )
     prepare_machine()
     chosen = read_plan(plan) if plan else None
     return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))

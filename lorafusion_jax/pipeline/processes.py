@@ -34,6 +34,8 @@ def join(
         RunError: `processes.join`, nobody tells where the others are, or they do not come.
     """
     try:
+        if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+            raise ValueError(f"{coordinator} names no port")
         jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
     except (ValueError, RuntimeError) as problem:
         raise RunError(

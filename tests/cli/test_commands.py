@@ -319,6 +319,23 @@ def test_help_of_train_shows_how_to_use_several_devices(lorafusion):
         assert word in shown, word
 
 
+def test_several_processes_do_not_train_the_same_run_each_by_itself(lorafusion, job, finished, monkeypatch):
+    run = job.folder / "run"
+    alone = lorafusion("train", job.path, "--out", run, "--coordinator", "localhost:1", "--num-processes", 2)
+    assert (alone.code, alone.errors) == (2, ["processes.not-distributed"])
+    assert "--distributed" in alone.err
+    assert not run.exists()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    assert lorafusion("resume", finished[1]).errors == ["processes.not-distributed"]
+
+
+def test_a_coordinator_without_a_port_is_named(lorafusion, job):
+    options = ("--coordinator", "localhost", "--num-processes", 1, "--process-id", 0)
+    outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--distributed", *options)
+    assert outcome.errors == ["processes.join"]
+    assert "localhost names no port" in outcome.err
+
+
 def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     import shutil
 
