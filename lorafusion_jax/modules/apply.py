@@ -103,7 +103,7 @@ def use_adapters(context: LoRAContext) -> Iterator[None]:
 
     Raises:
         RunError: `lora.context-outside-jit` or `lora.context-unused`: entered around a jitted function, which would
-            keep the table of its first call.
+            keep the table of its first call; `lora.other-adapters`: not as many adapters as the model has.
     """
     use = _Use(context, _staging())
     token = _current.set(use)
@@ -152,6 +152,12 @@ class AdaptedLinear(nnx.Linear):
         context = _context()
         if context is None:
             return lora_linear(x, w_KN, a_AKR[0], b_ARN[0], scale=self.scale, bias=bias)
+        if len(context.scale) != len(a_AKR):
+            raise RunError(
+                "lora.other-adapters",
+                f"the context is of {len(context.scale)} adapters and the model has {len(a_AKR)}.",
+                fix="LoRAContext.of: the adapters that apply_lora got, in the same order",
+            )
         return multi_lora_linear(
             x,
             w_KN,

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import Dropout, Implementation, fold_key
 
@@ -61,7 +63,13 @@ class LoRAContext:
             tile_adapter: see the class.
             row_key: one key per row switches dropout on (a training step); equal keys draw equal masks.
             implementation: handed to `pallas_kernels`.
+
+        Raises:
+            ConfigError: `lora.unknown-adapter`, the table names an adapter that is not there; arrays of jax are not
+                looked into, as they may be traced.
         """
+        if not isinstance(tile_adapter, jax.Array):
+            _check_table(np.asarray(tile_adapter), len(adapters))
         return cls(
             tile_adapter=jnp.asarray(tile_adapter, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
@@ -78,6 +86,16 @@ class LoRAContext:
         if self.dropout is None:
             return None
         return replace(self.dropout, key=fold_key(self.dropout.key, self.layer * SITES_PER_LAYER + site))
+
+
+def _check_table(table: np.ndarray, count: int) -> None:
+    wrong = sorted({number for number in table.ravel().tolist() if number not in range(-1, count)})
+    if wrong:
+        raise ConfigError(
+            "lora.unknown-adapter",
+            f"tile_adapter names {', '.join(map(str, wrong))} and there are {count} adapters.",
+            fix=f"numbers from 0 to {count - 1} in the order of the adapters, -1 for padding",
+        )
 
 
 def _dropout(adapters: Sequence[AdapterSpec], row_key: UInt32[Array, " T"]) -> Dropout:

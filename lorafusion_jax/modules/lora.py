@@ -33,7 +33,8 @@ class LoRALinear(nnx.Module):
         in_features: K.
         out_features: N.
         num_adapters: A.
-        rank: R, the largest rank of an adapter; adapters of lower rank have zeros beyond theirs.
+        rank: R, the largest rank of an adapter. All are drawn with it: for an adapter k of a lower rank r set
+            `lora_a[k, :, r:]` to zero, and it stays so (`apply_lora` does that itself).
         use_bias: adds a frozen bias.
         dtype: of the computation; None keeps the input's.
         param_dtype: of kernel and bias.

@@ -83,7 +83,8 @@ def _problems(
             ConfigError(
                 "lora.unknown-target",
                 f"target '{target}' matches no linear layer of the model.",
-                fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]",
+                why="" if names else "it has no nnx.Linear layer at all; is it an NNX module?",
+                fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
             )
         ]
     missing = [] if allow_partial else _layers_without(hits, [path for path, _ in modules])

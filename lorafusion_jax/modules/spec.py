@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from lorafusion_jax.errors import ConfigError, raise_all
 
@@ -26,7 +27,7 @@ class AdapterSpec:
         alpha: numerator of the scale.
         rslora: scale alpha / sqrt(r) instead of alpha / r.
         dropout: share of the inputs of A that a training step leaves out.
-        targets: names of the adapted projections, see `resolve_targets`.
+        targets: names of the adapted projections, see `resolve_targets`; a single name may stand for itself.
         seed: decides the initial weights and all dropout of this adapter, whoever trains beside it.
 
     Raises:
@@ -45,8 +46,14 @@ class AdapterSpec:
     seed: int = 0
 
     def __post_init__(self):
+        if isinstance(self.targets, str):  # or its letters would be the names
+            object.__setattr__(self, "targets", (self.targets,))
         checks = (
-            (self.rank >= 1, "lora.rank", f"rank={self.rank} is not a whole number from 1."),
+            (
+                isinstance(self.rank, Integral) and self.rank >= 1,
+                "lora.rank",
+                f"rank={self.rank!r} is not a whole number from 1.",
+            ),
             (math.isfinite(self.alpha) and self.alpha > 0, "lora.alpha", f"alpha={self.alpha} is not above 0."),
             (0 <= self.dropout < 1, "lora.dropout", f"dropout={self.dropout} is not in [0, 1)."),
             (bool(self.targets), "lora.no-target", "targets is empty: there is nothing to train."),

@@ -183,6 +183,12 @@ def test_a_target_that_matches_nothing_is_told_with_the_names_there_are():
     assert "down" in error.fix
 
 
+def test_a_model_without_linear_layers_is_told_to_have_none():
+    (error,) = refused(nnx.Dict(norm=nnx.LayerNorm(4, rngs=nnx.Rngs(0))), targets=["up"])
+    assert "no nnx.Linear layer" in error.why
+    assert "[]" not in str(error)
+
+
 def test_a_target_in_some_layers_only_is_an_error_unless_allowed():
     model = Net()
     (error,) = refused(model, targets=r"blocks\.0\.up")
@@ -226,6 +232,18 @@ def test_stacked_layers_and_second_applications_are_refused():
 def test_adapters_need_different_names():
     assert refused(Net(), adapters=[LAW, LAW])[0].code == "lora.adapters"
     assert refused(Net(), adapters=[])[0].code == "lora.adapters"
+
+
+def test_a_context_of_other_adapters_is_refused(x):
+    model = apply_lora(Net(), [LAW, MED], targets=["up"])
+    with pytest.raises(RunError, match="1 adapters and the model has 2"), use_adapters(LoRAContext.of([LAW], [0])):
+        model(x)
+
+
+@pytest.mark.parametrize("table", [[0, 2], [0, -2], [0.5], ["law"]])
+def test_a_table_names_adapters_that_there_are(table):
+    with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
+        LoRAContext.of([LAW, MED], table)
 
 
 def test_a_table_around_a_jitted_function_is_refused_in_both_of_its_lives(x):

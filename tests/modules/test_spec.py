@@ -21,6 +21,17 @@ def test_all_wrong_numbers_are_told_at_once():
     assert codes == ["lora.rank", "lora.alpha", "lora.dropout", "lora.no-target"]
 
 
+@pytest.mark.parametrize("rank", [2.5, "8", None])
+def test_a_rank_that_is_no_whole_number_is_refused(rank):
+    with pytest.raises(ConfigError, match="is not a whole number") as caught:
+        AdapterSpec(name="a", rank=rank, alpha=4)
+    assert caught.value.code == "lora.rank"
+
+
+def test_one_target_may_stand_for_itself():
+    assert AdapterSpec(name="a", rank=2, alpha=4, targets="up").targets == ("up",)
+
+
 def test_targets_come_in_the_order_of_the_model():
     assert resolve_targets("all-linear") == TARGETS
     assert resolve_targets(["down_proj", "q_proj", "q_proj"]) == ("q_proj", "down_proj")
