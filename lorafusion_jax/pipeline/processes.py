@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count as counting
 
 import jax
@@ -14,6 +18,7 @@ from jax._src import distributed  # no public way to its client; tests with seve
 from lorafusion_jax.errors import RunError
 
 LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
+SILENT_S = 5  # then a process says that it waits for the others
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/agreed"
 _LEFT = "lorafusion/left"
@@ -36,7 +41,8 @@ def join(
     try:
         if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
             raise ValueError(f"{coordinator} names no port")
-        jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
+        with _waiting():
+            jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
     except (ValueError, RuntimeError) as problem:
         raise RunError(
             "processes.join",
@@ -48,6 +54,25 @@ def join(
         # Under SLURM and MPI jax takes one GPU per process, which is right where a process has one stage. One with
         # several owns all that its launcher lets it see: one process per host, or --gpus-per-task.
         jax.config.update("jax_cuda_visible_devices", "all")
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Tells of a long wait, and lets signals end it: jax waits five minutes in C++, where no handler of Python runs."""
+    note = threading.Timer(
+        SILENT_S, print, ["waiting for the other processes, 5 minutes at most …"], {"file": sys.stderr}
+    )
+    note.daemon = True
+    note.start()
+    in_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        note.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def agreed(flag: bool) -> bool:

@@ -205,6 +205,20 @@ def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
     assert "--coordinator" in done.stderr
 
 
+def test_one_that_waits_for_the_others_says_so_and_can_be_ended(job, tmp_path):
+    first, other = start(2, 1, "train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
+    with first, other:
+        other.kill()
+        assert first.stderr is not None
+        try:
+            assert "waiting for the other processes" in first.stderr.readline()
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(timeout=30) == -signal.SIGTERM
+        finally:
+            first.kill()
+    assert not (tmp_path / "run").exists()
+
+
 def test_processes_offer_their_programs_in_one_order(monkeypatch):
     """Two stages that run side by side could wait for each other's partner in the other process."""
     order = []
