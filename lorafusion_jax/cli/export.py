@@ -11,9 +11,10 @@ import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.cli.common import RunPath, next_command, out
+from lorafusion_jax.cli.common import RunPath, next_command, out, say
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.report.recorder import read_rows
 
 NAME = "export"
 
@@ -33,6 +34,9 @@ def command(
     config = folder.read_config()
     source = _source(folder, [one.name for one in config.adapters], adapter, step)
     console = out()
+    failure = _failure(folder, adapter)
+    if failure is not None:
+        say(console, f"{adapter} failed in training: {failure}; check these weights before you use them", "yellow")
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
@@ -70,6 +74,16 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
             fix=f"--step {' or '.join(map(str, steps))}" if steps else f"lorafusion resume {folder.path}",
         )
     return source
+
+
+def _failure(folder: RunFolder, adapter: str) -> str | None:
+    """Why the adapter failed, if it did."""
+    ends = [
+        event
+        for event in read_rows(folder.path / "events.jsonl")
+        if event.get("adapter") == adapter and event["kind"] in ("adapter-done", "adapter-failed")
+    ]
+    return ends[-1]["reason"] if ends and ends[-1]["kind"] == "adapter-failed" else None
 
 
 def _step(source: Path) -> int:

@@ -15,7 +15,7 @@ from lorafusion_jax.pipeline.processes import is_first, leave_without_the_lost
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, whole
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
-from lorafusion_jax.report.summary import final_rows
+from lorafusion_jax.report.summary import final_rows, got_worse
 from lorafusion_jax.report.trackers import trackers
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
@@ -83,6 +83,8 @@ def show_result(console: Console, result: RunResult) -> None:
         if adapter.status == "failed":
             left = f"the folder holds step {adapter.step}" if adapter.step else "there is no folder"
             say(console, f"{name}: {adapter.reason}; {left}", "red")
+        elif worse := got_worse(name, rows.get(name, {}).get("before"), rows.get(name, {}).get("after")):
+            say(console, worse, "yellow")
     slots = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     say(console, f"{slots}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)

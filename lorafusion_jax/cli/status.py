@@ -17,7 +17,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
 from lorafusion_jax.report.format import count, duration, layout, whole
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.report.summary import final_rows, throughput
+from lorafusion_jax.report.summary import final_rows, got_worse, throughput
 
 NAME = "status"
 SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
@@ -119,7 +119,7 @@ def _screen(numbers: dict) -> Group:
         head.append(f"  eta {duration(numbers['eta_s'])}" if numbers["eta_s"] is not None else "")
         head.append(f"  last news {duration(numbers['last_news_s'])} ago", style="not bold")
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
-    failures = []
+    notes = []
     for name, row in numbers["adapters"].items():
         losses = [
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
@@ -128,7 +128,9 @@ def _screen(numbers: dict) -> Group:
         status = {"done": "[green]done[/]", "failed": "[bold red]failed[/]"}.get(row["status"], row["status"])
         table.add_row(name, status, f"{whole(row['step'])}/{whole(row['steps'])}", *losses, eta)
         if row["reason"]:
-            failures.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
+            notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
+        elif worse := got_worse(name, row["held_out_before"], row["held_out_after"]):
+            notes.append(Text(worse, style="yellow"))
     speed = numbers["throughput"]
     rates = (
         [
@@ -140,7 +142,7 @@ def _screen(numbers: dict) -> Group:
         if speed
         else []
     )
-    return Group(head, *_devices(numbers), table, *failures, *rates)
+    return Group(head, *_devices(numbers), table, *notes, *rates)
 
 
 def _devices(numbers: dict) -> list[Text]:

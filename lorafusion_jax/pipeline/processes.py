@@ -72,7 +72,7 @@ def _waiting() -> Iterator[None]:
     finally:
         note.cancel()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
 
 def agreed(flag: bool) -> bool:

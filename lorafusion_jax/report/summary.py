@@ -22,6 +22,19 @@ def final_rows(folder: Path) -> dict[str, dict]:
     return result
 
 
+def got_worse(name: str, before: float | None, after: float | None) -> str | None:
+    """Says so where an adapter's held-out loss is higher than before training: it may be finite and of no use.
+
+    >>> got_worse("law", 4.6575, 8.0301)
+    'law: held-out loss rose from 4.6575 to 8.0301 in training; a smaller optim.lr or fewer steps may help'
+    >>> got_worse("law", 4.6575, 3.1)
+    """
+    if before is None or after is None or not after > before:
+        return None
+    risen = f"held-out loss rose from {before:.4f} to {after:.4f} in training"
+    return f"{name}: {risen}; a smaller optim.lr or fewer steps may help"
+
+
 def throughput(folder: Path) -> dict[str, float] | None:
     """Medians of useful and processed tokens/s and seconds per slot since the run is on this mesh; None without any."""
     began, mesh = 0.0, None

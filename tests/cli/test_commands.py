@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -398,3 +399,17 @@ def test_gpus_do_not_wait_for_ever_unless_somebody_wants_that(monkeypatch, told,
     prepare_machine()
     prepare_machine()
     assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_an_adapter_that_got_worse_is_named(lorafusion, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished[1], run)
+    worse = {"kind": "eval", "slot": 11, "adapter": "law", "step": 6, "eval_loss": 9.75, "eval_tokens": 4, "time": 0.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(worse) + "\n")
+    for command in ("status", "resume"):
+        outcome = lorafusion(command, run)
+        assert outcome.code == 0, outcome.err
+        assert re.search(r"law: held-out loss rose from 8\.\d+ to 9\.7500 in training", outcome.out), command
+        assert "med: held-out" not in outcome.out
+    assert "rose" not in lorafusion("status", finished[1]).out

@@ -39,6 +39,10 @@ def test_one_adapter_fails_and_the_other_is_done(lorafusion, job, finished):
     assert (status["law"]["status"], status["med"]["status"]) == ("failed", "done")
     assert "not finite" in status["law"]["reason"]
     assert status["law"]["step"] < status["law"]["steps"]
+    exported = lorafusion("export", out, "law", "--to", job.folder / "law")
+    assert exported.code == 0
+    assert re.search("law failed in training: .*not finite.*; check these weights", exported.out)
+    assert "failed" not in lorafusion("export", out, "med", "--to", job.folder / "med").out
 
 
 def test_every_adapter_fails(lorafusion, job):

@@ -23,6 +23,7 @@ import pytest
         "pipeline.failures",
         "pipeline.layout",
         "pipeline.rebalance",
+        "report.summary",
     ],
 )
 def test_examples_of(name):
