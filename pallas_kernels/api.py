@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ def lora_linear(
         implementation: a backend's name; None takes the one that measured fastest.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
 
     Example:
@@ -51,6 +53,7 @@ def lora_linear(
         >>> y.shape
         (2, 3, 4)
     """
+    _check_kinds(x, None, dropout)
     if dropout is not None:
         dropout = Dropout(rate=jnp.reshape(dropout.rate, 1), key=jnp.reshape(dropout.key, 1), row_key=dropout.row_key)
     if jnp.size(scale) != 1:
@@ -89,6 +92,7 @@ def multi_lora_linear(
         implementation: a backend's name; None takes the one that measured fastest.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
 
     Example:
@@ -123,6 +127,7 @@ def multi_lora_linears(
         tile_adapter, scale, dropout, implementation: as in `multi_lora_linear`; scale gets no gradient (zero) either.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
 
     Example:
@@ -147,6 +152,7 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
 
 def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Static, Operands]:
     """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
+    _check_kinds(x, tile_adapter, dropout)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
     x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -154,7 +160,9 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim != 1:
         raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
-    num_adapters = scale.shape[0]
+    num_adapters = next((a.shape[0] for a in as_ if a is not None and a.ndim == 3), scale.shape[0])
+    if num_adapters == 0:
+        raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
     tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
     ops = Operands(
         x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
@@ -168,6 +176,16 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
         interpret=interprets(),
     )
     return static, ops
+
+
+def _check_kinds(x: Any, tile_adapter: Any, dropout: Any) -> None:
+    """Raises TypeError for what is no array, no whole number per tile, or no Dropout."""
+    if not hasattr(x, "ndim"):
+        raise TypeError(f"x is a {type(x).__name__}, expected an array: jnp.asarray(x)")
+    if tile_adapter is not None and not jnp.issubdtype(kind := jnp.asarray(tile_adapter).dtype, jnp.integer):
+        raise TypeError(f"tile_adapter is {kind}, expected int32: the adapter of each tile")
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise TypeError(f"dropout is {dropout!r}, expected None or a Dropout: a rate and a key of each adapter")
 
 
 def _dispatch(static: Static, ops: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:

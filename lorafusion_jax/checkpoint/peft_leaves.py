@@ -30,6 +30,9 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
 
     Returns:
         "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32.
+
+    Raises:
+        CheckpointError: `peft.no-weights`, none of the weights is of a target.
     """
     arrays: Arrays = {}
     for path, places in _projections(lora_leaves).items():
@@ -38,6 +41,14 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
         a, b = (_host(lora_leaves[f"{path}.{leaf}"]) for leaf in ("lora_a", "lora_b"))
         for unrolled, place in places.items():
             arrays[unrolled] = (a[(*place, index)][:, : spec.rank].copy(), b[(*place, index)][: spec.rank].copy())
+    if not arrays:
+        known = sorted({path.rsplit(".", 1)[-1] for path in _projections(lora_leaves)})
+        raise CheckpointError(
+            "peft.no-weights",
+            f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights here are of a layer of that name.",
+            why=f"there are weights of {', '.join(known) or 'no layer'}",
+            fix="name its targets by the last part of a layer's path, e.g. q_proj",
+        )
     return dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
 
 

@@ -1,5 +1,6 @@
 """PEFT folders: names, shapes and numbers out and in."""
 
+import dataclasses
 import json
 import os
 
@@ -104,6 +105,13 @@ def test_out_and_in_again_is_the_same_bits(form, request, tmp_path):
     for name, leaf in leaves.items():
         np.testing.assert_array_equal(back[name], leaf)
         assert not emptied[name].any()
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("self_attn.q_proj",), ("k_proj",)])
+def test_an_adapter_without_any_weights_is_refused(unrolled, targets):
+    other = dataclasses.replace(THIN, targets=targets)
+    with pytest.raises(CheckpointError, match=r"(?s)peft\.no-weights.* thin targets .*down_proj, q_proj.*last part"):
+        take_adapter(unrolled, other, 1)
 
 
 def test_putting_an_adapter_clears_what_was_in_its_place_and_leaves_others_alone(unrolled):

@@ -251,7 +251,7 @@ def test_names_and_shapes_are_checked():
         pk.multi_lora_linear(x, w, a, b, **rest, implementation="cuda")
     with pytest.raises(NotImplementedError, match="Hopper"):
         pk.multi_lora_linear(x, w, a, b, **rest, implementation="pallas_mosaic_gpu")
-    with pytest.raises(ValueError, match=r"a of projection 0 .* b of projection 0"):
+    with pytest.raises(ValueError, match=r"b of projection 0 .*; scale has shape \(2,\), expected \(3,\)"):
         pk.multi_lora_linear(x, w, a, b[:, :4], tile_adapter=rest["tile_adapter"], scale=jnp.ones(2))
     with pytest.raises(ValueError, match="must split into that many equal tiles"):
         pk.multi_lora_linear(x, w, a, b, tile_adapter=jnp.zeros(5, jnp.int32), scale=rest["scale"])
@@ -292,3 +292,27 @@ def test_scale_gets_a_zero_gradient(backend):
 
     assert loss(arguments["scale"]) != loss(2 * arguments["scale"])
     assert not jax.grad(loss)(arguments["scale"]).any()
+
+
+def test_what_is_of_another_kind_is_named():
+    x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
+    table, scale = jnp.array([0, 1]), jnp.array([2.0, 1.0])
+
+    def call(x=x, a=a, b=b, tile_adapter=table, scale=scale, dropout=None):
+        return pk.multi_lora_linear(x, w, a, b, tile_adapter=tile_adapter, scale=scale, dropout=dropout)
+
+    assert call().shape == (4, 6)
+    assert call(tile_adapter=[0, 1], scale=[2.0, 1.0]).shape == (4, 6)
+    with pytest.raises(ValueError, match=r"^scale has shape \(3,\), expected \(2,\)$"):  # a and b are as they should be
+        call(scale=jnp.ones(3))
+    with pytest.raises(ValueError, match="no adapter"):
+        call(a=a[:0], b=b[:0], scale=scale[:0])
+    with pytest.raises(TypeError, match=r"dropout is 0\.1, expected None or a Dropout"):
+        call(dropout=0.1)
+    with pytest.raises(TypeError, match=r"dropout is 0\.1, expected None or a Dropout"):
+        pk.lora_linear(x, w, a[0], b[0], scale=2.0, dropout=0.1)
+    with pytest.raises(TypeError, match="x is a list, expected an array"):
+        call(x=[[1.0] * 8] * 4)
+    for wrong in (jnp.array([0.0, 1.0]), jnp.array([False, True])):
+        with pytest.raises(TypeError, match=r"tile_adapter is (float32|bool), expected int32"):
+            call(tile_adapter=wrong)
