@@ -86,7 +86,7 @@ from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
 from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
 from scheduling import AdapterJob, Plan, make_plan, simulate  # noqa: E402
 from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
-from scheduling.pipeline import one_forward_one_backward  # noqa: E402
+from scheduling.pipeline import Program, one_forward_one_backward  # noqa: E402
 
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
@@ -247,12 +247,7 @@ class Bench:
         def seconds(capacity: int) -> float:
             costs = predicted_costs(configs[capacity], self.model, "h200")
             plans = [self.plan(variant, run, capacity, mesh) for run in runs]
-            return sum(
-                simulate(
-                    plan, costs, program=one_forward_one_backward(plan, flush=True) if variant.flush else None
-                ).duration_s
-                for plan in plans
-            )
+            return sum(simulate(plan, costs, program=program_of(variant, plan)).duration_s for plan in plans)
 
         return min(roomy or possible, key=seconds)
 
@@ -352,9 +347,7 @@ class Bench:
         progress = Progress(
             adapters={job.name: AdapterProgress(name=job.name, num_steps=job.num_batches) for job in jobs}
         )
-        program = one_forward_one_backward(plan, flush=True) if variant.flush else None
-        if variant.frozen:
-            program = without_updates(one_forward_one_backward(plan))
+        program = program_of(variant, plan)
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
@@ -409,6 +402,13 @@ class Bench:
                         stage.run_alone(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
+
+
+def program_of(variant: Variant, plan: Plan) -> Program | None:
+    """Events in an order of the variant's own; None: the usual one."""
+    if variant.frozen:
+        return without_updates(one_forward_one_backward(plan))
+    return one_forward_one_backward(plan, flush=True) if variant.flush else None
 
 
 def peaks(devices: int) -> list[float]:
