@@ -33,9 +33,18 @@ class Ends:
     def _write(self, report: pytest.TestReport | pytest.CollectReport, more: dict) -> None:
         row = {"test": report.nodeid, "outcome": report.outcome} | more
         if report.failed:
-            row["why"] = str(report.longrepr)[-2000:]
+            row["why"] = reason(report.longrepr)
         with self._file.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
+
+
+def reason(longrepr: object) -> str:
+    """The error itself; its traceback is in pytest's own output."""
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        return crash.message
+    errors = [line[1:].strip() for line in str(longrepr).splitlines() if line.startswith("E ")]
+    return "\n".join(errors) or str(longrepr).strip().splitlines()[-1]
 
 
 def main() -> int:

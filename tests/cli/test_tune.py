@@ -11,8 +11,6 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.models import ModelConfig
 from pallas_kernels.tuning import store
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
-
 
 @pytest.fixture
 def wide_job(job):

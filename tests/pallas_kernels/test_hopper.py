@@ -150,7 +150,6 @@ def test_join_takes_projections_of_different_ranks():
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
-@pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("rank", "siblings"), [(256, 1), (64, 3)])  # together 256: three stages take 245784 bytes
 def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, rank=rank, adapters=2, rate=0.1, tile=64)

@@ -20,9 +20,6 @@ from pallas_kernels.mosaic_gpu.gemm import GemmConfig, gemm
 from pallas_kernels.triton.bits import keep_words as keep_bits
 from pallas_kernels.triton.sums import sum_partials
 
-# jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
-pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
-
 A100 = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 SMALL = AbstractDevice(device_kind="NVIDIA H200", num_cores=3, platform="gpu")

@@ -11,9 +11,6 @@ from kernel_problems import TILE, draw, new_residuals, relative
 import pallas_kernels as pk
 from pallas_kernels.reference import reference_multi_lora_linear
 
-# jax says on lowering that its Triton backend will go; the Hopper backend stands beside it
-pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
-
 BACKENDS = ["xla"]
 TABLE = [1, -1, 0, 1, 0, -1]
 D, F = 64, 96

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend is deprecated:DeprecationWarning")
-
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 IMPLEMENTATIONS = ("xla", "pallas_triton")
 # Half a unit in the last place of bfloat16 is 2e-3 of a value; sums of 100 float32 products err by 1e-6.
