@@ -52,6 +52,11 @@ def compiler_options() -> dict[str, bool]:
     return {"xla_gpu_enable_triton_gemm": False} if is_hopper() else {}
 
 
+def wide_integers() -> bool:
+    """True under `jax_enable_x64`: grid positions and loop counters are int64 then, and kernels index with int32."""
+    return bool(jax.config.jax_enable_x64)
+
+
 def interprets() -> bool:
     """True where Pallas-Triton kernels can only be interpreted."""
     return target_platform() == "cpu"

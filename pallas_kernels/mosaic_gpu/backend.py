@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import split_graph
-from pallas_kernels.device import is_hopper, num_sms
+from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
@@ -30,6 +30,8 @@ def refusal(static: Static, ops: Operands) -> str | None:
     """Says why a call cannot be served; None: it can."""
     if not is_hopper():
         return "it needs a Hopper GPU (sm_90)"
+    if wide_integers():
+        return "its kernels count in 32 bits: turn jax_enable_x64 off"
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {ops.x.dtype}; Hopper's matrix units take bfloat16 and float16"
     rows, num_in = ops.x.shape

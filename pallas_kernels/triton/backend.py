@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import split_graph
-from pallas_kernels.device import target_platform
+from pallas_kernels.device import target_platform, wide_integers
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
@@ -26,6 +26,8 @@ def refusal(static: Static, ops: Operands) -> str | None:
     """Says why a call cannot be served; None: it can."""
     if target_platform() not in ("gpu", "cuda", "cpu"):
         return f"it needs an NVIDIA GPU, not {target_platform()!r}"
+    if wide_integers():
+        return "its kernels count in 32 bits: turn jax_enable_x64 off"
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"x is {ops.x.dtype}; it takes bfloat16, float16 and float32"
     if not static.single and static.tile % 16:

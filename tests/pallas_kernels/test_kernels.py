@@ -1,6 +1,7 @@
 """Kernels below the ops: the table of chunks, Hopper GEMMs in the GPU interpreter, lowering for CUDA without a GPU."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -142,6 +143,27 @@ def test_default_takes_kernels_only_where_they_measured_faster(device, changes, 
 
     text = lowered(device, step, arrays)
     assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == kernels
+
+
+@pytest.mark.parametrize("device", [A100, H200])
+def test_with_64_bit_integers_the_default_is_xla_and_kernels_say_why_not(device):
+    spec = LinearSpec(tokens=2048, in_features=4096, out_features=4096, adapters=2, rate=0.1)
+    arrays = jax.eval_shape(lambda: make_arrays(spec))
+
+    def step(backend, arrays):
+        def layer(x, a, b):
+            rest = {name: arrays[name] for name in ("tile_adapter", "scale", "dropout")}
+            return pk.multi_lora_linear(x, arrays["w"], a, b, implementation=backend, **rest)
+
+        y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
+        return y, *vjp(arrays["dy"])
+
+    with jax.enable_x64(True):
+        text = lowered(device, partial(step, None), arrays)
+        assert (text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2")) == (0, 0)
+        for backend in ["pallas_triton"] + ["pallas_mosaic_gpu"] * (device is H200):
+            with pytest.raises(NotImplementedError, match="turn jax_enable_x64 off"):
+                lowered(device, partial(step, backend), arrays)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
