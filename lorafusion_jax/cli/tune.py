@@ -77,10 +77,11 @@ def command(
 
 def check_table(path: Path) -> None:
     """Refuses a file that cannot be gone on with, before anything is measured."""
+    from pallas_kernels.device import device_kind
     from pallas_kernels.tuning import store
 
     try:
-        store.load(path)
+        table = store.load(path)
     except ValueError as problem:
         raise ConfigError(
             "tune.old-table",
@@ -89,6 +90,13 @@ def check_table(path: Path) -> None:
             why=str(problem.__cause__ or problem),
             fix=f"rm {path} and tune again",
         ) from None
+    if table is not None and table.device != device_kind():
+        raise ConfigError(
+            "tune.other-device",
+            f"this table holds times of {table.device}, and this device is {device_kind()}.",
+            where=str(path),
+            fix="--out with the name of a new file",
+        )
 
 
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:

@@ -45,13 +45,15 @@ def tune(
         path: default: the shipped table of this device.
         progress: called after every group of candidates.
         quick: a third of the candidates.
+    Raises:
+        ValueError: what is at `path` is no table of this version, or one of another device.
 
     Example:
         >>> table = tune([LinearSpec(tokens=8192, in_features=4096, out_features=4096)])  # doctest: +SKIP
     """
     kind = jax.devices()[0].device_kind
     path = path or store.DATA / store.file_name(kind)
-    table = store.load(path) or store.Table(device=kind, conditions=conditions())
+    table = begun(path, kind) or store.Table(device=kind, conditions=conditions())
     groups = [(spec, kernel, group) for spec in specs for kernel, group in _groups(spec, quick).items()]
     done = failed = 0
     total = sum(len(group) for _, _, group in groups)
@@ -62,7 +64,9 @@ def tune(
             missing, table = group, table.without(key, [candidate.config for candidate in group])
         if missing:
             entries, bad = _measure(spec, missing)
-            table = dataclasses.replace(table, entries=table.entries + tuple(entries))
+            table = dataclasses.replace(
+                table, conditions=_joined(table.conditions, conditions()), entries=table.entries + tuple(entries)
+            )
             failed += bad
             store.save(table, path)
         done += len(group)
@@ -75,6 +79,18 @@ def count(specs: Iterable[LinearSpec], *, quick: bool = False) -> int:
     return sum(len(group) for spec in specs for group in _groups(spec, quick).values())
 
 
+def begun(path: pathlib.Path, device_kind: str) -> store.Table | None:
+    """The table at `path`, to be gone on with; None where there is no file.
+
+    Raises:
+        ValueError: it is no table of this version, or its times are of another device.
+    """
+    table = store.load(path)
+    if table is not None and table.device != device_kind:
+        raise ValueError(f"{path} holds times of {table.device}, this device is {device_kind}: write to another file")
+    return table
+
+
 def key_of(spec: LinearSpec, kernel: str) -> tuple:
     sizes = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank)
     return store.key(kernel, *sizes, dropout=spec.rate > 0)
@@ -83,6 +99,12 @@ def key_of(spec: LinearSpec, kernel: str) -> tuple:
 def conditions() -> dict[str, str]:
     """Versions and date: a figure without them is not one."""
     return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "date": datetime.date.today().isoformat()}
+
+
+def _joined(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
+    """Conditions of a table that is gone on with: every version and day that its times are of."""
+    told = {name: each[name].split(", ") for each in (new, old) for name in each}  # new first: old counts
+    return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in told.items()}
 
 
 def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:

@@ -241,7 +241,31 @@ def test_the_choice_to_beat_is_timed_beside_the_others_never_on_another_day(monk
     monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"down": down})
     strange = measure(spec, [dataclasses.replace(down[1], config=of_another_tile)])[0]
     table = tune([spec], path)
-    store.save(table_of(*table.entries[1:], *strange), path)  # without the heuristic's choice
+    without_choice = (*table.entries[1:], *strange)
+    store.save(dataclasses.replace(table, entries=without_choice), path)  # without the heuristic's choice
     again = tune([spec], path)
     assert timed[1:] == [[c.config for c in down]] * 2
     assert again.entries == (*strange, *table.entries)  # replaced; what another job measured stays
+
+
+def test_a_table_of_another_device_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "t.json"
+    store.save(dataclasses.replace(table_of(), device="NVIDIA A100"), path)
+    with pytest.raises(ValueError, match=r"holds times of NVIDIA A100, this device is cpu: write to another file"):
+        tune([LAYER], path)
+    with pytest.raises(ConfigError) as caught:  # `lorafusion tune`, before it measures
+        check_table(path)
+    assert caught.value.code == "tune.other-device"
+    assert store.load(path).entries == ()
+
+
+def test_a_table_names_every_version_its_times_are_of(monkeypatch, tmp_path):
+    path = tmp_path / "t.json"
+    old = {"jax": "0.0.1", "jaxlib": tuner.conditions()["jaxlib"], "date": "2020-01-01"}
+    store.save(store.Table(device=jax.devices()[0].device_kind, conditions=old), path)
+    monkeypatch.setattr(tuner, "_measure", lambda spec, group: ([entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)], 0))
+    monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"da": [c for c in candidates(spec) if c.kernel == "da"]})
+    for _ in range(2):  # the second time the same versions: told once
+        now, found = tuner.conditions(), tune([LAYER], path).conditions
+        assert found == {"jax": f"0.0.1, {now['jax']}", "jaxlib": now["jaxlib"], "date": f"2020-01-01, {now['date']}"}
+    assert store.load(path).conditions == found
