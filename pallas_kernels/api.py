@@ -55,7 +55,11 @@ def lora_linear(
     """
     _check_kinds(x, None, dropout)
     if dropout is not None:
-        dropout = Dropout(rate=jnp.reshape(dropout.rate, 1), key=jnp.reshape(dropout.key, 1), row_key=dropout.row_key)
+        dropout = _as_arrays(dropout)
+        one = {"rate": dropout.rate, "key": dropout.key}
+        if wrong := [f"dropout.{name} has shape {jnp.shape(v)}" for name, v in one.items() if jnp.size(v) != 1]:
+            raise ValueError(f"{'; '.join(wrong)}, expected one number: there is one adapter")
+        dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in one.items()})
     if jnp.size(scale) != 1:
         raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
     (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(scale, 1), dropout, implementation)
@@ -164,6 +168,7 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
     if num_adapters == 0:
         raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
     tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
+    dropout = None if dropout is None else _as_arrays(dropout)
     ops = Operands(
         x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
     )
@@ -186,6 +191,13 @@ def _check_kinds(x: Any, tile_adapter: Any, dropout: Any) -> None:
         raise TypeError(f"tile_adapter is {kind}, expected int32: the adapter of each tile")
     if dropout is not None and not isinstance(dropout, Dropout):
         raise TypeError(f"dropout is {dropout!r}, expected None or a Dropout: a rate and a key of each adapter")
+
+
+def _as_arrays(dropout: Dropout) -> Dropout:
+    """Numbers and lists do as well, as they do for scale and tile_adapter."""
+    kinds = {"rate": np.float32, "key": np.uint32, "row_key": np.uint32}
+    given = {name: getattr(dropout, name) for name in kinds}
+    return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in given.items()})
 
 
 def _dispatch(static: Static, ops: Operands, implementation: Implementation | None) -> tuple[jax.Array, ...]:

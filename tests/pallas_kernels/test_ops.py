@@ -316,3 +316,22 @@ def test_what_is_of_another_kind_is_named():
     for wrong in (jnp.array([0.0, 1.0]), jnp.array([False, True])):
         with pytest.raises(TypeError, match=r"tile_adapter is (float32|bool), expected int32"):
             call(tile_adapter=wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_takes_lists_and_one_adapter_takes_one_rate(backend):
+    arguments, _ = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
+    x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
+    rest, drop = {name: arguments[name] for name in ("tile_adapter", "scale")}, arguments["dropout"]
+    lists = pk.Dropout(
+        rate=drop.rate.tolist(), key=np.asarray(drop.key).tolist(), row_key=np.asarray(drop.row_key).tolist()
+    )
+    want = pk.multi_lora_linear(x, w, a, b, **rest, dropout=drop, implementation=backend)
+    np.testing.assert_array_equal(pk.multi_lora_linear(x, w, a, b, **rest, dropout=lists, implementation=backend), want)
+    with pytest.raises(ValueError, match=r"^dropout.rate has shape \(3,\); dropout.key .*, expected one number"):
+        pk.lora_linear(x, w, a[0], b[0], scale=0.5, dropout=drop, implementation=backend)
+    one = {"w": w, "a": a[0], "b": b[0], "scale": 0.5, "implementation": backend}
+    by_number = pk.Dropout(rate=0.1, key=2**32 - 1, row_key=drop.row_key)
+    by_array = pk.Dropout(rate=jnp.array([0.1]), key=jnp.array([2**32 - 1], jnp.uint32), row_key=drop.row_key)
+    got, want = (pk.lora_linear(x, **one, dropout=dropout) for dropout in (by_number, by_array))
+    np.testing.assert_array_equal(got, want)
