@@ -59,6 +59,9 @@ def cases(tiny: bool) -> dict[str, dict]:
         "f16 A2 r16 p.1": {"adapters": 2, "ranks": (16,), "widths": (512,), "rate": 0.1, "dtype": "float16"},
         "f32 A3 r16 p.1": {"adapters": 3, "ranks": (16,), "widths": (512,), "rate": 0.1, "dtype": "float32"},
         "bf16 odd 1000->300": {"adapters": 3, "ranks": (16,), "widths": (300,), "rate": 0.1, "k": 1000},
+        "bf16 bias p.1": {"adapters": 4, "ranks": (16,), "widths": (512,), "rate": 0.1, "bias": True},
+        "bf16 one adapter p0": {"adapters": 1, "ranks": (16,), "widths": (512,), "rate": 0.0, "single": True},
+        "bf16 one adapter p.1": {"adapters": 1, "ranks": (16,), "widths": (512,), "rate": 0.1, "single": True},
         "bf16 r160": {"adapters": 2, "ranks": (160,), "widths": (512,), "rate": 0.1},
     }
     shared = {"t": t, "k": k, "tile": 32 if tiny else 128, "dtype": "bfloat16"}
@@ -119,7 +122,9 @@ def draw(case: dict) -> dict:
     dropout = None
     if case["rate"]:
         dropout = pk.Dropout(
-            rate=jnp.asarray(case["rate"] * (np.arange(adapters) % 3) / 2, jnp.float32),
+            rate=jnp.asarray(
+                case["rate"] * (np.arange(adapters) % 3 if adapters > 1 else np.full(1, 2)) / 2, jnp.float32
+            ),
             key=jnp.arange(adapters, dtype=jnp.uint32),
             row_key=jnp.asarray(random.integers(0, 2**32, t), jnp.uint32),
         )
@@ -132,7 +137,8 @@ def draw(case: dict) -> dict:
             for r, n in zip(case["ranks"], case["widths"], strict=True)
         ],
         "dys": [normal(t, n) for n in case["widths"]],
-        "tile_adapter": jnp.asarray(table),
+        "biases": [normal(n) if case.get("bias") else None for n in case["widths"]],
+        "tile_adapter": None if case.get("single") else jnp.asarray(table),  # None: the op of one adapter
         "scale": jnp.linspace(0.5, 2.0, adapters),
         "dropout": dropout,
     }
@@ -142,9 +148,12 @@ def gradients(inputs: dict, backend: str):
     """ys, dx, dAs, dBs."""
 
     def layer(x, as_, bs):
+        if inputs["tile_adapter"] is None:
+            rest = {"scale": inputs["scale"][0], "dropout": inputs["dropout"], "implementation": backend}
+            return (pk.lora_linear(x, inputs["ws"][0], as_[0][0], bs[0][0], **rest),)
         return pk.multi_lora_linears(
             x, inputs["ws"], as_, bs, tile_adapter=inputs["tile_adapter"], scale=inputs["scale"],
-            dropout=inputs["dropout"], implementation=backend,
+            dropout=inputs["dropout"], biases=inputs["biases"], implementation=backend,
         )  # fmt: skip
 
     ys, vjp = jax.vjp(layer, inputs["x"], inputs["as_"], inputs["bs"])
