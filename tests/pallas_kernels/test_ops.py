@@ -107,7 +107,7 @@ def test_nan_in_padding_rows_reaches_nobody(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_company_does_not_change_an_adapter(backend):
-    """Adapter 1 beside others, and the same rows alone: the same bits row by row, sums equal to rounding."""
+    """Adapter 1 beside others, and the same rows alone: another T may cut sums differently, so equal to rounding."""
     arguments, dys = draw(table=TABLE, rates=[0.0, 0.1, 0.5])
     together = ops_and_gradients(ours(backend), arguments, dys)
     rows = np.repeat(TABLE, TILE) == 1
@@ -129,6 +129,19 @@ def test_company_does_not_change_an_adapter(backend):
     assert relative(together[1][rows], dx) < 1e-6
     assert relative(together[2][0][1], das[0][0]) < 1e-6
     assert relative(together[3][0][1], dbs[0][0]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("table", [[1, 0, 2, 1, -1, 2], [1, -1, -1, 1, -1, -1], [1, 4, 3, 1, 3, 0]])
+def test_who_owns_the_other_tiles_changes_no_bit_of_an_adapter(backend, table):
+    arguments, dys = draw(table=TABLE, adapters=5, rates=[0.0, 0.1, 0.5, 0.3, 0.9])
+    once = ops_and_gradients(ours(backend), arguments, dys)
+    again = ops_and_gradients(ours(backend), {**arguments, "tile_adapter": jnp.asarray(table, jnp.int32)}, dys)
+    rows = np.repeat(TABLE, TILE) == 1
+    mine = [(ys[0][rows], dx[rows], das[0][1], dbs[0][1]) for ys, dx, das, dbs in (once, again)]
+    for want, got in zip(*mine, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert (again[0][0][~rows] != once[0][0][~rows]).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
