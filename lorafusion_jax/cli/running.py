@@ -85,8 +85,11 @@ def show_result(console: Console, result: RunResult) -> None:
             say(console, f"{name}: {adapter.reason}; {left}", "red")
         elif worse := got_worse(name, rows.get(name, {}).get("before"), rows.get(name, {}).get("after")):
             say(console, worse, "yellow")
-    slots = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
-    say(console, f"{slots}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
+    if any(adapter.status == "done" for adapter in result.adapters.values()):
+        ran = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
+    else:
+        ran = f"no adapter was left to train after {duration(result.seconds)}"
+    say(console, f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
     next_command(
         console,

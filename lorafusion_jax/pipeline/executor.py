@@ -244,13 +244,13 @@ class Executor:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """Name of the first leaf of an adapter whose gradient was not finite, with its layers."""
+        """Name of the first leaf of an adapter whose gradient was not finite, with its layers and stage."""
         spec = self.stages[0].spec(self._index[adapter])
-        for stage, closed in zip(self.stages, result.closed, strict=True):
+        for place, (stage, closed) in enumerate(zip(self.stages, result.closed, strict=True)):
             bad = [n for n, good in zip(stage.leaf_names(spec), local(closed.finite), strict=True) if not good]
             if bad:
                 here = stage.extent.layers_of(bad[0])
-                return bad[0] + (f" of layers {here[0]} to {here[-1]}" if len(self.stages) > 1 else "")
+                return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
         return None
 
     def evaluate(self, rows: Microbatch) -> Future[Array]:

@@ -1,7 +1,8 @@
 """Executes a plan: issues its events, steps the adapters whose global batch is complete, looks at results later.
 
 The devices always have the next microbatch queued. An adapter whose gradient is not finite keeps its last good weights
-and stops; nobody else notices. To save, no further slot is let in until those in the pipeline are through.
+and stops; nobody else notices. Once all have stopped, the rest of the plan would change nothing and is left out. To
+save, no further slot is let in until those in the pipeline are through.
 """
 
 from __future__ import annotations
@@ -112,13 +113,14 @@ class Loop:
         """
         program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
         order = issue_order(program, self._plan.num_stages)
-        todo = [event for event in order if event.slot >= self._progress.slot]
+        todo = [event for event in order if event.slot >= self._progress.slot] if self._anybody_left() else []
         if todo:
             self._compile()
         with self._interruptible(), self._executor.blaming(None, None):
             while True:
                 todo = self._issue(todo)
                 self._drain()
+                todo = todo if self._anybody_left() else []
                 self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
                 stopped = agreed(self._stop.is_set())
                 if todo and not stopped:
@@ -212,7 +214,7 @@ class Loop:
             loss, norm = step.result.loss, step.result.grad_norm
         if not step.result.healthy:
             adapter.status = "failed"
-            adapter.reason = f"{self._culprit(step)} at step {step.step}"
+            adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
             self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
             self._hooks.finish(step.adapter, step.slots_done)
             return
@@ -238,7 +240,13 @@ class Loop:
         bad = self._executor.not_finite(step.adapter, step.result)
         return f"gradient not finite ({bad})" if bad else "loss not finite"
 
+    def _anybody_left(self) -> bool:
+        """Whether an adapter still trains; processes find that out at the same slot."""
+        return any(adapter.status == "running" for adapter in self._progress.adapters.values())
+
     def _pause_due(self, slot: int) -> bool:
+        if not self._anybody_left():
+            return True
         save = self._config.save
         if save.every_steps is not None and self._steps_since_save >= save.every_steps:
             return True

@@ -51,6 +51,27 @@ def test_every_adapter_fails(lorafusion, job):
     outcome = lorafusion("train", job.write(), "--out", job.folder / "run")
     assert outcome.code == 1
     assert outcome.out.count("FAILED") == 2
+    assert outcome.out.count(", slot ") == 4, "as it happens, and at the end"
+
+
+def test_nothing_is_computed_for_adapters_that_have_all_failed(lorafusion, job):
+    """The devices would go through the rest of the plan and change nothing."""
+    for name in ("law", "med"):
+        job.adapter(name)["optim"] = DIVERGING
+    job.values["epochs"] = 6
+    run = job.folder / "run"
+    outcome = lorafusion("train", job.write(), "--out", run, "mesh.stages=2")
+    assert outcome.code == 1, outcome.err
+    assert "stage 0" in outcome.out or "stage 1" in outcome.out
+    plan, timeline = (json.loads((run / name).read_text()) for name in ("plan.json", "timeline.json"))
+    ran = {span[2] for span in timeline["spans"]}
+    failed = [row["slot"] for row in read_rows(run / "events.jsonl") if row["kind"] == "adapter-failed"]
+    assert len(failed) == 2
+    assert max(failed) <= len(ran) < max(failed) + 6 < len(plan["slots"]), "those in the pipeline, and no others"
+    assert "no adapter was left to train" in outcome.out
+    assert json.loads(lorafusion("status", run, "--json").out)["adapters"]["law"]["status"] == "failed"
+    again = lorafusion("resume", run)
+    assert (again.code, again.out.count("compil")) == (1, 0)
 
 
 @pytest.fixture
