@@ -62,6 +62,7 @@ class CostModel:
         source: where the figures come from, shown with every prediction.
         capacity_tokens: of the microbatches that were measured. What one costs at all and what each of its tokens costs
             cannot be told apart when all are of one size, so the figures serve that size only; None: any.
+        layers: of each stage that was measured, e.g. (20, 20.5); None: any.
     """
 
     stages: tuple[StageCost, ...]
@@ -69,6 +70,7 @@ class CostModel:
     transfer_token_s: float = 0.0
     source: str = ""
     capacity_tokens: int | None = None
+    layers: tuple[float, ...] | None = None
 
     def __post_init__(self):
         _check_costs(self)
@@ -104,6 +106,20 @@ class CostModel:
                 fix=f"measure again with batch.capacity_tokens={tokens}",
             )
 
+    def check_layers(self, layers: Sequence[float]) -> None:
+        """Refuses stages of other layers than those measured.
+
+        Raises:
+            PlanError: `plan.cost`.
+        """
+        if self.layers not in (None, tuple(layers)):
+            measured, wanted = ("[" + ",".join(f"{count:g}" for count in of) + "]" for of in (self.layers, layers))
+            raise PlanError(
+                "plan.cost",
+                f"costs of stages of {measured} layers for stages of {wanted}",
+                fix=f"measure again with mesh.stages={len(layers)} 'mesh.layers={wanted}'",
+            )
+
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
@@ -118,7 +134,8 @@ class CostModel:
             data = json.loads(text)
             if data.pop("schema") != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}")
-            return CostModel(stages=tuple(map(StageCost.from_dict, data.pop("stages"))), **data)
+            stages, layers = tuple(map(StageCost.from_dict, data.pop("stages"))), data.pop("layers", None)
+            return CostModel(stages=stages, layers=None if layers is None else tuple(layers), **data)
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

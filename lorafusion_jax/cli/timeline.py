@@ -72,8 +72,10 @@ def command(
 def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
     """(measured, predicted) of the same slots."""
     plan = RunFolder(run).read_plan()
-    worth = _worth(run, _started(run, measured.num_stages)["layers"])
-    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), worth)
+    layers = _started(run, measured.num_stages)["layers"]
+    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), _worth(run, layers))
+    costs.check_layers(layers)
+    costs.check_capacity(plan.capacity_tokens)
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
     return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)

@@ -65,13 +65,15 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     """Costs from a file that `lorafusion profile` wrote.
 
     Raises:
-        PlanError: no cost model, or one for another number of stages or microbatches of another size.
+        PlanError: no cost model, or one for stages of other layers or microbatches of another size.
     """
     mesh, tokens = config.mesh, config.batch.capacity_tokens
-    worth = [1.0] * mesh.stages
-    if model is not None:
-        worth = worth_in_layers(model, stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens))
-    costs = read_cost_model(file.read_text(encoding="utf-8"), worth)
+    if model is None:
+        costs = read_cost_model(file.read_text(encoding="utf-8"), [1.0] * mesh.stages)
+    else:
+        layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens)
+        costs = read_cost_model(file.read_text(encoding="utf-8"), worth_in_layers(model, layers))
+        costs.check_layers(counts_of(layers))
     costs.check_capacity(tokens)
     return costs
 

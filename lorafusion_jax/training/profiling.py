@@ -76,7 +76,8 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         keep=stages[0].keep,
         device_bytes=device_bytes(),
     )
-    return Profile(replace(costs, capacity_tokens=plan.capacity_tokens), plan, better)
+    layers = tuple(stage.extent.count for stage in stages)
+    return Profile(replace(costs, capacity_tokens=plan.capacity_tokens, layers=layers), plan, better)
 
 
 def _seconds(stage: StageCost, load: Load) -> float:

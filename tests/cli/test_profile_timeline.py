@@ -109,6 +109,25 @@ def test_costs_of_one_mesh_are_refused_for_another(lorafusion, two_stages, finis
         assert "measure again with this mesh.stages" in outcome.err
 
 
+def test_costs_of_other_layers_or_microbatches_are_refused(lorafusion, two_stages, tmp_path):
+    """A file of one stage has a cost for each of any number of stages, so counting stages is not enough."""
+    job, costs, run_folder = two_stages
+    model = CostModel.from_json(costs.read_text())
+    assert model.layers is not None
+    alone, moved = tmp_path / "alone.json", tmp_path / "moved.json"
+    alone.write_text(replace(model, stages=model.stages[:1], layers=(sum(model.layers),)).to_json())
+    moved.write_text(replace(model, layers=(model.layers[0] + 0.5, model.layers[1] - 0.5)).to_json())
+    for file in (alone, moved):
+        for arguments in (("plan", job.path, TWO), ("timeline", run_folder)):
+            outcome = lorafusion(*arguments, "--cost-model", file)
+            assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
+            assert "measure again with mesh.stages=2 'mesh.layers=[" in outcome.err
+    larger = tmp_path / "larger.json"
+    larger.write_text(replace(model, capacity_tokens=4096).to_json())
+    outcome = lorafusion("timeline", run_folder, "--cost-model", larger)
+    assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
+
+
 def test_a_run_leaves_a_timeline_of_every_event_of_its_plan(two_stages):
     _, _, out = two_stages
     plan, timeline = Plan.from_json((out / "plan.json").read_text()), read_timeline(out)
