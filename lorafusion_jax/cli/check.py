@@ -9,6 +9,7 @@ from lorafusion_jax.cli.common import (
     Json,
     Overrides,
     checked_data,
+    layer_problems,
     next_command,
     out,
     plain_table,
@@ -16,12 +17,7 @@ from lorafusion_jax.cli.common import (
     warn,
 )
 from lorafusion_jax.config.load import examine_config, ineffective
-from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory
-from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError
-from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
 
@@ -34,7 +30,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     Example: lorafusion check jobs.yaml
     """
     config, errors = examine_config(jobs, overrides or ())
-    unchecked, more = _stages(config) if config else ([], [])
+    unchecked, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more])
     notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
@@ -65,23 +61,6 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     console.print(table)
     warn(console, notes)
     next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
-
-
-def _stages(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
-    """What is wrong with the layers of each stage, or why that cannot be said; a base of no known kind is no mistake
-    of the job file."""
-    mesh = config.mesh
-    if mesh.stages == 1 and mesh.layers is None:
-        return [], []
-    try:
-        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
-    except CheckpointError as problem:
-        return [f"the layers of each stage are not checked: {problem.what}"], []
-    except ConfigError as problem:
-        return [], [problem]
-    except ErrorList as problem:
-        return [], list(problem.errors)
-    return [], []
 
 
 def summary(report) -> dict:

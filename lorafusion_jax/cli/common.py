@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lorafusion_jax.checkpoint.starts import read_starts
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.data.prepare import Prepared, base_directory, prepare
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.pipeline.layout import stage_layers
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
@@ -73,6 +75,23 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
     raise_all(found)
     assert isinstance(prepared, Prepared)
     return config, prepared
+
+
+def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
+    """What is wrong with the layers of each stage, or why that cannot be said; a base of no known kind is no mistake
+    of the job file."""
+    mesh = config.mesh
+    if mesh.stages == 1 and mesh.layers is None:
+        return [], []
+    try:
+        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+    except CheckpointError as problem:
+        return [f"the layers of each stage are not checked: {problem.what}"], []
+    except ConfigError as problem:
+        return [], [problem]
+    except ErrorList as problem:
+        return [], list(problem.errors)
+    return [], []
 
 
 def ends_in(path: Path, *endings: str) -> None:

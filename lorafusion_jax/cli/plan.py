@@ -14,6 +14,7 @@ from lorafusion_jax.cli.common import (
     Overrides,
     checked_data,
     ends_in,
+    layer_problems,
     next_command,
     out,
     plain_table,
@@ -59,7 +60,9 @@ def command(
     """
     if timeline:
         ends_in(timeline, ".html")
-    config, prepared = checked_data(*examine_config(jobs, overrides or ()))
+    config, errors = examine_config(jobs, overrides or ())
+    layers = layer_problems(config)[1] if config else []  # before it plans for stages that there cannot be
+    config, prepared = checked_data(config, [*errors, *layers])
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)

@@ -9,6 +9,7 @@ import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say, typed
 from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.format import better_layers, duration, percent
 
 NAME = "profile"
@@ -30,6 +31,9 @@ def command(
     from lorafusion_jax.training.profiling import profile
     from scheduling import simulate
 
+    if to.is_dir():  # before minutes are spent on what cannot be written
+        raise ConfigError("output.folder", f"{to} is a folder.", fix=f"-o {to / 'costs.json'}")
+    to.parent.mkdir(parents=True, exist_ok=True)
     prepare_machine()
     console = out()
     with console.status("starting") as status:
@@ -38,7 +42,6 @@ def command(
             repeats=repeats,
             listeners=[lambda event: status.update(event.values["text"])],
         )
-    to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(costs.to_json(), encoding="utf-8")
     table = plain_table(("stage",), ("forward", "backward", "step"))
     sample = min(SAMPLE_TOKENS, plan.capacity_tokens)

@@ -34,6 +34,19 @@ from lorafusion_jax.pipeline.stage import Stage
 from pallas_kernels.device import is_hopper
 
 
+def check_mesh(config: JobConfig) -> None:
+    """Whether a job's mesh fits the machine and the model; reads no data.
+
+    Raises:
+        CheckpointError: a model that is not there.
+        ConfigError, ErrorList: `mesh.devices`, `mesh.processes`, `mesh.stages`, `mesh.layers`.
+    """
+    mesh = config.mesh
+    stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
+    if mesh.stages > 1 or mesh.layers is not None:
+        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+
+
 def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
     """Loads the base model, each stage's layers straight onto its devices; adapters are not started yet.
 

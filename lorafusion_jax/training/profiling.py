@@ -18,7 +18,7 @@ from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import better_layout
-from lorafusion_jax.training.base import device_bytes, load_stages
+from lorafusion_jax.training.base import check_mesh, device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
 from scheduling import CostModel, Plan, StageCost
 
@@ -50,6 +50,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         for listener in listeners:
             listener(Event(kind="phase", values={"text": text}))
 
+    check_mesh(config)
     prepared = prepare(config, progress=phase)
     phase("planning")
     plan, specs = plan_training(config, prepared), adapter_specs(config)

@@ -22,7 +22,6 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.processes import is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
@@ -31,7 +30,7 @@ from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.alone import alone
-from lorafusion_jax.training.base import load_stages, memory_warning
+from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, start_from
 from lorafusion_jax.training.exports import Exports
@@ -114,6 +113,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[List
     slot = position.get("slot")
     if slot == before.num_slots:
         return _finished(folder, before, Progress.of(position), listeners)
+    check_mesh(config)
     prepared = prepare(config)
     check_record(record, prepared, before, position.get("plan"))
     plan = plan_on(before, config, slot or 0)
@@ -141,7 +141,7 @@ def _check_start(config: JobConfig, folder: RunFolder) -> None:
     must_hold_no_run(folder, config)
     if is_first():
         must_be_writable(folder.path)
-    stage_meshes(config.mesh.stages, config.mesh.data, config.mesh.fsdp)
+    check_mesh(config)
     read_starts(config)
 
 

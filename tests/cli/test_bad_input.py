@@ -269,7 +269,25 @@ def test_stages_that_the_model_does_not_have(lorafusion, job, settings, codes, f
         assert fix in outcome.err
     assert not (job.folder / "run").exists()
     (job.folder / "law.jsonl").write_text("")
-    assert lorafusion("check", job.path, *settings).errors == [*codes, "data.empty-file"]
+    for command in ("check", "plan"):
+        assert lorafusion(command, job.path, *settings).errors == [*codes, "data.empty-file"]
+
+
+def test_stages_that_the_model_does_not_have_are_told_before_data_are_read(lorafusion, job, nothing_read, monkeypatch):
+    monkeypatch.setattr("lorafusion_jax.training.profiling.prepare", None)
+    out = job.folder / "out"
+    for command in (("train", job.path, "--out", out), ("profile", job.path, "-o", out)):
+        assert lorafusion(*command, "mesh.stages=4").errors == ["mesh.stages"]
+    assert lorafusion("profile", job.path, "-o", job.folder).errors == ["output.folder"]
+    assert not out.exists()
+
+
+def test_a_run_says_before_it_reads_data_that_it_cannot_go_on_there(lorafusion, finished, tmp_path, nothing_read):
+    run = tmp_path / "run"
+    shutil.copytree(finished[1], run, symlinks=True)
+    shutil.rmtree(run / "state")  # all is left to do
+    assert lorafusion("resume", run, "mesh.stages=4").errors == ["mesh.stages"]
+    assert lorafusion("resume", run, "mesh.data=16").errors == ["mesh.devices"]
 
 
 def test_stages_of_a_base_that_is_not_known_are_not_checked(lorafusion, job, own_base):
