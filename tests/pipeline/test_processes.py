@@ -28,6 +28,7 @@ from scheduling.pipeline import Event
 TOLERANCE = 1e-5  # as in test_layouts
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
+MIXED = ("law", "chat")  # of other rank, dropout, targets, optimizer; one ends before the other
 FIRST_PORT = 2**16 - 2**12  # of those from which jax picks by a job's number
 GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's lines
 
@@ -39,9 +40,14 @@ def job(tmp_path_factory, deep_base) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_device(job, tmp_path_factory, kept_programs):
+def mixed_job(tmp_path_factory, deep_base) -> Path:
+    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(True), MIXED, train={"block_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def one_device(mixed_job, tmp_path_factory, kept_programs):
     folder = tmp_path_factory.mktemp("one") / "run"
-    assert train(load_config(job), folder).exit_code == 0
+    assert train(load_config(mixed_job), folder).exit_code == 0
     return read_trained(folder)
 
 
@@ -143,19 +149,22 @@ def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signa
     ],
     ids=["2 with 2 stages x 2 fsdp each, SLURM", "4, Open MPI"],
 )
-def test_processes_do_not_change_the_run(count, devices, mesh, launcher, job, one_device, tmp_path):
-    left = wait(start(count, devices, "train", str(job), "--out", str(tmp_path / "run"), *mesh, launcher=launcher))
+def test_processes_do_not_change_the_run(count, devices, mesh, launcher, mixed_job, one_device, tmp_path):
+    left = wait(
+        start(count, devices, "train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, launcher=launcher)
+    )
     assert [each.code for each in left] == [0] * count, left[0].err + left[-1].err
     assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
     assert "next: lorafusion export" in left[0].out
     screens = [{line for line in each.out.splitlines() if line and not GLOO.search(line)} for each in left]
     assert all(screens[0].isdisjoint(other) for other in screens[1:]), "one process shows the run"
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    steps = [row["step"] for row in rows if row["kind"] == "step"]
-    assert steps == [1, 2, 3], "one process writes the run"
+    for name, steps in (("law", [1, 2, 3]), ("chat", [1, 2])):
+        told = [row["step"] for row in rows if row["kind"] == "step" and row["adapter"] == name]
+        assert told == steps, "one process writes the run"
 
 
-def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, one_device, tmp_path):
+def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, kept_programs, tmp_path):
     settings = ("mesh.data=2", "epochs=12")
     whole = train(load_config(job, settings), tmp_path / "whole")
     assert whole.exit_code == 0
