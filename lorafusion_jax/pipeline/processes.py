@@ -21,7 +21,8 @@ LEAVE_S = 60  # one that fails waits so long for the others at its end; then all
 SILENT_S = 5  # then a process says that it waits for the others
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/agreed"
-_LEFT = "lorafusion/left"
+_LEFT, _FAILED = "lorafusion/left", "lorafusion/failed"
+GRACE_S = 5  # so long the first process, if it fails, waits for others that fail alike
 _questions = counting()
 
 
@@ -109,18 +110,40 @@ def leave_without_the_lost(code: int) -> None:
         atexit.register(_leave, code)  # runs before what jax registered
 
 
-def _leave(code: int) -> None:
+def leave_the_others(code: int) -> None:
+    """At its end this process, which failed, will not wait for the others.
+
+    They are in the middle of something that wants it. Once it is gone their transport says so, and they know; waiting
+    for them as jax does would be in vain, for `LEAVE_S`, and then all abort without a word of what happened.
+
+    Args:
+        code: with which the process ends.
+    """
+    if jax.distributed.is_initialized():
+        atexit.register(_leave, code, failed=True)
+
+
+def _leave(code: int, *, failed: bool = False) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     state = distributed.global_state
     assert state.client is not None
     if state.process_id:
+        if failed:
+            state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
         state.client.key_value_set(f"{_LEFT}/{state.process_id}", "")
     else:
-        end = time.monotonic() + LEAVE_S
-        while len(state.client.key_value_dir_get(_LEFT)) < state.num_processes - 2 and time.monotonic() < end:
+        end = time.monotonic() + (GRACE_S if failed else LEAVE_S)
+        while len(state.client.key_value_dir_get(_LEFT)) < _still_leaving(failed) and time.monotonic() < end:
             time.sleep(0.1)
     os._exit(code)
+
+
+def _still_leaving(failed: bool) -> int:
+    """How many others say that they leave: all, but one that was killed says nothing."""
+    state = distributed.global_state
+    assert state.client is not None
+    return (state.num_processes or 1) - (1 if failed or state.client.key_value_dir_get(_FAILED) else 2)
 
 
 def meet(name: str) -> None:

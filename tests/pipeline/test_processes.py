@@ -92,7 +92,9 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-def start(count: int, devices: int, *arguments: str, launcher=plain) -> list[subprocess.Popen]:
+def start(
+    count: int, devices: int, *arguments: str, launcher=plain, program=("-m", "lorafusion_jax")
+) -> list[subprocess.Popen]:
     """Starts the command once per process; they find each other by the variables of a launcher."""
     port = free_port()
     same = {
@@ -102,7 +104,7 @@ def start(count: int, devices: int, *arguments: str, launcher=plain) -> list[sub
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "lorafusion_jax", *arguments, "--distributed"],
+            [sys.executable, *program, *arguments, "--distributed"],
             env=os.environ | same | launcher(process, count, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -191,6 +193,40 @@ def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):
     for each in left[:2]:
         assert "error[train.process-lost]" in each.err
         assert "stack trace" not in each.err
+
+
+FAILING = """
+import os, sys, jax
+from lorafusion_jax.cli.main import main
+from lorafusion_jax.pipeline.stage import Stage
+
+backward = Stage.backward
+
+def broken(self, slot, dy):
+    if slot == 9 and os.environ["JAX_PROCESS_ID"] == "1":
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no 3 GiB")
+    return backward(self, slot, dy)
+
+Stage.backward = broken
+main()
+"""
+
+
+def test_a_stage_that_fails_in_one_process_ends_all_with_an_error_each(job, tmp_path):
+    run, began = tmp_path / "run", time.monotonic()
+    arguments = ("train", str(job), "--out", str(run), "mesh.data=2", "epochs=12")
+    processes = start(2, 1, *arguments, program=("-c", FAILING))
+    while not any(row["slot"] > 6 for row in read_rows(run / "metrics.jsonl")):
+        assert time.monotonic() - began < TIME_LIMIT_S
+        time.sleep(0.1)
+    failing = time.monotonic()
+    left = wait(processes)
+    assert time.monotonic() - failing < LEAVE_S / 2, "they waited for each other"
+    assert [each.code for each in left] == [1, 1], left[0].err + left[1].err
+    assert "error[train.process-lost]" in left[0].err
+    assert "error[train.out-of-memory] the device has no memory left at stage 0, slot 9 (law)" in left[1].err
+    assert not any("stack trace" in each.err for each in left)
+    assert [row["kind"] for row in read_rows(run / "events.jsonl")][-1] == "stopped"
 
 
 def test_stages_stay_inside_a_process(job, tmp_path):
