@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import backends
 from pallas_kernels.manual_axes import vary_like
@@ -26,8 +25,6 @@ def _forward(static: Static, ops: Operands):
     # kept are the caller's own arrays: one who stores residuals can tell the frozen weights by identity and drop them
     inside = vary_like(refuse_vmap(ops), ops.x)
     ys, ss, bits = backends.load(static.backend).forward(static, inside)
-    ss = tuple(checkpoint_name(s, "lora_s") for s in ss)
-    bits = None if bits is None else checkpoint_name(bits, "lora_bits")
     return ys, (ops, ss, bits)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dropout import inverse_keep, keep_words, unpack
+from pallas_kernels.kept import named_s
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
 
@@ -58,7 +59,7 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
         s_IJR = _batched("ijk,ikr->ijr", dropped_IJK, _bank(static, ops, ops.as_[i]))
         if ops.dropout is not None:
             s_IJR = s_IJR * _of_tiles(static, ops, inverse_keep(ops.dropout.rate))
-        ss.append(_select(static, ops, s_IJR).astype(ops.x.dtype))
+        ss.append(named_s(_select(static, ops, s_IJR).astype(ops.x.dtype)))
     return tuple(ss)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import split_graph
 from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
+from pallas_kernels.kept import named_bits, named_s
 from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
@@ -108,10 +109,11 @@ def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
     """S of all projections and, with dropout, the packed keep bits: made on the way, not in a pass of their own."""
     ops = prepared.ops
     if not _drops_here(ops):
-        bits = split_graph.keep_bits(prepared)
-        return split_graph.shared_input(prepared, bits), bits
+        bits = named_bits(split_graph.keep_bits(prepared))
+        return named_s(split_graph.shared_input(prepared, bits)), bits
     bank = prepared.transposed_bank_a()
-    return drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=_down_config(prepared))
+    s, bits = drop_down(ops.x, bank, prepared.block_adapter(ROWS), ops.dropout, config=_down_config(prepared))
+    return named_s(s), named_bits(bits)
 
 
 def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Array, dy: jax.Array):

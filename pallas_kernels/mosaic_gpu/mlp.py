@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import split_graph
 from pallas_kernels.dropout import BLOCK
+from pallas_kernels.kept import named_bits, named_s
 from pallas_kernels.mosaic_gpu import backend
 from pallas_kernels.mosaic_gpu.gate import (
     BackwardInputs,
@@ -82,7 +83,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, K
         down: x is not read.
     """
     prepared = prepare(static, ops)
-    s, bits = _named(*backend.input_pass(prepared))
+    s, bits = backend.input_pass(prepared)
     gate, up = (
         checkpoint_name(_plus(jnp.matmul(ops.x, w.astype(ops.x.dtype)), bias), name)
         for w, bias, name in zip(ops.ws, ops.biases, ("gate", "up"), strict=True)
@@ -100,7 +101,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, K
         places=_places(prepared),
         config=_config(prepared, behind),
     )
-    down_s, down_bits = _named(down_s, down_bits)
+    down_s, down_bits = named_s(down_s), named_bits(down_bits)
     y = backend.project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
     return y, Kept(gate=gate, up=up, s=(s,), bits=bits, down_s=(down_s,), down_bits=down_bits)
 
@@ -135,10 +136,6 @@ def backward(static: Static, ops: Operands, down: Operands, kept: Kept, dy: jax.
         das, dx = backend.gradients_from_ds(prepared, [ds_partials], kept.bits, (dgate, dup))
     da = split_graph.input_gradients(behind, partials, chunks)
     return (dx, das, dbs), (da, {0: db})
-
-
-def _named(s: jax.Array, bits: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    return checkpoint_name(s, "lora_s"), None if bits is None else checkpoint_name(bits, "lora_bits")
 
 
 def _bank_b(prepared: Prepared) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import split_graph
 from pallas_kernels.device import target_platform, wide_integers
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.kept import named_bits, named_s
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.split_graph import Prepared, prepare
 from pallas_kernels.triton.gemm import gemm
@@ -42,8 +43,8 @@ def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
     padded_static, padded = _pad(static, ops)
     prepared = prepare(padded_static, padded)
-    bits = split_graph.keep_bits(prepared)
-    s = split_graph.shared_input(prepared, bits) if ops.with_lora else None
+    bits = named_bits(split_graph.keep_bits(prepared))
+    s = named_s(split_graph.shared_input(prepared, bits)) if ops.with_lora else None
     ys = tuple(_project(prepared, i, s) for i in range(len(ops.ws)))
     ys = tuple(y[: ops.x.shape[0], : w.shape[1]] for y, w in zip(ys, ops.ws, strict=True))
     return ys, () if s is None else (s,), bits

@@ -204,6 +204,30 @@ def test_the_hopper_backend_keeps_nothing_besides_s_and_bits(names, ranks):
     assert made == [(512, 16 * len(ranks)), (512, 1, 8)]
 
 
+@pytest.mark.parametrize(("backend", "spared"), [("pallas_triton", 2), ("pallas_mosaic_gpu", 2), ("xla", 1)])
+def test_a_policy_that_keeps_s_and_bits_spares_their_pass_over_x(backend, spared):
+    """Triton makes bits in a pass of their own; on Hopper A is turned around for the pass; XLA has a product for S."""
+    arguments, _ = draw(table=[0, 1, -1, 2], tile=128, k=256, widths=(256,), ranks=(16,), rates=[0.1, 0.0, 0.2],
+                        dtype=jnp.bfloat16)  # fmt: skip
+
+    def work(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def loss(lora):
+            layer = jax.checkpoint(
+                lambda a, b: jnp.tanh(ours(backend)(arguments, arguments["x"], a, b)[0]), policy=policy
+            )
+            return jnp.sum(layer(*lora).astype(jnp.float32))
+
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            lora = arguments["as_"], arguments["bs"]
+            text = jax.jit(jax.value_and_grad(loss)).trace(lora).lower(lowering_platforms=("cuda",)).as_text()
+        kinds = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2") if backend != "xla" else ("stablehlo.dot_general",)
+        return sum(text.count(kind) for kind in kinds)
+
+    assert work("nothing") - work("lora_s", "lora_bits") == spared
+
+
 def test_only_hopper_has_compiler_options():
     assert pk.compiler_options() == {}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
