@@ -55,27 +55,30 @@ class Cell:
 
 
 LARGE = "end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16"
-REPLICAS = "end_to_end.py --model 8b --variants ours --slots 60 --no-profile"
+REPLICAS = "end_to_end.py --model 8b --variants ours --no-profile"
+HIDE = "--xla gpu_enable_latency_hiding_scheduler="  # where the program does not choose so itself, or against it
 CELLS = (
     Cell(name="70b", gpus=4, seconds=440, command=f"{LARGE} --variants ours mlora"),
-    Cell(name="70b_fsdp", gpus=4, seconds=200, command=f"{LARGE} --variants fsdp_xla --baseline-slots 12"),
-    Cell(
-        name="70b_fsdp_small", gpus=4, seconds=200,
-        command=f"{LARGE} --variants fsdp_xla --baseline-slots 12 --capacity 5120",
-    ),
+    # Four replicas: 26 slots are 104 microbatches.
+    Cell(name="70b_fsdp", gpus=4, seconds=260, command=f"{LARGE} --variants fsdp_xla --baseline-slots 26"),
     Cell(name="70b_flush", gpus=4, seconds=260, command=f"{LARGE} --variants flush --baseline-slots 40"),
     Cell(
-        name="32b", gpus=2, seconds=470,
-        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla mlora --baseline-slots 14",
+        name="32b", gpus=2, seconds=440,
+        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 38",
+    ),
+    Cell(
+        name="32b_order", gpus=2, seconds=250,
+        command="end_to_end.py --model 32b --stages 2 --variants mlora ours --slots 40 --no-profile",
     ),
     Cell(
         name="32b_baselines", gpus=2, seconds=430,
-        command="end_to_end.py --model 32b --stages 2 --variants ours flush mlora single --baseline-slots 20"
+        command="end_to_end.py --model 32b --stages 2 --variants ours flush single --baseline-slots 25"
         " --slots 40 --no-profile",
     ),
     Cell(
-        name="8b_mix", gpus=1, seconds=210,
-        command="end_to_end.py --model 8b --workloads mix --variants ours single_xla frozen --baseline-slots 50",
+        name="8b_mix", gpus=1, seconds=230,
+        command="end_to_end.py --model 8b --workloads mix --variants ours single_xla single frozen"
+        " --baseline-slots 50",
     ),
     Cell(
         name="8b_rest", gpus=1, seconds=350,
@@ -95,21 +98,34 @@ CELLS = (
     Cell(name="layer_large", gpus=1, seconds=180, command="kernels.py --sections layer --only 32B 70B --budget 170"),
     Cell(name="siblings", gpus=1, seconds=80, command="kernels.py --sections layer --only q,k,v gate,up --budget 78"),
     Cell(name="check", gpus=1, seconds=70, command="kernels.py --sections check --budget 65"),
-    Cell(name="ops", gpus=1, seconds=290, command="kernels.py --sections ops --budget 280"),
-    Cell(name="rows", gpus=1, seconds=460, command="kernels.py --sections rows --only 2048x 4096x --budget 450"),
-    Cell(
-        name="rows_large", gpus=1, seconds=270,
-        command="kernels.py --sections rows --only 4096x5120 4096x8192 16384x8192 --budget 260",
+    *(  # two shapes of each number of tokens, and the three others: all rows of all shapes take four GPUs two calls
+        Cell(
+            name=f"{section}_{tokens}_{part}", gpus=1, seconds=seconds,
+            command=f"kernels.py --sections {section} --budget {seconds - 10} --only {only}",
+        )
+        for section, tokens in (("ops", 8192), ("rows", 2048), ("rows", 4096), ("rows", 16384))
+        for part, seconds, only in (
+            ("large", 540, f"{tokens}x5120 {tokens}x8192 {tokens}x14336"), ("square", 380, f"{tokens}x4096"),
+        )
     ),
-    Cell(name="rows16k", gpus=1, seconds=250, command="kernels.py --sections rows --only 16384x --budget 240"),
     Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
-    Cell(name="8b_data4", gpus=4, seconds=90, command=f"{REPLICAS} --data 4"),
-    Cell(name="8b_data2", gpus=2, seconds=88, command=f"{REPLICAS} --data 2"),
-    Cell(name="8b_data1", gpus=1, seconds=75, command=REPLICAS),
+    Cell(name="8b_overlap", gpus=1, seconds=95, command=f"{REPLICAS} {HIDE}true"),
+    Cell(name="8b_data2_overlap", gpus=2, seconds=108, command=f"{REPLICAS} --data 2 {HIDE}true"),
+    Cell(
+        name="8b_fsdp", gpus=2, seconds=120,
+        command="end_to_end.py --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50",
+    ),
+    Cell(
+        name="8b_fsdp_apart", gpus=2, seconds=120,
+        command=f"end_to_end.py --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50 {HIDE}false",
+    ),
+    Cell(name="8b_data4", gpus=4, seconds=110, command=f"{REPLICAS} --data 4"),
+    Cell(name="8b_data2", gpus=2, seconds=108, command=f"{REPLICAS} --data 2"),
+    Cell(name="8b_data1", gpus=1, seconds=95, command=REPLICAS),
     # Four adapters with batches of 8 fill four replicas' microbatches to 95.6 %, with batches of 16 to 98.6 %.
-    Cell(name="8b_data4_large", gpus=4, seconds=90, command=f"{REPLICAS} --data 4 --batch 16"),
-    Cell(name="8b_data1_large", gpus=1, seconds=75, command=f"{REPLICAS} --batch 16"),
+    Cell(name="8b_data4_large", gpus=4, seconds=100, command=f"{REPLICAS} --data 4 --batch 16"),
+    Cell(name="8b_data1_large", gpus=1, seconds=95, command=f"{REPLICAS} --batch 16"),
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import gzip
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -123,11 +124,14 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=8, help="samples of an adapter's global batch")
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=100, help="after the warm-up, of variants that train together")
+    parser.add_argument(
+        "--slots", type=int, default=100, help="at least so many after the warm-up, of variants that train together"
+    )
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
     parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
+    parser.add_argument("--xla", nargs="*", default=[], help="XLA flags, e.g. gpu_enable_latency_hiding_scheduler=true")
     parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--trace", type=int, default=0, help="slots to trace: device time by kernel")
@@ -135,6 +139,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    flags = [f"--xla_{flag}" for flag in options.xla]  # read when jax first looks for devices
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     if options.model != "tiny":
         prepare_machine()
     bench = Bench(options)
@@ -186,7 +192,7 @@ class Bench:
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
             "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
-            "keep": stages[0].keep, "settings": options.set,
+            "keep": stages[0].keep, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
@@ -211,7 +217,8 @@ class Bench:
         """Jobs of each run in turn, the capacity, and their plans."""
         options, longest = self.options, LONGEST if self.options.model != "tiny" else 96
         scale = 1 if options.model != "tiny" else 0.05
-        tokens = (slots + 4 * mesh.stages) * options.capacity * mesh.replicas
+        # Microbatches are 98 % full, and some of them are warm-up: so many more that at least `slots` are timed.
+        tokens = (1.05 * slots + 4 * mesh.stages) * options.capacity * mesh.replicas
         mean = {"mix": 1130, "het": 1130}.get(workload) or LENGTHS[workload][0]
         batches = max(2, round(tokens / (mean * scale * options.batch * options.adapters)))
         draw = np.random.default_rng(WORKLOADS.index(workload))

@@ -10,9 +10,10 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from benchmarks import kernel_checks, kernel_layer, oracles
 from benchmarks.conditions import conditions
+from pallas_kernels import backends
+from pallas_kernels.api import describe
 from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
 from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
 SWEEP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
-FULL = 8192  # tokens at which every form is timed
+FULL = 8192  # tokens of `ops`; `rows` has the others
 BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
 
 
@@ -69,22 +72,25 @@ def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: S
 
 def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,), only: Sequence[str] = ()) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
-    rows = [(t, *shape, t == FULL) for t in tokens for shape in BENCHMARK_SHAPES]
-    for num, k, n, full in [(256, 256, 512, tokens == (FULL,))] if tiny else rows:
+    for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
         if only and not f"{num}x{k}->{n}".startswith(tuple(only)):
             continue
         if recorder.left_s < 25 and not tiny:
             recorder.add(name=f"{num}x{k}->{n}", error="no time left")
             continue
-        variants = list(op_variants(num, k, n, tiny=tiny, full=full))
+        variants = list(op_variants(num, k, n, tiny=tiny))
         calls = compile_all(recorder, variants)
         timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
         for variant in variants:
-            if variant.name in timings:
-                recorder.add(
-                    shape=f"{num}x{k}->{n}", variant=variant.kind, adapters=variant.spec.adapters,
-                    rank=variant.spec.rank, rate=variant.spec.rate, **dataclasses.asdict(timings[variant.name]),
-                )  # fmt: skip
+            if variant.name not in timings:
+                continue
+            record = {
+                "shape": f"{num}x{k}->{n}", "adapters": variant.spec.adapters, "rank": variant.spec.rank,
+                "rate": variant.spec.rate, **dataclasses.asdict(timings[variant.name]),
+            }  # fmt: skip
+            recorder.add(variant=variant.kind, **record)
+            if variant.kind in BACKENDS and variant.kind == default_backend(variant):
+                recorder.add(variant="default", program=variant.kind, **record)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,32 +107,32 @@ class Variant:
         return f"{self.kind} {self.spec.name}"
 
 
-def op_variants(tokens: int, k: int, n: int, *, tiny: bool, full: bool):
+def op_variants(tokens: int, k: int, n: int, *, tiny: bool) -> Iterator[Variant]:
+    """The frozen layer, then for every rate, rank and number of adapters XLA's forms, `ragged_dot` and each backend."""
+
     def row(kind: str, layer: Callable[..., jax.Array], **changes) -> Variant:
         spec = LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
-        # Where the default is XLA, its products are tuned beside those of others: rare, and before anything is timed.
-        return Variant(kind=kind, spec=spec, parallel=kind.startswith(("pallas", "default")), layer=layer)
+        return Variant(kind=kind, spec=spec, parallel=kind.startswith("pallas"), layer=layer)
 
-    def own(backend: str, **changes) -> Variant:
-        return row(backend, ours(None if backend == "default" else backend), **changes)
-
-    fused = "pallas_triton" if tiny else "pallas_mosaic_gpu"
     yield row("frozen", lambda x, a, b, w, arrays: oracles.frozen(x, w))
-    for rate in (0.0, 0.1):
-        yield row("xla_naive", naive, rate=rate)
-        yield row("xla_wide", wide, rate=rate, adapters=4)
-        for adapters in (1, 4, 16):
-            yield own(fused, rate=rate, adapters=adapters)
-        for adapters in (1, 4):
-            yield own("xla", rate=rate, adapters=adapters)
-            yield own("default", rate=rate, adapters=adapters)
-    for adapters in (1, 4, 16):
-        yield own(fused, rate=0.1, rank=64, adapters=adapters)
-    for adapters in (1, 4):
-        yield own("xla", rate=0.1, rank=64, adapters=adapters)
-    if full and not tiny:
-        yield own("pallas_triton", rate=0.1)
-        yield row("ragged_dot", ragged, rate=0.1, adapters=4)
+    for rate, rank, adapters in product((0.0, 0.1), (16,) if tiny else (16, 64), (1, 4) if tiny else (1, 4, 16)):
+        changes = {"rate": rate, "rank": rank, "adapters": adapters}
+        if adapters == 1:
+            yield row("xla_naive", naive, **changes)
+        else:
+            yield row("xla_wide", wide, **changes)
+            yield row("ragged_dot", ragged, **changes)
+        for backend in BACKENDS[1:] if tiny else BACKENDS:
+            yield row(backend, ours(backend), **changes)
+
+
+def default_backend(variant: Variant) -> str:
+    """Which backend a call takes that names none: its program is that backend's, and so is its time."""
+    arrays = jax.eval_shape(lambda: make_arrays(variant.spec))
+    table = None if variant.spec.adapters == 1 else jnp.zeros(arrays["tile_adapter"].shape, jnp.int32)
+    operands = (arrays["x"], (arrays["w"],), (arrays["a"],), (arrays["b"],), (None,), table)
+    static, ops = describe(*operands, jnp.ones(variant.spec.adapters), arrays["dropout"])
+    return backends.choose(None, static, ops)
 
 
 def ours(backend: str | None):

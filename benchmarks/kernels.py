@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --sections check,ops,sweep,profile --budget 450 --out results/
 
-`ops` has all forms at 8192 tokens, `rows` the main ones at 2048, 4096 and 16384: two GPUs share the work.
+`ops` has all forms at 8192 tokens, `rows` at 2048, 4096 and 16384; several GPUs share them by `--only`.
 Every section runs in a process with a deadline of its own: a kernel that hangs or crashes takes nothing else along.
 Records are JSON lines, one file per section, conditions first; the tables at the end are printed from them, and written
 as CSV files and a plot by `kernel_report.py`.

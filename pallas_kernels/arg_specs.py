@@ -48,10 +48,11 @@ def benchmark_specs() -> list[LinearSpec]:
 
 
 def make_arrays(spec: LinearSpec, seed: int = 0) -> dict[str, jax.Array | Dropout | None]:
-    """Draws normal inputs; adapters have mixed ranks (half of them half the rank) and contiguous tiles."""
+    """Draws normal inputs; several adapters have mixed ranks, from the full one down to 8, and contiguous tiles."""
     keys = jax.random.split(jax.random.key(seed), 5)
     dtype = jnp.dtype(spec.dtype)
-    ranks = spec.rank // (1 + jnp.arange(spec.adapters) % 2)
+    mixed = [spec.rank >> halved for halved in range(spec.rank.bit_length()) if spec.rank >> halved >= 8]
+    ranks = jnp.resize(jnp.array(mixed or [spec.rank]), spec.adapters)
     rank_mask = (jnp.arange(spec.rank)[None, :] < ranks[:, None]).astype(dtype)
 
     def normal(key, shape, scale):

@@ -9,6 +9,7 @@ A adapters · L layers of the stage · R replicas
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from pallas_kernels import compiler_options
 
 ROWS, WHOLE = P(REPLICAS), P()
 LAYERS = "layers."  # in front of the names of trainable leaves
+OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 class Verdict(NamedTuple):
@@ -126,8 +128,8 @@ class StagePrograms:
             local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return local(*operands)
 
-        overlap = {"xla_gpu_enable_latency_hiding_scheduler": True} if self._stage.fsdp > 1 else {}
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=(options or {}) | overlap or None)
+        options = (options or {}) | hidden_gathers(self._stage.fsdp)
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
 
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
@@ -202,6 +204,11 @@ class StagePrograms:
 
     def _whole(self, weights: Weights) -> Weights:
         return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
+
+
+def hidden_gathers(fsdp: int) -> dict[str, bool]:
+    """What XLA is told where a base is split: to gather weights beside computing. What XLA_FLAGS says of that stays."""
+    return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
 
 
 def _added(sums: Array, layer: Array, own: Array) -> Array:

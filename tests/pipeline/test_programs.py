@@ -50,6 +50,14 @@ def test_layers_are_compiled_as_the_kernels_want_it(implementation, told):
     assert found["_head"] is None  # its second product is slower so
 
 
+def test_weights_are_gathered_beside_computing_unless_the_user_says_otherwise(monkeypatch):
+    flag = "xla_gpu_enable_latency_hiding_scheduler"
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert [programs.hidden_gathers(fsdp) for fsdp in (1, 4)] == [{}, {flag: True}]
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/x --{flag}=false")
+    assert programs.hidden_gathers(4) == {}
+
+
 def test_a_layers_gradient_is_added_in_its_place_only():
     sums = jnp.arange(24.0).reshape(1, 3, 2, 4)
     own = jnp.full((2, 4), 0.5)
