@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+
+
+def _no_boolean(value: object) -> object:
+    """A number as it is; pydantic would take true for 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number, not true or false")
+    return value
+
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
+Layers = Annotated[  # half a layer is its attention or its MLP
+    Count | Annotated[float, Field(ge=1, multiple_of=0.5)], BeforeValidator(_no_boolean)
+]
 
 
 class Section(BaseModel):

@@ -105,6 +105,7 @@ def test_an_override_that_names_nothing_is_refused(tmp_path, override):
         ("mesh.stages=none", "'mesh.stages'", "must be a whole number, not 'none'"),
         ("mesh.layers=none", "'mesh.layers'", "must be a list of numbers"),
         ("mesh.layers=[20.3, 11.7]", "mesh.layers", "must be a list of numbers, each 1 or more, whole or with a half"),
+        ("mesh.layers=[true, 3]", "mesh.layers", "must be a list of numbers, each 1 or more, whole or with a half"),
         ("mesh={stages: 0}", "'mesh.stages'", "must be 1 or more, not 0"),
         ("mehs.stages=2", "'mehs'", "did you mean 'mesh'"),
         ("mesh.stags=2", "'mesh.stags'", "did you mean 'stages'"),
