@@ -29,7 +29,7 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
-from lorafusion_jax.training.alone import alone
+from lorafusion_jax.training.alone import all_or_none, alone
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.export import AdapterExporter, start_from
@@ -138,9 +138,10 @@ def _end(result: RunResult, peak_bytes: int | None) -> Event:
 
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
     """What can be wrong before any data are read."""
-    must_hold_no_run(folder, config)
-    if is_first():
-        must_be_writable(folder.path)
+    with all_or_none():
+        must_hold_no_run(folder, config)
+        if is_first():
+            must_be_writable(folder.path)
     check_mesh(config)
     read_starts(config)
 

@@ -236,6 +236,16 @@ def test_stages_stay_inside_a_process(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_the_first_process_cannot_write_ends_all_at_once(job, tmp_path):
+    (tmp_path / "file").touch()
+    began = time.monotonic()
+    left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "file" / "run"), "mesh.data=2"))
+    assert time.monotonic() - began < LEAVE_S / 2, "they waited for each other"
+    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
+    assert "error[run.folder]" in left[0].err
+    assert "error[run.refused]" in left[1].err
+
+
 def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "JAX_"))}
     done = subprocess.run(
