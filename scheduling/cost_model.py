@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +63,8 @@ class CostModel:
         capacity_tokens: of the microbatches that were measured. What one costs at all and what each of its tokens costs
             cannot be told apart when all are of one size, so the figures serve that size only; None: any.
         layers: of each stage that was measured, e.g. (20, 20.5); None: any.
+        measured_with: what else the times depend on, e.g. {"mesh.fsdp": 2}; a name with a dot is a job's setting. What
+            is not in there may be anything.
     """
 
     stages: tuple[StageCost, ...]
@@ -71,6 +73,7 @@ class CostModel:
     source: str = ""
     capacity_tokens: int | None = None
     layers: tuple[float, ...] | None = None
+    measured_with: dict[str, str | int] = field(default_factory=dict, hash=False)  # a table has no hash
 
     def __post_init__(self):
         _check_costs(self)
@@ -120,6 +123,25 @@ class CostModel:
                 fix=f"measure again with mesh.stages={len(layers)} 'mesh.layers={wanted}'",
             )
 
+    def check_measured_with(self, wanted: Mapping[str, str | int]) -> None:
+        """Refuses times that were measured with something else than wanted.
+
+        Args:
+            wanted: as in `measured_with`; what one of both does not name may be anything.
+
+        Raises:
+            PlanError: `plan.cost`, with everything that differs.
+        """
+        differing = [name for name in wanted if self.measured_with.get(name, wanted[name]) != wanted[name]]
+        if differing:
+            had, want = (", ".join(f"{name}={of[name]}" for name in differing) for of in (self.measured_with, wanted))
+            settings = [f"{name}={wanted[name]}" for name in differing if "." in name]
+            raise PlanError(
+                "plan.cost",
+                f"costs measured with {had} for {want}",
+                fix=" ".join(["measure this job again: lorafusion profile JOBS", *settings]),
+            )
+
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
@@ -135,7 +157,9 @@ class CostModel:
             if data.pop("schema") != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}")
             stages, layers = tuple(map(StageCost.from_dict, data.pop("stages"))), data.pop("layers", None)
-            return CostModel(stages=stages, layers=None if layers is None else tuple(layers), **data)
+            measured_with = dict(data.pop("measured_with", {}))
+            layers = None if layers is None else tuple(layers)
+            return CostModel(stages=stages, layers=layers, measured_with=measured_with, **data)
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,7 +231,7 @@ def fit_pass(measured: Sequence[tuple[int, int, float]]) -> PassCost:
 
 
 def _check_costs(cost: PassCost | StageCost | CostModel) -> None:
-    for field in fields(cost):
-        value = getattr(cost, field.name)
-        if field.name.endswith("_s") and not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
-            raise PlanError("plan.cost", f"{field.name} must be a number of seconds, not {value!r}")
+    for name in (entry.name for entry in fields(cost)):
+        value = getattr(cost, name)
+        if name.endswith("_s") and not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+            raise PlanError("plan.cost", f"{name} must be a number of seconds, not {value!r}")

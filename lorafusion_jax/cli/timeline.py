@@ -19,7 +19,7 @@ from lorafusion_jax.pipeline.layout import worth_in_layers
 from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
-from lorafusion_jax.report.prediction import DEVICES, better_layout, memory_of
+from lorafusion_jax.report.prediction import DEVICES, better_layout, measured_with, memory_of
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
 
@@ -71,11 +71,19 @@ def command(
 
 def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
     """(measured, predicted) of the same slots."""
-    plan = RunFolder(run).read_plan()
-    layers = _started(run, measured.num_stages)["layers"]
+    folder, started = RunFolder(run), _started(run, measured.num_stages)
+    plan, layers = folder.read_plan(), started["layers"]
     costs = read_cost_model(cost_model.read_text(encoding="utf-8"), _worth(run, layers))
     costs.check_layers(layers)
     costs.check_capacity(plan.capacity_tokens)
+    costs.check_measured_with(
+        measured_with(
+            dtype=folder.read_config().base.dtype,
+            parameters=started["frozen"],
+            fsdp=started["mesh"]["fsdp"],
+            keep=started["keep"],
+        )
+    )
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
     return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)

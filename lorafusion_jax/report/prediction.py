@@ -65,7 +65,8 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     """Costs from a file that `lorafusion profile` wrote.
 
     Raises:
-        PlanError: no cost model, or one for stages of other layers or microbatches of another size.
+        PlanError: no cost model, or one for stages of other layers, microbatches of another size, or another model,
+            `mesh.fsdp` or `train.keep`; `auto` is whatever it was measured with.
     """
     mesh, tokens = config.mesh, config.batch.capacity_tokens
     if model is None:
@@ -75,7 +76,26 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
         costs = read_cost_model(file.read_text(encoding="utf-8"), worth_in_layers(model, layers))
         costs.check_layers(counts_of(layers))
     costs.check_capacity(tokens)
+    costs.check_measured_with(
+        measured_with(
+            dtype=config.base.dtype,
+            parameters=None if model is None else model.num_parameters,
+            fsdp=mesh.fsdp,
+            keep=None if config.train.keep == "auto" else config.train.keep,
+        )
+    )
     return costs
+
+
+def measured_with(*, dtype: str, parameters: int | None, fsdp: int, keep: Keep | None) -> dict[str, str | int]:
+    """What the times of a stage depend on besides layers and capacity, as a cost model notes it.
+
+    Args:
+        parameters: of the base model, which may lie elsewhere and be the same; None: not known.
+        keep: what backward is left; None: anything.
+    """
+    settings = {"base.dtype": dtype, "base parameters": parameters, "mesh.fsdp": fsdp, "train.keep": keep}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def better_layout(

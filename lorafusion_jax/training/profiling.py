@@ -17,7 +17,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.pipeline.rebalance import Moved
 from lorafusion_jax.report.events import Event, Listener
-from lorafusion_jax.report.prediction import better_layout
+from lorafusion_jax.report.prediction import better_layout, measured_with
 from lorafusion_jax.training.base import check_mesh, device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
 from scheduling import CostModel, Plan, StageCost
@@ -69,16 +69,24 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     source = f"measured: {Path(config.base.model).name}, {of}, {device}, jax {jax.__version__}"
     loads = batches.loads(5)
     costs = profile_stages(stages, loads, repeats=repeats, source=source)
+    model, keep = ModelConfig.from_hf(base_directory(config)), stages[0].keep
     better = better_layout(
         config,
-        ModelConfig.from_hf(base_directory(config)),
+        model,
         [stage.extent for stage in stages],
         [sum(_seconds(stage, load) for load in loads) for stage in costs.stages],
-        keep=stages[0].keep,
+        keep=keep,
         device_bytes=device_bytes(),
     )
-    layers = tuple(stage.extent.count for stage in stages)
-    return Profile(replace(costs, capacity_tokens=plan.capacity_tokens, layers=layers), plan, better)
+    costs = replace(
+        costs,
+        capacity_tokens=plan.capacity_tokens,
+        layers=tuple(stage.extent.count for stage in stages),
+        measured_with=measured_with(
+            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, keep=keep
+        ),
+    )
+    return Profile(costs, plan, better)
 
 
 def _seconds(stage: StageCost, load: Load) -> float:

@@ -77,6 +77,18 @@ CASES = {
         "plan.cost",
         "costs of 2 stages for a plan of 1 stage\n",
     ),
+    "costs of other settings": (
+        lambda: CostModel(
+            stages=(StageCost(forward=PASS, backward=PASS),), measured_with={"keep": "all", "mesh.fsdp": 2, "x": 1}
+        ).check_measured_with({"keep": "none", "mesh.fsdp": 4, "y": 1}),
+        "plan.cost",
+        "measured with keep=all, mesh.fsdp=2 for keep=none, mesh.fsdp=4\n  fix: .*JOBS mesh.fsdp=4$",
+    ),
+    "what costs were measured with is no table": (
+        lambda: CostModel.from_json('{"schema": "lorafusion.cost/1", "stages": [], "measured_with": 3}'),
+        "plan.cost-format",
+        "not a cost model",
+    ),
     "replan nobody": (
         lambda: replan(make_plan([GOOD], **LIMITS), at_slot=0, cancel=["x"]),
         "plan.unknown-adapter",
