@@ -77,13 +77,14 @@ def train(
     folder = RunFolder(Path(out))
     _check_start(config, folder)
     tell = _fan_out(listeners if is_first() else ())
-    prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
-    if plan is None:
-        tell(Event(kind="phase", values={"text": "planning"}))
-        plan = plan_training(config, prepared)
-    else:
-        _check_plan(plan, config, prepared)
-    folder.must_be_new(plan)
+    with all_or_none():  # a file may be missing on one host
+        prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
+        if plan is None:
+            tell(Event(kind="phase", values={"text": "planning"}))
+            plan = plan_training(config, prepared)
+        else:
+            _check_plan(plan, config, prepared)
+        folder.must_be_new(plan)
     meet("no folder yet")  # before the first process makes it
     return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go(resume=False)
 
@@ -113,10 +114,11 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[List
     slot = position.get("slot")
     if slot == before.num_slots:
         return _finished(folder, before, Progress.of(position), listeners)
-    check_mesh(config)
-    prepared = prepare(config)
-    check_record(record, prepared, before, position.get("plan"))
-    plan = plan_on(before, config, slot or 0)
+    with all_or_none():
+        check_mesh(config)
+        prepared = prepare(config)
+        check_record(record, prepared, before, position.get("plan"))
+        plan = plan_on(before, config, slot or 0)
     after = -1 if slot is None else slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
     return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None, before=before)
@@ -142,8 +144,8 @@ def _check_start(config: JobConfig, folder: RunFolder) -> None:
         must_hold_no_run(folder, config)
         if is_first():
             must_be_writable(folder.path)
-    check_mesh(config)
-    read_starts(config)
+        check_mesh(config)
+        read_starts(config)
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:

@@ -246,6 +246,27 @@ def test_a_folder_that_the_first_process_cannot_write_ends_all_at_once(job, tmp_
     assert "error[run.refused]" in left[1].err
 
 
+ELSEWHERE = """
+import os, sys
+from lorafusion_jax.cli.main import main
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    sys.argv.append("adapters.law.data.train=on_another_disk.jsonl")
+main()
+"""
+
+
+def test_data_that_one_host_lacks_end_all_at_once(job, tmp_path):
+    began = time.monotonic()
+    arguments = ("train", str(job), "--out", str(tmp_path / "run"), "mesh.data=2")
+    left = wait(start(2, 1, *arguments, program=("-c", ELSEWHERE)))
+    assert time.monotonic() - began < LEAVE_S / 2, "they waited for each other"
+    assert [each.code for each in left] == [2, 2], left[0].err + left[1].err
+    assert "error[run.refused]" in left[0].err
+    assert "on_another_disk.jsonl" in left[1].err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_process_that_nobody_tells_where_the_others_are(job, tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "JAX_"))}
     done = subprocess.run(
