@@ -24,6 +24,7 @@ MAY_IMPORT = {  # besides the standard library
 }
 NO_JAX = (
     "scheduling",
+    "pallas_kernels.cost_ops",
     "lorafusion_jax.errors",
     "lorafusion_jax.config",
     "lorafusion_jax.data",
