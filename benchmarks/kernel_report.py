@@ -4,7 +4,8 @@
 
 Writes OUT_ops.csv (whole ops), OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and
 OUT.png, each as far as the files have rows for it. Times are medians with the 20th and 80th percentile, forward and
-backward in one program; ratios are of rows of the same file, which is one run on one GPU.
+backward in one program; ratios are of rows of the same file, which is one run on one GPU. floor_us is what the frozen
+layer and the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if __name__ == "__main__":
 CONDITIONS = ("device", "jax", "jaxlib", "driver", "power_limit_w", "date", "file")
 TIMES = ("p20_us", "p50_us", "p80_us")
 OPS = ("tokens", "in_features", "out_features", "variant", "adapters", "rank", "dropout", *TIMES, "over_frozen")
-OPS += ("best_xla_over_this", *CONDITIONS)
+OPS += ("best_xla_over_this", "floor_us", *CONDITIONS)
 LAYERS = ("part", "tokens", "variant", "adapters", "dropout", *TIMES, "over_frozen", "best_xla_over_this", *CONDITIONS)
 BYTES = (
     "case",
@@ -38,6 +39,8 @@ BYTES = (
     *CONDITIONS,
 )
 XLA = ("xla", "xla_naive", "xla_wide")
+FROZEN = ("frozen", "frozen_default")
+OURS = ("default", "pallas_mosaic_gpu", "pallas_triton")
 COLOURS = {"frozen": "#9aa0a6", "xla_naive": "#e8a33d", "xla_wide": "#e8a33d", "ours": "#2a6fb0"}
 Row = dict[str, Any]
 
@@ -88,8 +91,19 @@ def op_rows(run: Sequence[Row]) -> list[Row]:
         tokens, shape = row["shape"].split("x")
         num_in, num_out = shape.split("->")
         sizes = {"tokens": int(tokens), "in_features": int(num_in), "out_features": int(num_out)}
-        result.append(row | sizes | {"dropout": row["rate"]} | ratios(row, same, alike))
+        result.append(row | sizes | {"dropout": row["rate"]} | ratios(row, same, alike) | floor(row, sizes))
     return sorted(result, key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
+
+
+def floor(row: Row, sizes: dict[str, int]) -> Row:
+    """At an H200's ceilings, so for its rows alone; other forms than ours do other work."""
+    from pallas_kernels.cost import H200, LayerCost
+
+    if "H200" not in row.get("device", "") or row["variant"] not in (*OURS, *FROZEN):
+        return {}
+    layer = LayerCost(**sizes, rank=row["rank"], adapters=row["adapters"], dropout=row["rate"] > 0)
+    seconds = layer.frozen_floor_s(H200) if row["variant"] in FROZEN else layer.floor_s(H200)
+    return {"floor_us": round(1e6 * seconds, 1)}
 
 
 def layer_rows(run: Sequence[Row]) -> list[Row]:
@@ -108,7 +122,7 @@ def ratios(row: Row, same: Sequence[Row], alike: Sequence[Row]) -> Row:
     xla = [other["p50_us"] for other in alike if other["variant"] in XLA]
     times = {key: round(row[key], 1) for key in TIMES}
     over = {"over_frozen": round(row["p50_us"] / frozen[0], 4)} if frozen else {}
-    ours = row["variant"] not in (*XLA, "frozen", "frozen_default")
+    ours = row["variant"] not in (*XLA, *FROZEN)
     return times | over | ({"best_xla_over_this": round(min(xla) / row["p50_us"], 4)} if xla and ours else {})
 
 

@@ -1,11 +1,13 @@
 """The tables of the kernel benchmark compare rows of one run only, and leave out what failed."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
 
 from benchmarks.kernel_report import read, write
+from pallas_kernels.cost import H200, LayerCost
 
 
 def op(variant, time, **changes):
@@ -38,6 +40,30 @@ def test_ratios_are_of_rows_of_the_same_run(tmp_path):
     assert [row["jax"] for row in rows] == ["0.11.2", "0.11.2", ""]
     assert {row["file"] for row in rows} == {"slow.jsonl", "quick.jsonl"}
     assert (rows[0]["tokens"], rows[0]["in_features"], rows[0]["out_features"]) == ("8192", "4096", "14336")
+
+
+def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_measured_on(tmp_path):
+    ops = [
+        op(variant, 2000.0, rate=rate, adapters=adapters)
+        for variant, rate, adapters in (
+            ("frozen", 0.0, 1), ("frozen_default", 0.0, 1), ("pallas_mosaic_gpu", 0.1, 4),
+            ("pallas_mosaic_gpu", 0.0, 1), ("default", 0.1, 4), ("pallas_triton", 0.1, 4),
+            ("xla", 0.1, 4), ("xla_naive", 0.1, 1), ("ragged_dot", 0.1, 4),
+        )
+    ]  # fmt: skip
+    card = {"conditions": {"device": "NVIDIA H200"}}
+    other = {"conditions": {"device": "NVIDIA H100 80GB HBM3"}}
+    files = [lines(tmp_path / "h200.jsonl", card, *ops), lines(tmp_path / "h100.jsonl", other, *ops)]
+    files.append(lines(tmp_path / "unknown.jsonl", *ops))
+    (written,) = write(files, tmp_path / "kernels")
+    rows = table(written)
+    assert {row["floor_us"] for row in rows if row["file"] != "h200.jsonl"} == {""}
+    floors = [row["floor_us"] for row in rows if row["file"] == "h200.jsonl"]
+    plain = LayerCost(tokens=8192, in_features=4096, out_features=14336, rank=16)
+    four = dataclasses.replace(plain, adapters=4, dropout=True).floor_s(H200)
+    seconds = [plain.frozen_floor_s(H200)] * 2 + [four, plain.floor_s(H200), four, four]
+    assert [float(floor) for floor in floors[:6]] == pytest.approx([1e6 * each for each in seconds], abs=0.05)
+    assert floors[6:] == ["", "", ""]
 
 
 def test_failures_and_conditions_are_no_rows(tmp_path):
