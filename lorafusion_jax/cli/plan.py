@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ from lorafusion_jax.cli.common import (
     typed,
     warn,
 )
+from lorafusion_jax.cli.plan_memory import GIB, remedy, show_memory
 from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
@@ -30,12 +31,13 @@ from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.report.comparison import plans_one_after_another
 from lorafusion_jax.report.data_notes import data_notes
+from lorafusion_jax.report.floor import plan_floor_s
 from lorafusion_jax.report.format import count, duration, percent, whole
 from lorafusion_jax.report.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
-GIB, MIB = 2**30, 2**20
+FLOOR_OF = "(linear layers and head, no attention)"
 
 
 def command(
@@ -69,14 +71,15 @@ def command(
     costs = None if model is None else predicted_costs(config, model, kind)
     if cost_model:
         costs = measured_costs(config, model, cost_model)
-    memory = None
+    memory = floor_s = None
     if model is not None:
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
+        floor_s = plan_floor_s(config, model, prepared, plan, kind)
     if output:
         _write(output, plan.to_json())
     if timeline and costs:
         _write(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
-    numbers = plan_numbers(config, prepared, plan, costs) | {"memory": memory}
+    numbers = plan_numbers(config, prepared, plan, costs) | {"floor_s": floor_s, "memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
     notes += unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
@@ -89,7 +92,7 @@ def command(
         say(console, f"timeline {timeline}")
     warn(console, notes)
     if memory and memory["advice"]:
-        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), _remedy(config, memory)])}")
+        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), remedy(config, memory)])}")
         return
     own = f" --plan {output}" if output else ""
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
@@ -192,51 +195,20 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
         f"no-ops {whole(noops)} ({percent(noops / max(slots, 1))}){bubbles}",
         highlight=False,
     )
+    least = "" if numbers["floor_s"] is None else f"{duration(numbers['floor_s'])} at the least {FLOOR_OF}"
     if "slots_one_after_another" in numbers:
         console.print(_compared(numbers), highlight=False)
+        if least:
+            say(console, f"  together {least}")
     elif predicted:
-        console.print(
-            f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s",
-            highlight=False,
-        )
+        takes = f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s"
+        say(console, f"{takes}, {least}" if least else takes)
     limit = f"; what limits it: {predicted['limit']}" if predicted else ""
     say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
     if predicted:
         say(console, f"  times and bubbles are predictions: {predicted['costs']}")
     if numbers["memory"]:
-        _show_memory(console, numbers["memory"])
-
-
-def _show_memory(console, memory: dict[str, Any]) -> None:
-    size, unit = _unit(max(row["total"] for row in memory["stages"]))
-    each = "  ".join(f"s{stage} {row['total'] / size:.1f}" for stage, row in enumerate(memory["stages"]))
-    of = "" if memory["device_bytes"] is None else _of(memory["device_bytes"], unit)
-    verdict = {None: "", True: "   fits", False: "   does not fit"}[memory["fits"]]
-    console.print(f"memory/stage  {each} {unit}{of}{verdict}", highlight=False, markup=False)
-    if memory["advice"]:
-        say(console, f"  to make it fit: {memory['advice']}", "bold red")
-    layers = " + ".join(map(str, memory["layers"]))
-    say(console, f"  layers {layers}, kept for backward: {memory['keep']}")
-    say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
-
-
-def _unit(size: int) -> tuple[int, str]:
-    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
-
-
-def _of(device_bytes: int, unit: str) -> str:
-    """Size of a device, with its unit where the stages have another."""
-    size, own = _unit(device_bytes)
-    number = device_bytes / size
-    return f" of {number:.{0 if number >= 10 else 1}f}" + f" {own}" * (own != unit)
-
-
-def _remedy(config: JobConfig, memory: dict[str, Any]) -> str:
-    """The setting to try next where a plan does not fit: what keeps the capacity, if anything does."""
-    if memory["advice"].startswith("more"):
-        stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
-        return f"mesh.stages={stages}" if stages <= sum(memory["layers"]) else f"mesh.fsdp={fsdp}"
-    return memory["advice"].split(" or ")[-1].replace(": ", "=")
+        show_memory(console, numbers["memory"])
 
 
 def _compared(numbers: dict) -> str:

@@ -361,7 +361,7 @@ print("none")
     arguments = [
         ["init"],
         ["check", str(job.path)],
-        ["plan", str(job.path), "--compare"],
+        ["plan", str(job.path), "--compare", "--device", "h200"],
         ["status", str(finished[1])],
         ["timeline", str(finished[1]), "--out", str(tmp_path / "timeline.html")],
         ["data", "preview", str(job.path)],

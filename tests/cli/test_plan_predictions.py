@@ -6,10 +6,11 @@ import json
 import re
 
 import pytest
-from shapes import LLAMA_8B
+from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.memory import GIB, USABLE, memory_problem, stage_memory
+from pallas_kernels.cost import H200
 from scheduling import CostModel, CostParts, PassCost, StageCost
 
 
@@ -151,3 +152,42 @@ def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, l
     numbers = plan(lorafusion, large)
     assert (numbers["memory"], numbers["predicted"]) == (None, None)
     assert "no times and no memory are predicted: this model cannot be run: hidden_act 'gelu'" in numbers["warnings"][0]
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_70B])
+@pytest.mark.parametrize("mesh", [(), ("mesh.stages=4",), ("mesh.data=2",), ("mesh.stages=2", "mesh.fsdp=2")])
+def test_the_floor_is_below_the_prediction_and_not_far(lorafusion, large, shape, mesh):
+    (large.folder / "large" / "config.json").write_text(json.dumps(shape.to_hf()))
+    numbers = plan(lorafusion, large, *mesh, "--device", "h200")
+    share = numbers["floor_s"] / numbers["predicted"]["seconds"]
+    assert share < 0.9
+    if numbers["stages"] == 1:  # where no stage waits
+        assert share > 0.5  # attention over the empty room is predicted, too
+
+
+def test_the_floor_stays_below_the_prediction_with_many_adapters_of_high_rank(lorafusion, large):
+    for lora in ("lora={rank: 64, alpha: 64, dropout: 0.1}", "lora={rank: 256, alpha: 64}"):
+        numbers = plan(lorafusion, large, lora, "data.loss=all", "--device", "h200")
+        assert numbers["floor_s"] < numbers["predicted"]["seconds"]
+
+
+def test_the_floor_is_that_of_products_at_the_ceilings(lorafusion, large):
+    """4 FLOPs a token and weight; on top LoRA of rank 16 and the gate's own bytes, and the head for what is learned."""
+    numbers = plan(lorafusion, large, "lora={rank: 16, alpha: 32}", "--device", "h200")
+    microbatches = numbers["slots"] - numbers["noops"]
+    weights = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    products = microbatches * 4 * numbers["capacity_tokens"] * weights / H200.flops
+    assert products < numbers["floor_s"] < 1.08 * products
+    learned = plan(lorafusion, large, "lora={rank: 16, alpha: 32}", "data.loss=all", "--device", "h200")
+    assert learned["floor_s"] > numbers["floor_s"]  # more rows of the head
+
+
+def test_the_floor_is_told_beside_the_time_and_only_of_devices_that_were_measured(lorafusion, large):
+    text = lorafusion("plan", large.path, "--device", "h200").out
+    said = r"[\dhm.]+ s? ?at the least \(linear layers and head, no attention\)$"
+    assert re.search(rf"^takes .* useful tok/s, {said}", text, re.MULTILINE)
+    text = lorafusion("plan", large.path, "--compare", "--device", "h200").out
+    assert re.search(rf"^one after another .*×\n  together {said}", text, re.MULTILINE)
+    for device in ("h100", "cpu"):
+        assert plan(lorafusion, large, "--device", device)["floor_s"] is None
+        assert "at the least" not in lorafusion("plan", large.path, "--device", device).out

@@ -1,0 +1,45 @@
+"""The part of the plan screen that is about memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from lorafusion_jax.cli.common import say
+from lorafusion_jax.config.schema import JobConfig
+
+GIB, MIB = 2**30, 2**20
+
+
+def show_memory(console: Console, memory: dict[str, Any]) -> None:
+    """Prints the bytes of every stage, whether they fit, and what to change where they do not."""
+    size, unit = _unit(max(row["total"] for row in memory["stages"]))
+    each = "  ".join(f"s{stage} {row['total'] / size:.1f}" for stage, row in enumerate(memory["stages"]))
+    of = "" if memory["device_bytes"] is None else _of(memory["device_bytes"], unit)
+    verdict = {None: "", True: "   fits", False: "   does not fit"}[memory["fits"]]
+    console.print(f"memory/stage  {each} {unit}{of}{verdict}", highlight=False, markup=False)
+    if memory["advice"]:
+        say(console, f"  to make it fit: {memory['advice']}", "bold red")
+    layers = " + ".join(map(str, memory["layers"]))
+    say(console, f"  layers {layers}, kept for backward: {memory['keep']}")
+    say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
+
+
+def _unit(size: int) -> tuple[int, str]:
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def _of(device_bytes: int, unit: str) -> str:
+    """Size of a device, with its unit where the stages have another."""
+    size, own = _unit(device_bytes)
+    number = device_bytes / size
+    return f" of {number:.{0 if number >= 10 else 1}f}" + f" {own}" * (own != unit)
+
+
+def remedy(config: JobConfig, memory: dict[str, Any]) -> str:
+    """The setting to try next where a plan does not fit: what keeps the capacity, if anything does."""
+    if memory["advice"].startswith("more"):
+        stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
+        return f"mesh.stages={stages}" if stages <= sum(memory["layers"]) else f"mesh.fsdp={fsdp}"
+    return memory["advice"].split(" or ")[-1].replace(": ", "=")
