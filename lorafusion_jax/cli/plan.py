@@ -37,7 +37,7 @@ from lorafusion_jax.report.prediction import measured_costs, memory_of, predicte
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
-FLOOR_OF = "(linear layers and head, no attention)"
+FLOOR_OF = "(linear layers and head on H200s, no attention)"
 
 
 def command(

@@ -184,7 +184,7 @@ def test_the_floor_is_that_of_products_at_the_ceilings(lorafusion, large):
 
 def test_the_floor_is_told_beside_the_time_and_only_of_devices_that_were_measured(lorafusion, large):
     text = lorafusion("plan", large.path, "--device", "h200").out
-    said = r"[\dhm.]+ s? ?at the least \(linear layers and head, no attention\)$"
+    said = r"[\dhm.]+ s? ?at the least \(linear layers and head on H200s, no attention\)$"
     assert re.search(rf"^takes .* useful tok/s, {said}", text, re.MULTILINE)
     text = lorafusion("plan", large.path, "--compare", "--device", "h200").out
     assert re.search(rf"^one after another .*×\n  together {said}", text, re.MULTILINE)
