@@ -1,18 +1,33 @@
 """LoRA linear layers as pure functions on arrays: fused kernels, many adapters in one call.
 
-Its names are imported when they are first used: `cost` serves planning, which does without jax.
+The names are looked up when they are used, so that `pallas_kernels.cost` can be imported without jax.
 """
 
-import importlib
+from __future__ import annotations
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pallas_kernels.api import lora_linear, multi_lora_linear, multi_lora_linears
-    from pallas_kernels.backends import Implementation
-    from pallas_kernels.device import compiler_options
-    from pallas_kernels.dropout import Dropout, fold_key
-    from pallas_kernels.mlp import multi_lora_mlp
+    from pallas_kernels.api import lora_linear as lora_linear
+    from pallas_kernels.api import multi_lora_linear as multi_lora_linear
+    from pallas_kernels.api import multi_lora_linears as multi_lora_linears
+    from pallas_kernels.backends import Implementation as Implementation
+    from pallas_kernels.device import compiler_options as compiler_options
+    from pallas_kernels.dropout import Dropout as Dropout
+    from pallas_kernels.dropout import fold_key as fold_key
+    from pallas_kernels.mlp import multi_lora_mlp as multi_lora_mlp
 
+_HOMES = {  # name: file
+    "Dropout": "dropout",
+    "Implementation": "backends",
+    "compiler_options": "device",
+    "fold_key": "dropout",
+    "lora_linear": "api",
+    "multi_lora_linear": "api",
+    "multi_lora_linears": "api",
+    "multi_lora_mlp": "mlp",
+}
 __all__ = [
     "Dropout",
     "Implementation",
@@ -23,23 +38,13 @@ __all__ = [
     "multi_lora_linears",
     "multi_lora_mlp",
 ]
-_HOMES = {
-    "api": ("lora_linear", "multi_lora_linear", "multi_lora_linears"),
-    "backends": ("Implementation",),
-    "device": ("compiler_options",),
-    "dropout": ("Dropout", "fold_key"),
-    "mlp": ("multi_lora_mlp",),
-}
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value  # asked for once
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
