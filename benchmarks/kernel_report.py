@@ -6,6 +6,7 @@ Writes OUT_ops.csv (whole ops), OUT_layers.csv (decoder layers and siblings), OU
 OUT.png, each as far as the files have rows for it. Times are medians with the 20th and 80th percentile, forward and
 backward in one program; ratios are of rows of the same file, which is one run on one GPU. floor_us is what the frozen
 layer and the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'.
+program is the backend that a call takes which names none: the `default` row is that backend's, timed once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 CONDITIONS = ("device", "jax", "jaxlib", "driver", "power_limit_w", "date", "file")
 TIMES = ("p20_us", "p50_us", "p80_us")
 OPS = ("tokens", "in_features", "out_features", "variant", "adapters", "rank", "dropout", *TIMES, "over_frozen")
-OPS += ("best_xla_over_this", "floor_us", *CONDITIONS)
+OPS += ("best_xla_over_this", "program", "floor_us", *CONDITIONS)
 LAYERS = ("part", "tokens", "variant", "adapters", "dropout", *TIMES, "over_frozen", "best_xla_over_this", *CONDITIONS)
 BYTES = (
     "case",
