@@ -204,6 +204,7 @@ def test_the_hopper_backend_keeps_nothing_besides_s_and_bits(names, ranks):
     assert made == [(512, 16 * len(ranks)), (512, 1, 8)]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 leaves it to XLA to remove unused kernels")
 @pytest.mark.parametrize(("backend", "spared"), [("pallas_triton", 2), ("pallas_mosaic_gpu", 2), ("xla", 1)])
 def test_a_policy_that_keeps_s_and_bits_spares_their_pass_over_x(backend, spared):
     """Triton makes bits in a pass of their own; on Hopper A is turned around for the pass; XLA has a product for S."""
