@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
-
-
-def _no_boolean(value: object) -> object:
-    """A number as it is; pydantic would take true for 1."""
-    if isinstance(value, bool):
-        raise ValueError("a number, not true or false")
-    return value
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Layers = Annotated[  # half a layer is its attention or its MLP
-    Count | Annotated[float, Field(ge=1, multiple_of=0.5)], BeforeValidator(_no_boolean)
-]
+Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
+
+
+def _spelt(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would take true for 1; a number sees it as a text, which it refuses."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if wanted in (bool, str) or str in get_args(wanted):
+            return value
+        return [_spelt(each) for each in value] if isinstance(value, list) else _spelt(value)
 
 
 class BaseSettings(Section):
