@@ -204,10 +204,19 @@ def test_the_hopper_backend_keeps_nothing_besides_s_and_bits(names, ranks):
     assert made == [(512, 16 * len(ranks)), (512, 1, 8)]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 leaves it to XLA to remove unused kernels")
-@pytest.mark.parametrize(("backend", "spared"), [("pallas_triton", 2), ("pallas_mosaic_gpu", 2), ("xla", 1)])
-def test_a_policy_that_keeps_s_and_bits_spares_their_pass_over_x(backend, spared):
-    """Triton makes bits in a pass of their own; on Hopper A is turned around for the pass; XLA has a product for S."""
+# Before 0.12 jax hands a Triton kernel that nobody needs on to XLA, which removes it: there is nothing to count.
+removes = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 leaves unused Triton kernels to XLA")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "spared"),
+    [
+        pytest.param("pallas_triton", "__gpu$xla.gpu.triton", 2, marks=removes),  # bits have a pass of their own
+        ("pallas_mosaic_gpu", "mosaic_gpu_v2", 1),
+        ("xla", "stablehlo.dot_general", 1),
+    ],
+)
+def test_a_policy_that_keeps_s_and_bits_spares_their_pass_over_x(backend, kind, spared):
     arguments, _ = draw(table=[0, 1, -1, 2], tile=128, k=256, widths=(256,), ranks=(16,), rates=[0.1, 0.0, 0.2],
                         dtype=jnp.bfloat16)  # fmt: skip
 
@@ -223,8 +232,7 @@ def test_a_policy_that_keeps_s_and_bits_spares_their_pass_over_x(backend, spared
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
             lora = arguments["as_"], arguments["bs"]
             text = jax.jit(jax.value_and_grad(loss)).trace(lora).lower(lowering_platforms=("cuda",)).as_text()
-        kinds = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2") if backend != "xla" else ("stablehlo.dot_general",)
-        return sum(text.count(kind) for kind in kinds)
+        return text.count(kind)
 
     assert work("nothing") - work("lora_s", "lora_bits") == spared
 
