@@ -2,11 +2,12 @@
 
     python benchmarks/kernel_report.py results/kernels_*.jsonl --out benchmarks/results/kernels_h200
 
-Writes OUT_ops.csv (whole ops), OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and
-OUT.png, each as far as the files have rows for it. Times are medians with the 20th and 80th percentile, forward and
-backward in one program; ratios are of rows of the same file, which is one run on one GPU. floor_us is what the frozen
-layer and the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'.
-program is the backend that a call takes which names none: the `default` row is that backend's, timed once.
+Writes OUT_ops.csv (whole ops), OUT_summary.csv (what a call takes that names no backend, over all shapes),
+OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and OUT.png, each as far as the
+files have rows for it. Times are medians with the 20th and 80th percentile, forward and backward in one program; ratios
+are of rows of the same file, which is one run on one GPU, their means arithmetic. floor_us is what the frozen layer and
+the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'. program is
+the backend that a call takes which names none: the `default` row is that backend's, timed once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 if __name__ == "__main__":
@@ -26,6 +28,9 @@ CONDITIONS = ("device", "jax", "jaxlib", "driver", "power_limit_w", "date", "fil
 TIMES = ("p20_us", "p50_us", "p80_us")
 OPS = ("tokens", "in_features", "out_features", "variant", "adapters", "rank", "dropout", *TIMES, "over_frozen")
 OPS += ("best_xla_over_this", "program", "floor_us", *CONDITIONS)
+SUMMARY = ("tokens", "rank", "dropout", "adapters", "shapes", "over_frozen_mean", "over_frozen_worst")
+SUMMARY += ("plain_xla_over_this_mean", "best_xla_over_this_worst", "ragged_dot_over_this_mean")
+SUMMARY += ("over_one_adapter_mean", "over_one_adapter_worst")
 LAYERS = ("part", "tokens", "variant", "adapters", "dropout", *TIMES, "over_frozen", "best_xla_over_this", *CONDITIONS)
 BYTES = (
     "case",
@@ -61,7 +66,12 @@ def write(results: Iterable[Path], out: Path) -> list[Path]:
     ops = [row for run in runs for row in op_rows(run)]
     layers = [row for run in runs for row in layer_rows(run)]
     moved = [row for run in runs for row in byte_rows(run)]
-    tables = {"ops": (OPS, ops), "layers": (LAYERS, layers), "bytes": (BYTES, moved + counted_rows() if moved else [])}
+    tables = {
+        "ops": (OPS, ops),
+        "summary": (SUMMARY, summary_rows(ops)),
+        "layers": (LAYERS, layers),
+        "bytes": (BYTES, moved + counted_rows() if moved else []),
+    }
     written = []
     for name, (columns, rows) in tables.items():
         if rows:
@@ -94,6 +104,55 @@ def op_rows(run: Sequence[Row]) -> list[Row]:
         sizes = {"tokens": int(tokens), "in_features": int(num_in), "out_features": int(num_out)}
         result.append(row | sizes | {"dropout": row["rate"]} | ratios(row, same, alike) | floor(row, sizes))
     return sorted(result, key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
+
+
+def summary_rows(ops: Sequence[Row]) -> list[Row]:
+    """The default's rows of one number of tokens and one job, all shapes together."""
+    times = {(shape_of(row), *job_of(row), row["variant"]): row["p50_us"] for row in ops}
+    groups: dict[tuple, list[Row]] = {}
+    for row in ops:
+        if row["variant"] == "default" and "over_frozen" in row:
+            groups.setdefault((row["tokens"], *job_of(row)), []).append(row)
+    return [summarised(rows, times) for _, rows in sorted(groups.items())]
+
+
+def summarised(rows: Sequence[Row], times: dict[tuple, float]) -> Row:
+    """One line of the summary.
+
+    Args:
+        times: microseconds of every row, by run and shape, job and variant.
+    """
+    rank, rate, adapters = job_of(rows[0])
+    plain = "xla_naive" if adapters == 1 else "xla_wide"
+    over = {"plain_xla": [], "ragged_dot": [], "one": []}
+    for row in rows:
+        shape, own = shape_of(row), row["p50_us"]
+        for name, key in (("plain_xla", (*job_of(row), plain)), ("ragged_dot", (*job_of(row), "ragged_dot"))):
+            over[name] += [times[shape, *key] / own] if (shape, *key) in times else []
+        alone = (shape, rank, rate, 1, "default")
+        over["one"] += [own / times[alone]] if adapters > 1 and alone in times else []
+    frozen = [row["over_frozen"] for row in rows]
+    best = [row["best_xla_over_this"] for row in rows if "best_xla_over_this" in row]
+    numbers = {
+        "over_frozen_mean": fmean(frozen), "over_frozen_worst": max(frozen),
+        "plain_xla_over_this_mean": mean_of(over["plain_xla"]), "best_xla_over_this_worst": min(best, default=None),
+        "ragged_dot_over_this_mean": mean_of(over["ragged_dot"]), "over_one_adapter_mean": mean_of(over["one"]),
+        "over_one_adapter_worst": max(over["one"], default=None),
+    }  # fmt: skip
+    job = {"tokens": rows[0]["tokens"], "rank": rank, "dropout": rate, "adapters": adapters, "shapes": len(rows)}
+    return job | {name: None if number is None else round(number, 3) for name, number in numbers.items()}
+
+
+def mean_of(numbers: Sequence[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+def shape_of(row: Row) -> tuple:
+    return row["file"], row["tokens"], row["in_features"], row["out_features"]
+
+
+def job_of(row: Row) -> tuple:
+    return row["rank"], row["dropout"], row["adapters"]
 
 
 def floor(row: Row, sizes: dict[str, int]) -> Row:

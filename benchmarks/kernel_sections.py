@@ -58,19 +58,28 @@ class Recorder:
             self.add(name=name, error=f"{type(error).__name__}: {error}"[:600])
 
 
-def run(section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = ()) -> None:
+def run(
+    section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = (), kinds: Sequence[str] = ()
+) -> None:
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
     recorder.add(conditions=conditions())
     sections = {
-        "check": kernel_checks.run, "ops": partial(run_ops, only=only),
-        "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only), "profile": run_profile,
+        "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds),
+        "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only, kinds=kinds),
+        "profile": partial(run_profile, only=only),
         "sweep": partial(run_sweep, only=only), "layer": partial(kernel_layer.run, only=only),
     }  # fmt: skip
     sections[section](recorder, tiny)
 
 
-def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,), only: Sequence[str] = ()) -> None:
+def run_ops(
+    recorder: Recorder,
+    tiny: bool,
+    tokens: Sequence[int] = (FULL,),
+    only: Sequence[str] = (),
+    kinds: Sequence[str] = (),
+) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
     for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
         if only and not f"{num}x{k}->{n}".startswith(tuple(only)):
@@ -78,7 +87,7 @@ def run_ops(recorder: Recorder, tiny: bool, tokens: Sequence[int] = (FULL,), onl
         if recorder.left_s < 25 and not tiny:
             recorder.add(name=f"{num}x{k}->{n}", error="no time left")
             continue
-        variants = list(op_variants(num, k, n, tiny=tiny))
+        variants = [each for each in op_variants(num, k, n, tiny=tiny) if not kinds or each.kind in kinds]
         calls = compile_all(recorder, variants)
         timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
         for variant in variants:
@@ -209,22 +218,26 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
     return done
 
 
-def run_profile(recorder: Recorder, tiny: bool) -> None:
+def run_profile(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
     """Lists the kernels of one call with their times, on a card as warm as in the comparison of whole ops."""
     if tiny:
         return
     from jax.experimental.mosaic.gpu import profiler
 
-    cases = [("frozen", 1, 0.0), (BACKENDS[0], 1, 0.0), (BACKENDS[0], 1, 0.1), (BACKENDS[0], 4, 0.1)]
-    for shape in ((4096, 4096), (4096, 14336), (14336, 4096)):
-        for kind, adapters, rate in cases:
-            spec = LinearSpec(tokens=8192, in_features=shape[0], out_features=shape[1], adapters=adapters, rate=rate)
+    plain = (("frozen", 16, 1, 0.0), *((BACKENDS[0], 16, *case) for case in ((1, 0.0), (1, 0.1), (4, 0.1))))
+    large = [(BACKENDS[0], 64, *case) for case in product((1, 4, 16), (0.0, 0.1))]
+    shapes = {(4096, 4096): plain, (4096, 14336): plain, (14336, 4096): plain, (8192, 8192): (plain[0], *large)}
+    for (k, n), cases in shapes.items():
+        if only and not f"{FULL}x{k}->{n}".startswith(tuple(only)):
+            continue
+        for kind, rank, adapters, rate in cases:
+            spec = LinearSpec(tokens=FULL, in_features=k, out_features=n, rank=rank, adapters=adapters, rate=rate)
             layer = ours(kind) if kind != "frozen" else lambda x, a, b, w, arrays: oracles.frozen(x, w)
             variant = Variant(kind=kind, spec=spec, layer=layer, parallel=True)
 
             def work(variant=variant):
                 arrays = make_arrays(variant.spec)
-                fn = jax.jit(forward_backward(variant))
+                fn = jax.jit(forward_backward(variant), compiler_options=pk.compiler_options())
                 for _ in range(200):
                     out = fn(arrays)
                 jax.block_until_ready(out)

@@ -36,8 +36,9 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--only", nargs="+", default=[],
-        help="kernels of the sweep (mosaic_down), beginnings of shapes of ops and rows (16384x), parts of layer (32B)",
+        help="kernels of the sweep (mosaic_down), parts of layer (32B), else beginnings of shapes (16384x)",
     )  # fmt: skip
+    parser.add_argument("--variants", nargs="+", default=[], help="rows of ops and rows: frozen pallas_mosaic_gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
     parser.add_argument("--child", choices=tuple(SECTIONS))
     args = parser.parse_args()
@@ -46,7 +47,8 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))
         from benchmarks import kernel_sections
 
-        kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny, only=args.only)
+        chosen = {"only": args.only, "kinds": args.variants}
+        kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny, **chosen)
         return 0
     started = time.monotonic()
     sections = args.sections.split(",")
@@ -75,6 +77,7 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
     (args.out / f"kernels_{section}.jsonl").unlink(missing_ok=True)
     command = [sys.executable, __file__, "--child", section, "--out", str(args.out), "--budget", f"{budget_s:.0f}"]
     command += ["--only", *args.only] if args.only else []
+    command += ["--variants", *args.variants] if args.variants else []
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
         if section in ("sweep", "profile"):

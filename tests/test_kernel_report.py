@@ -55,7 +55,7 @@ def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_m
     other = {"conditions": {"device": "NVIDIA H100 80GB HBM3"}}
     files = [lines(tmp_path / "h200.jsonl", card, *ops), lines(tmp_path / "h100.jsonl", other, *ops)]
     files.append(lines(tmp_path / "unknown.jsonl", *ops))
-    (written,) = write(files, tmp_path / "kernels")
+    written, _ = write(files, tmp_path / "kernels")
     rows = table(written)
     assert {row["floor_us"] for row in rows if row["file"] != "h200.jsonl"} == {""}
     floors = [row["floor_us"] for row in rows if row["file"] == "h200.jsonl"]
@@ -64,6 +64,26 @@ def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_m
     seconds = [plain.frozen_floor_s(H200)] * 2 + [four, plain.floor_s(H200), four, four]
     assert [float(floor) for floor in floors[:6]] == pytest.approx([1e6 * each for each in seconds], abs=0.05)
     assert floors[6:] == ["", "", ""]
+
+
+def test_the_summary_is_of_the_default_over_all_shapes(tmp_path):
+    one = [op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("xla", 1250.0), op("default", 1100.0)]
+    four = [
+        op(kind, time, adapters=4) for kind, time in (("xla_wide", 1440.0), ("ragged_dot", 2400.0), ("default", 1200.0))
+    ]
+    other = [row | {"shape": "8192x5120->5120", "p50_us": 2 * row["p50_us"]} for row in one[:3]]
+    other.append(op("default", 2600.0, shape="8192x5120->5120"))
+    files = [lines(tmp_path / "a.jsonl", *one, *four), lines(tmp_path / "b.jsonl", *other)]
+    _, written = write(files, tmp_path / "kernels")
+    alone, together = table(written)
+    assert (alone["adapters"], alone["shapes"], together["adapters"], together["shapes"]) == ("1", "2", "4", "1")
+    assert (float(alone["over_frozen_mean"]), float(alone["over_frozen_worst"])) == (1.2, 1.3)
+    assert float(alone["plain_xla_over_this_mean"]) == pytest.approx((1300 / 1100 + 1) / 2, abs=1e-3)
+    assert float(alone["best_xla_over_this_worst"]) == pytest.approx(2500 / 2600, abs=1e-3)
+    assert alone["ragged_dot_over_this_mean"] == alone["over_one_adapter_mean"] == ""
+    assert float(together["plain_xla_over_this_mean"]) == 1.2
+    assert float(together["ragged_dot_over_this_mean"]) == 2.0
+    assert float(together["over_one_adapter_worst"]) == pytest.approx(1200 / 1100, abs=1e-3)
 
 
 def test_failures_and_conditions_are_no_rows(tmp_path):

@@ -32,12 +32,14 @@ def test_every_form_of_every_size_is_timed():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shape", "backend"), [(8192, (4096, 4096), BACKENDS[0]), (2048, (5120, 5120), "xla")]
+    ("tokens", "shape", "plain", "with_dropout"),
+    [(8192, (4096, 4096), BACKENDS[0], BACKENDS[0]), (2048, (5120, 5120), "xla", BACKENDS[0])],
 )
-def test_the_default_row_is_of_what_a_call_takes(tokens, shape, backend):
+def test_the_default_row_is_of_what_a_call_takes(tokens, shape, plain, with_dropout):
     with use_abstract_mesh(CARD):
-        taken = {default_backend(v) for v in op_variants(tokens, *shape, tiny=False) if v.spec.rank == 16}
-    assert taken == {backend}
+        variants = [v for v in op_variants(tokens, *shape, tiny=False) if v.spec.rank == 16]
+        taken = {(v.spec.rate, default_backend(v)) for v in variants}
+    assert taken == {(0.0, plain), (0.1, with_dropout)}
 
 
 def test_ranks_of_several_adapters_are_mixed():

@@ -39,7 +39,7 @@ NOT_MODELLED = (
 FLOAT32 = 4
 ATTENTION_ROWS, ATTENTION_WIDTHS = 128, (64, 128)  # what our attention asks for
 # Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
-MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE = 2048, 1024, 64, 0.85
+MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE, MLP_WAVE_WITH_DROPOUT = 2048, 1024, 64, 0.85, 0.8
 HOPPER_SMS = 132
 STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
 SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
@@ -397,8 +397,9 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     T, D, F = problem.capacity_tokens, problem.model.hidden_size, problem.model.intermediate_size
     if problem.tile_tokens % 64 or D % 128 or F % 256:
         return False
+    wave = MLP_WAVE_WITH_DROPOUT if any(spec.dropout for spec in problem.adapters) else MLP_WAVE
     return problem.implementation is not None or (
-        T >= MLP_ROWS and min(D, F) >= MLP_FEATURES and min(_wave(T, D), _wave(T, F)) >= MLP_WAVE
+        T >= MLP_ROWS and min(D, F) >= MLP_FEATURES and min(_wave(T, D), _wave(T, F)) >= wave
     )
 
 
