@@ -89,8 +89,9 @@ def lowered(device, function, *arguments) -> str:
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-TRITON = {"plain": (8, 0), "dropout": (9, 0), "rank 64": (9, 0)}
-HOPPER = {"plain": (6, 2), "dropout": (5, 4), "rank 64": (6, 3)}  # rank 64: the pass over x makes part of dx
+TRITON = {"plain": (8, 0), "dropout": (9, 0), "rank 64": (9, 0), "rank 64, plain": (8, 0)}
+# with rank 64 the pass over x makes part of dx
+HOPPER = {"plain": (6, 2), "dropout": (5, 4), "rank 64": (6, 3), "rank 64, plain": (6, 2)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,12 @@ HOPPER = {"plain": (6, 2), "dropout": (5, 4), "rank 64": (6, 3)}  # rank 64: the
 )
 @pytest.mark.parametrize(
     ("case", "change"),
-    [("plain", {}), ("dropout", {"rate": 0.1}), ("rank 64", {"rate": 0.1, "adapters": 4, "rank": 64})],
+    [
+        ("plain", {}),
+        ("dropout", {"rate": 0.1}),
+        ("rank 64", {"rate": 0.1, "adapters": 4, "rank": 64}),
+        ("rank 64, plain", {"adapters": 4, "rank": 64}),
+    ],
 )
 def test_ops_lower_for_cuda(device, backend, kernels, case, change):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, **change)
