@@ -57,6 +57,7 @@ class Cell:
 LARGE = "end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16"
 REPLICAS = "end_to_end.py --model 8b --variants ours --no-profile"
 HIDE = "--xla gpu_enable_latency_hiding_scheduler="  # where the program does not choose so itself, or against it
+SIZES = (("ops", 8192), ("rows", 2048), ("rows", 4096), ("rows", 16384))  # sections of kernels.py, tokens
 CELLS = (
     Cell(name="70b", gpus=4, seconds=440, command=f"{LARGE} --variants ours mlora"),
     # Four replicas: 26 slots are 104 microbatches.
@@ -98,16 +99,25 @@ CELLS = (
     Cell(name="layer_large", gpus=1, seconds=180, command="kernels.py --sections layer --only 32B 70B --budget 170"),
     Cell(name="siblings", gpus=1, seconds=80, command="kernels.py --sections layer --only q,k,v gate,up --budget 78"),
     Cell(name="check", gpus=1, seconds=70, command="kernels.py --sections check --budget 65"),
-    *(  # two shapes of each number of tokens, and the three others: all rows of all shapes take four GPUs two calls
+    *(  # two shapes of each number of tokens, and the three others: all rows of all shapes take two GPUs 16 minutes
         Cell(
             name=f"{section}_{tokens}_{part}", gpus=1, seconds=seconds,
-            command=f"kernels.py --sections {section} --budget {seconds - 10} --only {only}",
+            command=f"kernels.py --sections {section} --budget {1.5 * seconds:.0f} --only {only}",
         )
-        for section, tokens in (("ops", 8192), ("rows", 2048), ("rows", 4096), ("rows", 16384))
+        for section, tokens in SIZES
         for part, seconds, only in (
-            ("large", 540, f"{tokens}x5120 {tokens}x8192 {tokens}x14336"), ("square", 380, f"{tokens}x4096"),
+            ("large", 310, f"{tokens}x5120 {tokens}x8192 {tokens}x14336"), ("square", 200, f"{tokens}x4096"),
         )
     ),
+    *(  # Hopper's kernels beside what they must not be slower than
+        Cell(
+            name=f"{section}_{tokens}_hopper", gpus=1, seconds=250,
+            command=f"kernels.py --sections {section} --budget 380 --only {tokens}x"
+            " --variants frozen xla_naive xla_wide xla pallas_mosaic_gpu",
+        )
+        for section, tokens in SIZES
+    ),
+    Cell(name="profile", gpus=1, seconds=90, command="kernels.py --sections profile --budget 130"),
     Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
     Cell(name="8b_overlap", gpus=1, seconds=95, command=f"{REPLICAS} {HIDE}true"),

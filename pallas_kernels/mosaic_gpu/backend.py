@@ -25,9 +25,9 @@ from pallas_kernels.tuning import config as tuning
 
 MIN_DSDB_FEATURES = 8192  # with its sum of partials 90 us against 98 at 14336 features, 34 against 32 at 4096 (H200)
 MAX_DSDB_RANK = 64  # more, and the accumulators of four row blocks leave no registers
-# Without dropout the pass over x writes the low-rank part of dx for several adapters whose ranks come to more than 32, as
-# far as it was measured: with dropout, where it does that and more, such calls took 0.94 times as long as without (16
-# adapters of ranks up to 64; four 0.99; one, whose product is not slow, 1.05).
+# Without dropout the pass over x writes the low-rank part of dx for several adapters whose ranks come to more than 32,
+# as far as it was measured: with dropout, where it does that and more, such calls took 0.94 times as long as without
+# (16 adapters of ranks up to 64; four 0.99; one, whose product is not slow, 1.05).
 FUSED_RANK, MAX_LOW_RANK = 32, 64
 
 
