@@ -1,6 +1,7 @@
 """Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
 
     python benchmarks/kernel_bytes.py --out results/     # starts ncu, which must be on the path
+    python benchmarks/kernel_bytes.py --out results/ --features 8192 --rank 64 --cases "ours A1 p0" "ours A4 p0"
 
 Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
 counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes
@@ -19,10 +20,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+TIME = "gpu__time_duration.sum"
 CASES = ("frozen A1 p0", "xla_naive A1 p0.1", "ours A1 p0.1", "xla_wide A4 p0.1", "ours A4 p0.1")
+SCALE = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}  # the profiler's units, to bytes
+SCALE |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1, "usecond": 1, "ms": 1e3, "msecond": 1e3}  # and to microseconds
 CASE_S = 100
 
 
@@ -30,16 +35,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--features", type=int, default=4096)
-    parser.add_argument("--child", choices=CASES)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="form, adapters and rate of dropout of each")
+    parser.add_argument("--child")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if args.child:
-        run_once(args.child, args.features)
+        run_once(args.child, args.features, args.rank)
         return
     with (args.out / "kernels_bytes.jsonl").open("w") as file, tempfile.TemporaryDirectory() as programs:
         file.write(json.dumps({"conditions": made_with()}) + "\n")
-        for case in CASES:
-            record = {"case": case, "features": args.features, "tokens": 8192, **count(case, args.features, programs)}
+        for case in args.cases:
+            sizes = {"features": args.features, "rank": args.rank, "tokens": 8192}
+            record = {"case": case, **sizes, **count(case, args.features, args.rank, programs)}
             file.write(json.dumps(record) + "\n")
             file.flush()
             said = record.get("error") or f"{record['bytes'] / 1e6:8.1f} MB in {record['kernels']} kernels"
@@ -52,11 +60,11 @@ def made_with() -> dict:
     return json.loads(subprocess.check_output([sys.executable, "-c", ask], text=True, cwd=ROOT).splitlines()[-1])
 
 
-def count(case: str, features: int, programs: str) -> dict:
+def count(case: str, features: int, rank: int, programs: str) -> dict:
     """Runs one case, then once more under the profiler, and adds up its kernels."""
-    child = [sys.executable, __file__, "--child", case, "--features", str(features)]
+    child = [sys.executable, __file__, "--child", case, "--features", str(features), "--rank", str(rank)]
     profiler = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
-    profiler += ["--metrics", ",".join(METRICS), "--target-processes", "all"]
+    profiler += ["--metrics", ",".join((*METRICS, TIME)), "--target-processes", "all"]
     kept = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     # blocking launches, if said so, keep XLA from starting kernels that spin until the host answers
     watched = os.environ | kept | {"CUDA_LAUNCH_BLOCKING": "1"}
@@ -69,16 +77,25 @@ def count(case: str, features: int, programs: str) -> dict:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return {"error": (run.stdout + run.stderr)[-500:]}
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
-    scale = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    total = dict.fromkeys(METRICS, 0.0)
+    return added(list(csv.DictReader(io.StringIO("\n".join(lines[start:])))))
+
+
+def added(rows: Sequence[dict[str, str]]) -> dict:
+    """Sums over all kernels, and each kernel: its name, bytes and microseconds, in their order."""
+    kernels: dict[str, dict] = {}
     for row in rows:
-        if row["Metric Name"] in total:
-            total[row["Metric Name"]] += float(row["Metric Value"].replace(",", "")) * scale[row["Metric Unit"]]
-    return {"kernels": len({row["ID"] for row in rows}), "bytes": sum(total.values()), **total}
+        kernel = kernels.setdefault(row["ID"], {"name": row["Kernel Name"]} | dict.fromkeys((*METRICS, TIME), 0.0))
+        if row["Metric Name"] in kernel:
+            kernel[row["Metric Name"]] += float(row["Metric Value"].replace(",", "")) * SCALE[row["Metric Unit"]]
+    total = {metric: sum(kernel[metric] for kernel in kernels.values()) for metric in METRICS}
+    each = [
+        [kernel["name"][:40], round(sum(kernel[metric] for metric in METRICS)), round(kernel[TIME], 1)]
+        for kernel in kernels.values()
+    ]
+    return {"kernels": len(kernels), "bytes": sum(total.values()), **total, "each": each}
 
 
-def run_once(case: str, features: int) -> None:
+def run_once(case: str, features: int, rank: int) -> None:
     """Compiles and warms up unseen, then one call between the profiler's start and stop."""
     import jax
 
@@ -87,8 +104,9 @@ def run_once(case: str, features: int) -> None:
 
     kind, adapters, rate = case.split()
     spec = LinearSpec(
-        tokens=8192, in_features=features, out_features=features, adapters=int(adapters[1:]), rate=float(rate[1:])
-    )
+        tokens=8192, in_features=features, out_features=features, rank=rank, adapters=int(adapters[1:]),
+        rate=float(rate[1:]),
+    )  # fmt: skip
     layers = {
         "frozen": lambda x, a, b, w, arrays: oracles.frozen(x, w),
         "xla_naive": kernel_sections.naive, "xla_wide": kernel_sections.wide, "ours": kernel_sections.ours(None),
