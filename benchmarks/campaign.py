@@ -118,6 +118,11 @@ CELLS = (
         for section, tokens in SIZES
     ),
     Cell(name="profile", gpus=1, seconds=90, command="kernels.py --sections profile --budget 130"),
+    Cell(name="products", gpus=1, seconds=80, command="kernels.py --sections products --budget 110"),
+    Cell(
+        name="bytes_64", gpus=1, seconds=90,
+        command="kernel_bytes.py --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0",
+    ),
     Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
     Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
     Cell(name="8b_overlap", gpus=1, seconds=95, command=f"{REPLICAS} {HIDE}true"),

@@ -1,7 +1,7 @@
 """Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
 
     python benchmarks/kernel_bytes.py --out results/     # starts ncu, which must be on the path
-    python benchmarks/kernel_bytes.py --out results/ --features 8192 --rank 64 --cases "ours A1 p0" "ours A4 p0"
+    python benchmarks/kernel_bytes.py --out results/ --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0
 
 Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
 counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes
@@ -102,7 +102,7 @@ def run_once(case: str, features: int, rank: int) -> None:
     from benchmarks import kernel_sections, oracles
     from pallas_kernels.arg_specs import LinearSpec, make_arrays
 
-    kind, adapters, rate = case.split()
+    kind, adapters, rate = case.replace(",", " ").split()
     spec = LinearSpec(
         tokens=8192, in_features=features, out_features=features, rank=rank, adapters=int(adapters[1:]),
         rate=float(rate[1:]),

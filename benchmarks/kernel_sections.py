@@ -68,7 +68,7 @@ def run(
         "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds),
         "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only, kinds=kinds),
         "profile": partial(run_profile, only=only),
-        "sweep": partial(run_sweep, only=only), "layer": partial(kernel_layer.run, only=only),
+        "sweep": partial(run_sweep, only=only), "products": run_products, "layer": partial(kernel_layer.run, only=only),
     }  # fmt: skip
     sections[section](recorder, tiny)
 
@@ -261,6 +261,14 @@ def run_sweep(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
             tokens=256 if tiny else 8192, in_features=k, out_features=n, rank=rank, rate=0.1, tile=64 if tiny else 128
         )
         sweep_shape(recorder, spec, tiny, quick=not only and (tiny or rank == 64), only=only)
+
+
+def run_products(recorder: Recorder, tiny: bool) -> None:
+    """Times Hopper's products alone: do they depend on the number of adapters, or on what runs around them?"""
+    for rank, adapters in product((16, 64), (1, 4, 16)):
+        spec = LinearSpec(tokens=FULL, in_features=8192, out_features=8192, rank=rank, adapters=adapters)
+        if not tiny:
+            sweep_shape(recorder, spec, tiny, quick=True, only=("mosaic_fwd", "mosaic_dx"))
 
 
 def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool, only: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ SECTIONS = {
     "ops": 0.25,
     "rows": 0.25,
     "sweep": 0.15,
+    "products": 0.05,
 }  # shares of the budget
 
 
@@ -80,9 +81,13 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
     command += ["--variants", *args.variants] if args.variants else []
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
-        if section in ("sweep", "profile"):
+        if section in ("sweep", "products", "profile"):
             flags += " --xla_gpu_enable_command_buffer="  # graphs would overlap kernels of one module
-        if section in ("check", "sweep"):  # only our kernels are timed there: tuning XLA's products would waste minutes
+        if section in (
+            "check",
+            "sweep",
+            "products",
+        ):  # only our kernels are timed there: tuning XLA's products would waste minutes
             flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     environment = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONUNBUFFERED="1")
     print(f"== {section}: {budget_s:.0f} s", flush=True)
@@ -108,7 +113,7 @@ def records(out: pathlib.Path, section: str) -> list[dict]:
 def report(out: pathlib.Path, sections: list[str]) -> int:
     """Prints the tables, shortest last; returns how many checks went wrong."""
     bad = 0
-    for section in sorted(sections, key=("sweep", "profile", "check", "ops", "rows", "layer").index):
+    for section in sorted(sections, key=("sweep", "products", "profile", "check", "ops", "rows", "layer").index):
         rows = records(out, section)
         failed = [row for row in rows if "error" in row]
         print(f"\n== {section}: {len(rows)} records, {len(failed)} failed")
@@ -165,6 +170,7 @@ def print_layer(rows: list[dict]) -> None:
 
 PRINTERS = {
     "check": print_check, "ops": print_ops, "rows": print_ops, "profile": print_profile, "sweep": print_sweep,
+    "products": print_sweep,
     "layer": print_layer,
 }  # fmt: skip
 
