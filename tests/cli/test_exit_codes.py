@@ -127,6 +127,15 @@ def test_interrupt_saves_and_resume_continues_bitwise(lorafusion, long_job):
     assert _steps(parts) == _steps(whole)
 
 
+@pytest.fixture
+def listens_to_ctrl_c():
+    """As a terminal's processes do: those that a script starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch, kind):
     def interrupted(*arguments, **named):
