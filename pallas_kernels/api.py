@@ -36,24 +36,33 @@ def lora_linear(
 ) -> jax.Array:
     """Applies a frozen linear layer plus the LoRA of one adapter.
 
-    y = x W + scale * (drop(x) A) B (+ bias)
+    y = x W + scale * (drop(x) A) B (+ bias), with x, W, S = drop(x) A and scale B in the type of x, sums in float32
 
     Args:
-        x: [..., K]; w: [K, N], frozen (it gets no gradient); a: [K, R]; b: [R, N]; bias: [N], frozen.
+        x: [..., K], bfloat16, float16 or float32; w: [K, N], frozen (it gets no gradient); a: [K, R]; b: [R, N]; bias:
+            [N], frozen. These may be of another floating type (adapters in float32 under activations in bfloat16);
+            gradients come in the type of their own array. R may be 0: the frozen layer alone.
         scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
         dropout: rates and keys with one adapter, row keys for every row of x.
         implementation: a backend's name; None takes the one that measured fastest.
+    Returns:
+        y [..., N] in the type of x.
     Raises:
-        ValueError: shapes do not fit, or the implementation is unknown.
+        ValueError: shapes or values do not fit, or the implementation is unknown.
         TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); one read of x per pass as in LoRAFusion, Zhu et al. 2026.
 
     Example:
         >>> y = lora_linear(jnp.ones((2, 3, 8)), jnp.ones((8, 4)), jnp.ones((8, 2)), jnp.zeros((2, 4)), scale=2.0)
         >>> y.shape
         (2, 3, 4)
     """
-    _check_kinds(x, None, dropout)
+    _check_kinds(x, None, dropout, w=w, a=a, b=b)
+    for name, array in (("a", a), ("b", b)):
+        if array.ndim != 2:
+            raise ValueError(f"{name} has shape {array.shape}, expected {'[K, R]' if name == 'a' else '[R, N]'}")
     if dropout is not None:
         dropout = _as_arrays(dropout)
         one = {"rate": dropout.rate, "key": dropout.key}
@@ -88,16 +97,21 @@ def multi_lora_linear(
 
     Args:
         x: [..., K]; the leading dimensions flatten to T rows.
-        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen.
+        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in
+            `lora_linear`.
         tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
-            to a and b).  The values are not checked, as they may be traced: one of A or more gives no defined result.
+            to a and b).  Traced values cannot be checked: what is outside counts as -1.
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
         implementation: a backend's name; None takes the one that measured fastest.
+    Returns:
+        y [..., N] in the type of x.
     Raises:
-        ValueError: shapes do not fit, or the implementation is unknown.
+        ValueError: shapes or values do not fit, or the implementation is unknown.
         TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); one read of x per pass as in LoRAFusion, Zhu et al. 2026.
 
     Example:
         >>> a, b = jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
@@ -129,8 +143,10 @@ def multi_lora_linears(
         ws, as_, bs, biases: one entry per projection, as in `multi_lora_linear`; as_[i] and bs[i] are None for a
             projection without LoRA.  Ranks may differ between projections.  One dropout mask serves them all.
         tile_adapter, scale, dropout, implementation: as in `multi_lora_linear`; scale gets no gradient (zero) either.
+    Returns:
+        y_i [..., N_i] of every projection, in the type of x.
     Raises:
-        ValueError: shapes do not fit, or the implementation is unknown.
+        ValueError: shapes or values do not fit, or the implementation is unknown.
         TypeError: what should be arrays or a Dropout is something else.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
 
@@ -156,7 +172,10 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) 
 
 def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Static, Operands]:
     """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
-    _check_kinds(x, tile_adapter, dropout)
+    banks = {
+        f"{name} of projection {i}": v for name, vs in (("w", ws), ("a", as_), ("b", bs)) for i, v in enumerate(vs)
+    }
+    _check_kinds(x, tile_adapter, dropout, **banks)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
     x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -172,7 +191,8 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
     ops = Operands(
         x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
     )
-    _check_shapes(ops, num_adapters)
+    _check_shapes(ops, num_adapters, single)
+    _check_values(ops, num_adapters)
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], tile_adapter),
         num_adapters=num_adapters,
@@ -180,13 +200,23 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
         single=single,
         interpret=interprets(),
     )
-    return static, ops
+    return static, _without_rank_zero(ops)
 
 
-def _check_kinds(x: Any, tile_adapter: Any, dropout: Any) -> None:
+def _without_rank_zero(ops: Operands) -> Operands:
+    """A projection of rank 0 is one without LoRA: kernels never see an empty array."""
+    some = [a is not None and a.shape[2] > 0 for a in ops.as_]
+    kept = {
+        name: tuple(v if s else None for v, s in zip(getattr(ops, name), some, strict=True)) for name in ("as_", "bs")
+    }
+    return dataclasses.replace(ops, **kept)
+
+
+def _check_kinds(x: Any, tile_adapter: Any, dropout: Any, **arrays: Any) -> None:
     """Raises TypeError for what is no array, no whole number per tile, or no Dropout."""
-    if not hasattr(x, "ndim"):
-        raise TypeError(f"x is a {type(x).__name__}, expected an array: jnp.asarray(x)")
+    for name, value in {"x": x, **arrays}.items():
+        if value is not None and not hasattr(value, "ndim"):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected an array: jnp.asarray({name[0]})")
     if tile_adapter is not None and not jnp.issubdtype(kind := jnp.asarray(tile_adapter).dtype, jnp.integer):
         raise TypeError(f"tile_adapter is {kind}, expected int32: the adapter of each tile")
     if dropout is not None and not isinstance(dropout, Dropout):
@@ -207,23 +237,49 @@ def _dispatch(static: Static, ops: Operands, implementation: Implementation | No
     return vjp.apply(static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
-def _check_shapes(ops: Operands, num_adapters: int) -> None:
+def _check_values(ops: Operands, num_adapters: int) -> None:
+    """Raises ValueError for numbers out of range where they are known: traced ones cannot be looked at."""
+    if (table := _known(ops.tile_adapter)) is not None and ((table < -1) | (table >= num_adapters)).any():
+        tile = int(np.flatnonzero((table < -1) | (table >= num_adapters))[0])
+        raise ValueError(
+            f"tile_adapter[{tile}] is {table[tile]}, expected -1 (padding rows) to {num_adapters - 1}: "
+            f"a and b hold {num_adapters} adapters"
+        )
+    if ops.dropout is None or (rates := _known(ops.dropout.rate)) is None:
+        return
+    if (wrong := ~((rates >= 0) & (rates < 1))).any():
+        adapter = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"dropout.rate of adapter {adapter} is {rates[adapter]}, expected 0 <= rate < 1: the share that is dropped"
+        )
+
+
+def _known(array: Any) -> np.ndarray | None:
+    """The numbers of an array that this process holds whole; None while tracing."""
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return None
+    return np.asarray(array)
+
+
+def _check_shapes(ops: Operands, num_adapters: int, single: bool) -> None:
     """Raises one ValueError that lists everything that does not fit."""
     num_rows, num_in = ops.x.shape
     wrong = []
     if not jnp.issubdtype(ops.x.dtype, jnp.floating):
         wrong.append(f"x is {ops.x.dtype}, not a floating type")
+    if ops.x.dtype == jnp.float64:
+        wrong.append("x is float64, but all sums are in float32: cast it to float32")
     if not len(ops.ws) == len(ops.as_) == len(ops.bs) == len(ops.biases):
         wrong.append(f"{len(ops.ws)} ws, {len(ops.as_)} as_, {len(ops.bs)} bs, {len(ops.biases)} biases: not one each")
     for i, (w, a, b, bias) in enumerate(zip(ops.ws, ops.as_, ops.bs, ops.biases, strict=False)):
         rank = None if a is None else a.shape[-1]
         expected = [("w", w, (num_in, w.shape[-1])), ("bias", bias, (w.shape[-1],))]
         expected += [("a", a, (num_adapters, num_in, rank)), ("b", b, (num_adapters, rank, w.shape[-1]))]
-        wrong += [
-            f"{name} of projection {i} has shape {array.shape}, expected {shape}"
-            for name, array, shape in expected
-            if array is not None and array.shape != shape
-        ]
+        for name, array, shape in expected:
+            if array is not None and array.shape != shape:
+                own = 1 if single and name in "ab" else 0  # one adapter's arrays have no adapter axis for the caller
+                where = "" if single else f" of projection {i}"
+                wrong.append(f"{name}{where} has shape {array.shape[own:]}, expected {shape[own:]}")
         if (a is None) != (b is None):
             wrong.append(f"projection {i} has only one of a and b")
     if ops.scale.shape != (num_adapters,):

@@ -69,7 +69,10 @@ def fold_key(key: jax.Array, site: int | jax.Array) -> jax.Array:
 
 
 def mix32(h: jax.Array) -> jax.Array:
-    """Scrambles uint32: a bijection in which every input bit flips every output bit with probability near 1/2."""
+    """Scrambles uint32: a bijection in which every input bit flips every output bit with probability near 1/2.
+
+    Source: the constants are those of `lowbias32` (C. Wellons, "Prospecting for Hash Functions", 2018).
+    """
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
     return h ^ (h >> np.uint32(16))

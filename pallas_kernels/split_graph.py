@@ -79,7 +79,7 @@ class Prepared:
         if self.static.single:
             return jnp.zeros(self.rows // rows, jnp.int32)
         table = self.ops.tile_adapter
-        table = jnp.where(table < 0, self.static.num_adapters, table)
+        table = jnp.where((table < 0) | (table > self.static.num_adapters), self.static.num_adapters, table)
         return spread(table, self.static.tile // rows)
 
     def tuned(self, kernel: str, num_in: int, num_out: int, rank: int, heuristic: Any) -> Any:

@@ -8,6 +8,8 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,7 @@ def refusal(static: Static, ops: Operands) -> str | None:
 
 def forward(static: Static, ops: Operands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
     """Returns every y, every S of the projections with LoRA, and no packed bits (they are cheap to make again)."""
+    ops = _known(static, ops)
     ss = _down(static, ops, _dropped_tiles(static, ops)) if ops.with_lora else ()
     s_of = dict(zip(ops.with_lora, ss, strict=True))
     ys = tuple(_up(static, ops, i, s_of.get(i)) for i in range(len(ops.ws)))
@@ -36,6 +39,7 @@ def backward(
 ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
     """Returns dx, and dA and dB (float32) by projection number."""
     del bits
+    ops = _known(static, ops)
     dx_TK = sum(_matmul(dy, w.astype(dy.dtype).T) for dy, w in zip(dys, ops.ws, strict=True))
     das, dbs = {}, {}
     if ops.with_lora:
@@ -50,6 +54,12 @@ def backward(
             low_IJK = low_IJK + _batched("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
         dx_TK = dx_TK + _finish_dx(static, ops, low_IJK, keep).reshape(dx_TK.shape)
     return dx_TK, das, dbs
+
+
+def _known(static: Static, ops: Operands) -> Operands:
+    """Tiles of adapters that do not exist are tiles of nobody, as in the kernels."""
+    table = ops.tile_adapter
+    return dataclasses.replace(ops, tile_adapter=jnp.where(table < static.num_adapters, table, -1))
 
 
 def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Array, ...]:
