@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ Coordinator = Annotated[
     typer.Option(metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="where the first process listens"),
 ]
 NumProcesses = Annotated[int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="processes of the run")]
+LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # what srun and mpirun tell each process they start
 ProcessId = Annotated[int | None, typer.Option(envvar="JAX_PROCESS_ID", help="number of this process, from 0")]
 
 
@@ -36,13 +38,16 @@ def join_processes(
         RunError: `processes.join`, they do not find each other.
     """
     if not distributed:
-        if num_processes is not None and num_processes > 1:
+        counts = {"--num-processes or JAX_NUM_PROCESSES": num_processes or 1}
+        counts |= {name: int(os.environ.get(name) or 1) for name in LAUNCHED}
+        where, count = max(counts.items(), key=lambda each: each[1])
+        if count > 1:
             raise ConfigError(
                 "processes.not-distributed",
-                f"this is one of {num_processes} processes, but --distributed is not given.",
-                where="--num-processes or JAX_NUM_PROCESSES",
+                f"this is one of {count} processes, but --distributed is not given.",
+                where=where,
                 why="each of them would train the whole run by itself",
-                fix="--distributed, or leave the number of processes out",
+                fix="--distributed, or start a single process",
             )
         return
     from lorafusion_jax.pipeline.processes import join

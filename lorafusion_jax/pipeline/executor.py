@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, process_count
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.pipeline.failures import is_of_devices, stage_failed
+from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
 from lorafusion_jax.pipeline.move import across, local, to_stage
 from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.programs import Verdict
@@ -138,8 +138,11 @@ class Executor:
         """
         while len(self._running) > AHEAD:
             self._wait_oldest()
-        with self.blaming(0, slot):
-            self._batches[slot] = [to_stage(rows, stage.mesh) for stage in self.stages]
+        batches = []
+        for place, stage in enumerate(self.stages):
+            with self.blaming(place, slot):
+                batches.append(to_stage(rows, stage.mesh))
+        self._batches[slot] = batches
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
         """Hands a forward or backward pass to its stage.
@@ -230,8 +233,11 @@ class Executor:
                 adapters = first.adapters or self._adapters.get(slot, adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
             if not is_of_devices(cause):
+                cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume goes on from before")
                 raise cause from None
-            raise stage_failed(cause, stage, slot, adapters) from cause
+            raise stage_failed(
+                cause, stage, slot, adapters, keep=next((each.keep for each in self.stages), None)
+            ) from cause
 
     def finished_slots(self) -> list[int]:
         """Slots that were found to be through since the last call, in order."""
@@ -253,7 +259,7 @@ class Executor:
                 return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
         return None
 
-    def evaluate(self, rows: Microbatch) -> Future[Array]:
+    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[Array]:
         """Σ weight · token loss of each adapter in a held-out microbatch, [A] on the last stage."""
 
         def run(stage: Stage, before: Future[Array] | None) -> Array:
@@ -262,7 +268,7 @@ class Executor:
 
         done: Future[Array] | None = None
         for place, stage in enumerate(self.stages):
-            done = self._on(place, None, (), partial(run, stage, done))
+            done = self._on(place, None, adapters, partial(run, stage, done))
         assert done is not None
         return done
 

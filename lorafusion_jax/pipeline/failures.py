@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.pipeline.keep import Keep
 
 PROCESS_LOST = "train.process-lost"
 _PEER_LOST = re.compile(
@@ -36,28 +37,40 @@ def is_of_devices(problem: Exception) -> bool:
     return isinstance(problem, jax.errors.JaxRuntimeError) or bool(_PEER_LOST.search(str(problem)))
 
 
-def stage_failed(problem: Exception, stage: int | None, slot: int | None, adapters: Sequence[str]) -> RunError:
+def place_of(stage: int | None, slot: int | None, adapters: Sequence[str]) -> str:
+    """Where something happened, as far as it is known.
+
+    >>> place_of(1, 7, ["law"])
+    ' at stage 1, slot 7 (law)'
+    """
+    places = [f"stage {stage}" if stage is not None else "", f"slot {slot}" if slot is not None else ""]
+    where = ", ".join(filter(None, places))
+    return (f" at {where}" if where else "") + (f" ({', '.join(adapters)})" if adapters else "")
+
+
+def stage_failed(
+    problem: Exception, stage: int | None, slot: int | None, adapters: Sequence[str], *, keep: Keep | None = None
+) -> RunError:
     """Describes an error of jax as `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
 
     Args:
         problem: what jax raised.
         stage, slot: None: not known.
+        keep: what forward leaves for backward, as it was; None: not known.
 
     >>> print(stage_failed(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), 1, 7, ["law"]).what)
     the device has no memory left at stage 1, slot 7 (law).
     """
     text = str(problem)
-    places = [f"stage {stage}" if stage is not None else "", f"slot {slot}" if slot is not None else ""]
-    where = ", ".join(filter(None, places))
-    at = (f" at {where}" if where else "") + (f" ({', '.join(adapters)})" if adapters else "")
+    at = place_of(stage, slot, adapters)
     why = text.splitlines()[0][:300] if text else type(problem).__name__
     if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
         return RunError(
             "train.out-of-memory",
             f"the device has no memory left{at}.",
             why=why,
-            fix="lorafusion resume RUN train.keep=nothing, or a new run with a lower batch.capacity_tokens or more "
-            "mesh.stages",
+            fix=("" if keep == "nothing" else "lorafusion resume RUN train.keep=nothing, or ")
+            + "a new run with a lower batch.capacity_tokens or more mesh.stages",
         )
     if _PEER_LOST.search(text):
         return RunError(

@@ -74,11 +74,10 @@ class Spans:
 
     def follow(self, issued: Issued, result: Array) -> None:
         """Watches for the end of an event; `result` must not be donated to anybody."""
-        event = issued.event
-        if len(self._host) >= MOST:
-            return
-        self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
-        self._queues[event.stage].put((issued, result))
+        event, kept = issued.event, len(self._host) < MOST
+        if kept:
+            self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
+        self._queues[event.stage].put((issued, result, kept))  # all: the first failure is to be known at any length
 
     def close(self, plan: Plan) -> Timeline:
         """Ends the threads; returns what was measured of a plan's run."""
@@ -135,7 +134,7 @@ class Spans:
     def _watch(self, stage: int) -> None:
         free = 0.0
         while (item := self._queues[stage].get()) is not None:
-            issued, result = item
+            issued, result, kept = item
             event = issued.event
             try:
                 result.block_until_ready()
@@ -143,6 +142,8 @@ class Spans:
                 self._failed.append(issued)
                 continue
             del result, item
+            if not kept:
+                continue
             end = self._now()
             with self._lock:
                 start = min(max(free, issued.at, self._input_ready(issued)), end)

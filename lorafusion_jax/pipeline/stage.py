@@ -195,7 +195,11 @@ class Stage:
         return forward_s, time.perf_counter() - began
 
     def compile_steps(self, num_stages: int) -> None:
-        """Compiles the optimizer steps of all adapters by running them on copies that are thrown away."""
+        """Compiles the optimizer steps of all adapters by running them on copies that are thrown away.
+
+        Waits for them: nothing later depends on these copies, so a real all-reduce could start on one process while
+        another still runs one of these, and the two would meet.
+        """
         kinds = {
             (spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0): index
             for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
@@ -209,6 +213,7 @@ class Stage:
             lora, _, alive = self.programs.step(
                 spec, optim, number, lora, gradient, optimizer, alive, verdicts, hyper(optim, 0.0)
             )
+        jax.block_until_ready((lora, sums, loss, alive))
 
     def noise(self, batch: Microbatch) -> Array:
         """Activations of a microbatch, normally distributed."""

@@ -36,7 +36,7 @@ class Evaluator:
                 # Every stage has work, and no stage gathers what the next has not taken yet.
                 if len(under_way) > len(self._executor.stages):
                     total += float(local(under_way.popleft().result())[index])
-                under_way.append(self._executor.evaluate(self._rows(plan, slot)))
+                under_way.append(self._executor.evaluate(self._rows(plan, slot), [name]))
             total += sum(float(local(each.result())[index]) for each in under_way)
         return total / max(tokens, 1), tokens
 

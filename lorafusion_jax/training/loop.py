@@ -238,7 +238,8 @@ class Loop:
 
     def _culprit(self, step: Taken) -> str:
         bad = self._executor.not_finite(step.adapter, step.result)
-        return f"gradient not finite ({bad})" if bad else "loss not finite"
+        last = len(self._executor.stages) - 1
+        return f"gradient not finite ({bad})" if bad else "loss not finite" + (f" (stage {last})" if last else "")
 
     def _anybody_left(self) -> bool:
         """Whether an adapter still trains; processes find that out at the same slot."""

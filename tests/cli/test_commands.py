@@ -326,8 +326,12 @@ def test_several_processes_do_not_train_the_same_run_each_by_itself(lorafusion, 
     assert (alone.code, alone.errors) == (2, ["processes.not-distributed"])
     assert "--distributed" in alone.err
     assert not run.exists()
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    assert lorafusion("resume", finished[1]).errors == ["processes.not-distributed"]
+    for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            outcome = lorafusion("resume", finished[1])
+        assert outcome.errors == ["processes.not-distributed"]
+        assert name in outcome.err
 
 
 def test_a_coordinator_without_a_port_is_named(lorafusion, job):

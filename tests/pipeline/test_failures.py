@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import re
 import sys
 
 import jax
@@ -130,7 +131,7 @@ def test_a_device_that_fails_before_the_first_microbatch(config, tmp_path, monke
         raise jax.errors.JaxRuntimeError("INTERNAL: no such device")
 
     monkeypatch.setattr(Stage, "evaluate", broken)
-    with pytest.raises(RunError, match="the device failed"):
+    with pytest.raises(RunError, match=r"the device failed at stage 0 \((law|med)\)"):
         train(config, tmp_path / "run")
     assert [row["kind"] for row in read_rows(tmp_path / "run" / "events.jsonl")] == ["started", "stopped"]
 
@@ -147,8 +148,10 @@ def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Stage, "step", broken)
-        with pytest.raises(KeyError, match="a bug"):
+        with pytest.raises(KeyError, match="a bug") as caught:
             train(config, tmp_path / "run")
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"raised at stage 1, slot \d+ \((law|med)\); lorafusion resume goes on from before", note)
     assert resume(tmp_path / "run").exit_code == 0
     assert_equal(healthy[0], read_trained(tmp_path / "run"), 0.0)
 
@@ -187,7 +190,9 @@ def test_an_adapter_whose_data_is_not_a_number_fails_alone(config, healthy, tmp_
     assert {name: adapter.status for name, adapter in result.adapters.items()} == {"law": "done", "med": "failed"}
     failed = [row for row in read_rows(tmp_path / "run" / "events.jsonl") if row["kind"] == "adapter-failed"]
     assert [row["adapter"] for row in failed] == ["med"]
-    assert "not finite" in failed[0]["reason"]
+    assert failed[0]["reason"].startswith("gradient not finite (")
+    told = re.search(r" of layers \d+ to \d+, stage [01]\) at step (\d+), slot (\d+)$", failed[0]["reason"])
+    assert (int(told[1]), int(told[2]) >= failing) == (failed[0]["step"], True), "the slot that completes the batch"
     seen = read_trained(tmp_path / "run")
     for key, leaf in whole.weights["law"].items():
         np.testing.assert_array_equal(seen.weights["law"][key], leaf)

@@ -67,3 +67,9 @@ def test_a_bug_stays_what_it_is(problem):
     with pytest.raises(type(problem)) as caught, Executor([], []).blaming(0, 3):
         raise problem
     assert caught.value is problem
+
+
+def test_the_advice_for_a_device_without_memory_is_no_setting_that_it_had():
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB")
+    assert "train.keep=nothing" in stage_failed(full, 1, 7, ["law"], keep="everything").fix
+    assert stage_failed(full, 1, 7, ["law"], keep="nothing").fix.startswith("a new run with a lower")

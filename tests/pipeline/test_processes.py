@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,7 +167,7 @@ def test_processes_do_not_change_the_run(count, devices, mesh, launcher, mixed_j
         assert told == steps, "one process writes the run"
 
 
-def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, kept_programs, tmp_path):
+def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_programs, tmp_path):
     settings = ("mesh.data=2", "epochs=12")
     whole = train(load_config(job, settings), tmp_path / "whole")
     assert whole.exit_code == 0
@@ -178,8 +179,12 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(job, kept_pro
     assert "the state is saved" in left[0].err
     events = [row["kind"] for row in read_rows(run / "events.jsonl")]
     assert events[-1] == "interrupted"
+    again = shutil.copytree(run, tmp_path / "again", symlinks=True)
     assert resume(run).exit_code == 0
     assert_equal(read_trained(tmp_path / "whole"), read_trained(run), TOLERANCE)
+    left = wait(start(2, 1, "resume", str(again)))
+    assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
 
 
 def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from lorafusion_jax.pipeline.spans import RECENT, Spans
 from scheduling import AdapterJob, Plan, issue_order, make_plan
-from scheduling.pipeline import one_forward_one_backward
+from scheduling.pipeline import Event, one_forward_one_backward
 
 
 def plan_of(slots: int, stages: int) -> Plan:
@@ -46,6 +46,19 @@ def test_one_stage_and_a_few_slots_have_no_share_of_bubbles(slots, stages):
     play(spans, plan)
     spans.close(plan)
     assert spans.bubble_share() is None
+
+
+def test_a_failure_is_found_where_nothing_is_recorded_any_more(monkeypatch):
+    class Broken:
+        def block_until_ready(self):
+            raise RuntimeError("a device that computes wrongly")
+
+    monkeypatch.setattr("lorafusion_jax.pipeline.spans.MOST", 10)
+    plan, spans = plan_of(20, 2), Spans(2)
+    play(spans, plan)
+    failing = Event("backward", 1, 19, ("law",))
+    spans.follow(spans.issued(failing), Broken())
+    assert spans.first_failure() == failing
 
 
 @pytest.mark.parametrize("most", [10, 31, 32, 33, 34, 35])
