@@ -33,6 +33,7 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "2 fsdp": (True, {"fsdp": 2}, {"block_layers": 2, "keep": "everything"}, 128),
     "2 data x 2 fsdp": (True, {"data": 2, "fsdp": 2}, {"block_layers": 1, "keep": "nothing"}, 64),
     "2 stages x 2 data": (True, {"stages": 2, "data": 2}, {"block_layers": 1, "keep": "everything"}, 128),
+    "4 stages x 2 data": (True, {"stages": 4, "data": 2}, {"keep": "gemm_inputs"}, 128),
     "4 stages x 2 fsdp": (True, {"stages": 4, "fsdp": 2}, {"keep": "gemm_inputs"}, 128),
     "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {"block_layers": 1}, 128),
 }
