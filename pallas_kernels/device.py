@@ -26,6 +26,16 @@ def num_sms() -> int:
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _DEFAULT_SMS
 
 
+def shared_memory_bytes() -> int:
+    """What one block may ask for: NVIDIA's limits by compute capability (CUDA C++ Programming Guide, 16.1).
+
+    A GPU of another name gets the smallest of them, which all from sm_80 on have.
+    """
+    if is_hopper() or interprets():
+        return 227 * 1024
+    return 163 * 1024 if any(name in device_kind() for name in ("A100", "A800", "A30")) else 99 * 1024
+
+
 def is_hopper() -> bool:
     """True on sm_90: H100, H200, GH200, H800, H20."""
     if target_platform() not in ("gpu", "cuda"):

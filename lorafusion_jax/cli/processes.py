@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -19,7 +18,8 @@ Coordinator = Annotated[
     typer.Option(metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="where the first process listens"),
 ]
 NumProcesses = Annotated[int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="processes of the run")]
-LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # what srun and mpirun tell each process they start
+STARTED = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"]  # what srun and mpirun tell each process they start
+Started = Annotated[int | None, typer.Option(envvar=STARTED, hidden=True, help="processes that a launcher started")]
 ProcessId = Annotated[int | None, typer.Option(envvar="JAX_PROCESS_ID", help="number of this process, from 0")]
 
 
@@ -30,16 +30,19 @@ def join_processes(
     coordinator: str | None,
     num_processes: int | None,
     process_id: int | None,
+    started: int | None,
 ) -> None:
     """Joins the other processes of a run, before anything touches a device.
+
+    Args:
+        started: processes that a launcher started; without --distributed none may be several.
 
     Raises:
         ConfigError: `processes.not-distributed`, there are several, and each would train by itself.
         RunError: `processes.join`, they do not find each other.
     """
     if not distributed:
-        counts = {"--num-processes or JAX_NUM_PROCESSES": num_processes or 1}
-        counts |= {name: int(os.environ.get(name) or 1) for name in LAUNCHED}
+        counts = {"--num-processes or JAX_NUM_PROCESSES": num_processes or 1, " or ".join(STARTED): started or 1}
         where, count = max(counts.items(), key=lambda each: each[1])
         if count > 1:
             raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import RunPath, out, prepare_machine
-from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, join_processes
+from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 
 NAME = "resume"
 
@@ -27,6 +27,7 @@ def command(
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
+    started: Started = None,
 ) -> int:
     """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
 
@@ -47,6 +48,7 @@ def command(
         coordinator=coordinator,
         num_processes=num_processes,
         process_id=process_id,
+        started=started,
     )
     prepare_machine()
     return follow(out(), run, config, lambda listeners: resume(run, overrides or (), listeners=listeners))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.cli.common import JobFile, Overrides, out, prepare_machine, warn
-from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, join_processes
+from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.overrides import unreached
@@ -25,6 +25,7 @@ def command(
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
+    started: Started = None,
 ) -> int:
     """Trains all adapters of a job file.
 
@@ -49,6 +50,7 @@ def command(
         coordinator=coordinator,
         num_processes=num_processes,
         process_id=process_id,
+        started=started,
     )
     prepare_machine()
     chosen = read_plan(plan) if plan else None

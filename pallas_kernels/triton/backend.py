@@ -81,7 +81,8 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
         return y if ops.biases[i] is None else y + ops.biases[i]
     num_in, num_out = ops.ws[i].shape
     given = static.config.forward if static.config else None
-    heuristic = tuning.triton_gemm_config(num_in, num_out, layout.ranks[i], static.tile)
+    item = ops.x.dtype.itemsize
+    heuristic = tuning.triton_gemm_config(num_in, num_out, layout.ranks[i], static.tile, item)
     config = given or prepared.tuned("triton_fwd", num_in, num_out, layout.ranks[i], heuristic)
     return gemm(
         ops.x,
@@ -101,7 +102,7 @@ def _dx(prepared: Prepared, i: int, dy: jax.Array, ds: jax.Array, bits: jax.Arra
     static, ops = prepared.static, prepared.ops
     num_in, num_out = ops.ws[i].shape
     given, total = static.config.dx if static.config else None, prepared.layout.total
-    heuristic = tuning.triton_gemm_config(num_out, num_in, total, static.tile)
+    heuristic = tuning.triton_gemm_config(num_out, num_in, total, static.tile, ops.x.dtype.itemsize)
     config = given or prepared.tuned("triton_dx", num_in, num_out, total, heuristic)
     return gemm(
         dy,

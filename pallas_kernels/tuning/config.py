@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.mosaic_gpu.da import DropDaConfig
 from pallas_kernels.mosaic_gpu.down import DropDownConfig
@@ -130,15 +131,30 @@ def da_config(num_rows: int, num_in: int, rank: int, tile: int) -> DaConfig:
     return DaConfig(block_t=block_t, blocks_per_chunk=size, block_k=block_k, num_stages=4 if rank <= 32 else 3)
 
 
-def triton_gemm_config(num_in: int, num_out: int, rank: int, tile: int) -> TritonGemmConfig:
-    """num_in: contracted; num_out: columns of the result."""
-    block_m = row_block(tile, 128)
-    return TritonGemmConfig(
-        block_m=block_m,
-        block_n=_divisor(num_out, 256 if rank <= 64 and block_m >= 64 else 128),
-        block_k=_divisor(num_in, 64 if rank <= 128 else 32),
-        num_warps=8 if block_m == 128 else 4,
+def triton_gemm_config(num_in: int, num_out: int, rank: int, tile: int, item: int = 2) -> TritonGemmConfig:
+    """The largest tiles that fit into the device's shared memory: an A100 has 163 KiB for a program, an L40S 99.
+
+    Args:
+        num_in: contracted; num_out: columns of the result; item: bytes of an element.
+    """
+    rows, room = row_block(tile, 128), shared_memory_bytes()
+    wide, deep = 256 if rank <= 64 and rows >= 64 else 128, 64 if rank <= 128 else 32
+    sizes = (
+        (128, wide, deep, 3),
+        (128, 128, deep, 3),
+        (128, 128, 32, 3),
+        (128, 64, 32, 3),
+        (64, 64, 32, 2),
+        (32, 32, 16, 2),
     )
+    configs = [
+        TritonGemmConfig(
+            block_m=min(rows, height), block_n=_divisor(num_out, columns), block_k=_divisor(num_in, depth),
+            num_stages=stages, num_warps=8 if min(rows, height) == 128 else 4,
+        )
+        for height, columns, depth, stages in sizes
+    ]  # fmt: skip
+    return next((config for config in configs if config.shared_bytes(rank, item) <= room), configs[-1])
 
 
 def mosaic_gemm_config(

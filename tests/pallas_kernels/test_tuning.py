@@ -16,6 +16,7 @@ from pallas_kernels.triton.da import DaConfig
 from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning import tune as tuner
+from pallas_kernels.tuning.config import triton_gemm_config
 from pallas_kernels.tuning.search import candidates
 from pallas_kernels.tuning.tune import key_of, tune
 
@@ -269,3 +270,15 @@ def test_a_table_names_every_version_its_times_are_of(monkeypatch, tmp_path):
         now, found = tuner.conditions(), tune([LAYER], path).conditions
         assert found == {"jax": f"0.0.1, {now['jax']}", "jaxlib": now["jaxlib"], "date": f"2020-01-01, {now['date']}"}
     assert store.load(path).conditions == found
+
+
+@pytest.mark.parametrize(("name", "kib"), [("NVIDIA H200", 227), ("NVIDIA A100-SXM4-80GB", 163), ("NVIDIA L40S", 99)])
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_tiles_of_triton_products_fit_the_device(name, kib, item, rank):
+    device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        config = triton_gemm_config(4096, 14336, rank, 128, item)
+    assert config.shared_bytes(rank, item) <= kib * 1024
+    if (name, item) == ("NVIDIA H200", 2) and rank <= 64:
+        assert (config.block_n, config.block_k, config.num_stages) == (256, 64, 3), "what was measured there"
