@@ -1,6 +1,6 @@
 """Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
 
-    python benchmarks/kernel_bytes.py --out results/     # starts ncu, which must be on the path
+    python benchmarks/kernel_bytes.py --out results/     # starts ncu; skips everything where that is not on the path
     python benchmarks/kernel_bytes.py --out results/ --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0
 
 Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
@@ -17,9 +17,11 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -37,21 +39,38 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--cases", nargs="+", default=CASES, help="form, adapters and rate of dropout of each")
-    parser.add_argument("--child")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all cases")
+    parser.add_argument("--tiny", action="store_true", help="counts nothing: for checking `kernels.py` on a CPU")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if args.child:
         run_once(args.child, args.features, args.rank)
         return
+    deadline = time.monotonic() + args.budget
     with (args.out / "kernels_bytes.jsonl").open("w") as file, tempfile.TemporaryDirectory() as programs:
-        file.write(json.dumps({"conditions": made_with()}) + "\n")
-        for case in args.cases:
-            sizes = {"features": args.features, "rank": args.rank, "tokens": 8192}
-            record = {"case": case, **sizes, **count(case, args.features, args.rank, programs)}
+
+        def add(**record) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
-            said = record.get("error") or f"{record['bytes'] / 1e6:8.1f} MB in {record['kernels']} kernels"
+
+        add(conditions=made_with())
+        if reason := "--tiny has no card to count on" if args.tiny else not_here():
+            add(skipped=reason)
+            print(f"skipped: {reason}")
+            return
+        add(planned=list(args.cases), group=f"{args.features} features, rank {args.rank}")
+        for case in args.cases:
+            sizes = {"features": args.features, "rank": args.rank, "tokens": 8192}
+            found = count(case, args.features, args.rank, programs, deadline)
+            add(name=case, case=case, **sizes, **found)
+            said = found.get("error") or f"{found['bytes'] / 1e6:8.1f} MB in {found['kernels']} kernels"
             print(f"{case:20s} {said}", flush=True)
+
+
+def not_here() -> str | None:
+    """Why nothing can be counted on this machine."""
+    return None if shutil.which("ncu") else "the profiler ncu is not on the path"
 
 
 def made_with() -> dict:
@@ -60,7 +79,7 @@ def made_with() -> dict:
     return json.loads(subprocess.check_output([sys.executable, "-c", ask], text=True, cwd=ROOT).splitlines()[-1])
 
 
-def count(case: str, features: int, rank: int, programs: str) -> dict:
+def count(case: str, features: int, rank: int, programs: str, deadline: float) -> dict:
     """Runs one case, then once more under the profiler, and adds up its kernels."""
     child = [sys.executable, __file__, "--child", case, "--features", str(features), "--rank", str(rank)]
     profiler = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
@@ -68,10 +87,16 @@ def count(case: str, features: int, rank: int, programs: str) -> dict:
     kept = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     # blocking launches, if said so, keep XLA from starting kernels that spin until the host answers
     watched = os.environ | kept | {"CUDA_LAUNCH_BLOCKING": "1"}
+
+    def limit() -> float:
+        return max(0.0, min(CASE_S, deadline - time.monotonic()))
+
     try:
-        subprocess.run(child, capture_output=True, text=True, timeout=CASE_S, env=os.environ | kept, check=True)
-        run = subprocess.run(profiler + child, capture_output=True, text=True, timeout=CASE_S, env=watched)
+        subprocess.run(child, capture_output=True, text=True, timeout=limit(), env=os.environ | kept, check=True)
+        run = subprocess.run(profiler + child, capture_output=True, text=True, timeout=limit(), env=watched)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as failed:
+        if isinstance(failed, subprocess.TimeoutExpired) and time.monotonic() >= deadline:
+            return {"error": "no time left"}
         return {"error": f"{failed} {str(failed.stderr)[-500:]}"}
     lines = run.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)

@@ -22,6 +22,8 @@ def run(recorder, tiny: bool) -> None:
     """Checks every case with every backend that takes it; all programs compile first, side by side."""
     backends = ("pallas_triton",) if tiny else ("pallas_mosaic_gpu", "pallas_triton")
     inputs = {name: draw(case) for name, case in cases(tiny).items()}
+    for backend in backends:
+        recorder.plan(backend, (f"{backend} {name}" for name in (*inputs, "isolation")))
     wide = {name: jax.tree.map(_float32, value) for name, value in inputs.items()}
     with ThreadPoolExecutor(2 if tiny else 14) as pool:
         wanted = {name: _compile(pool, value, "xla") for name, value in wide.items()}

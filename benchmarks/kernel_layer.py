@@ -94,9 +94,10 @@ def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
     Args:
         only: names of shapes and groups ("32B", "q,k,v"); none: all.
     """
+    parts = []
     for number, shape in enumerate((TINY,) if tiny else SHAPES):
         if not only or shape.name in only:
-            run_part(recorder, shape, f"layer {shape.name}", list(variants(number == 0)), layer, tiny)
+            parts.append((shape, f"layer {shape.name}", list(variants(number == 0)), layer))
         if number == 0:
             for group in (("q", "k", "v"), ("gate", "up")):
                 if only and ",".join(group) not in only:
@@ -107,7 +108,11 @@ def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
                     return jnp.concatenate(variant.project(group, x, arrays), axis=1)
 
                 chosen = [v for v in chosen if v.kind == "frozen" or (v.rate and v.adapters == 4)]
-                run_part(recorder, shape, ",".join(group), chosen, siblings, tiny)
+                parts.append((shape, ",".join(group), chosen, siblings))
+    for _, part, chosen, _ in parts:
+        recorder.plan(part, (f"{part} {variant.name}" for variant in chosen))
+    for part in parts:
+        run_part(recorder, *part, tiny)
 
 
 def run_part(recorder, shape: Shape, part: str, chosen: list[Variant], body, tiny: bool) -> None:
@@ -127,8 +132,8 @@ def run_part(recorder, shape: Shape, part: str, chosen: list[Variant], body, tin
     for variant in chosen:
         if variant.name in timings:
             recorder.add(
-                part=part, variant=variant.kind, adapters=variant.adapters, rate=variant.rate, tokens=shape.tokens,
-                **dataclasses.asdict(timings[variant.name]),
+                name=f"{part} {variant.name}", part=part, variant=variant.kind, adapters=variant.adapters,
+                rate=variant.rate, tokens=shape.tokens, **dataclasses.asdict(timings[variant.name]),
             )  # fmt: skip
 
 

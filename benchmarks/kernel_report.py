@@ -86,10 +86,10 @@ def write(results: Iterable[Path], out: Path) -> list[Path]:
 
 
 def read(file: Path) -> list[Row]:
-    """Rows of one run, each with its conditions; what failed is left out."""
+    """Rows of one run, each with its conditions; what failed, or was skipped, is left out."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     conditions = {"file": file.name} | next((line["conditions"] for line in lines if "conditions" in line), {})
-    return [conditions | line for line in lines if "error" not in line and "conditions" not in line]
+    return [conditions | line for line in lines if not {"error", "conditions", "planned", "skipped"} & line.keys()]
 
 
 def op_rows(run: Sequence[Row]) -> list[Row]:

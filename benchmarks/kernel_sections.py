@@ -10,7 +10,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -47,6 +47,10 @@ class Recorder:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
+    def plan(self, group: str, names: Iterable[str]) -> None:
+        """Says which rows will follow, under their names: what is missing at the end cannot go unseen."""
+        self.add(group=group, planned=list(names))
+
     def attempt(self, name: str, work: Callable[[], None]) -> None:
         """Runs `work`; a failure becomes a record."""
         if self.left_s < 3:
@@ -81,20 +85,22 @@ def run_ops(
     kinds: Sequence[str] = (),
 ) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
+    planned: dict[str, list[Variant]] = {}
     for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
-        if only and not f"{num}x{k}->{n}".startswith(tuple(only)):
-            continue
+        if not only or f"{num}x{k}->{n}".startswith(tuple(only)):
+            variants = [each for each in op_variants(num, k, n, tiny=tiny) if not kinds or each.kind in kinds]
+            planned[f"{num}x{k}->{n}"] = variants
+            recorder.plan(f"{num}x{k}->{n}", (variant.name for variant in variants))
+    for shape, variants in planned.items():
         if recorder.left_s < 25 and not tiny:
-            recorder.add(name=f"{num}x{k}->{n}", error="no time left")
-            continue
-        variants = [each for each in op_variants(num, k, n, tiny=tiny) if not kinds or each.kind in kinds]
+            return
         calls = compile_all(recorder, variants)
         timings = time_calls(calls, rounds=2 if tiny else 9, round_s=0.001 if tiny else 0.02)
         for variant in variants:
             if variant.name not in timings:
                 continue
             record = {
-                "shape": f"{num}x{k}->{n}", "adapters": variant.spec.adapters, "rank": variant.spec.rank,
+                "name": variant.name, "shape": shape, "adapters": variant.spec.adapters, "rank": variant.spec.rank,
                 "rate": variant.spec.rate, **dataclasses.asdict(timings[variant.name]),
             }  # fmt: skip
             recorder.add(variant=variant.kind, **record)
@@ -227,59 +233,73 @@ def run_profile(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> Non
     plain = (("frozen", 16, 1, 0.0), *((BACKENDS[0], 16, *case) for case in ((1, 0.0), (1, 0.1), (4, 0.1))))
     large = [(BACKENDS[0], 64, *case) for case in product((1, 4, 16), (0.0, 0.1))]
     shapes = {(4096, 4096): plain, (4096, 14336): plain, (14336, 4096): plain, (8192, 8192): (plain[0], *large)}
+    variants = []
     for (k, n), cases in shapes.items():
-        if only and not f"{FULL}x{k}->{n}".startswith(tuple(only)):
-            continue
         for kind, rank, adapters, rate in cases:
-            spec = LinearSpec(tokens=FULL, in_features=k, out_features=n, rank=rank, adapters=adapters, rate=rate)
-            layer = ours(kind) if kind != "frozen" else lambda x, a, b, w, arrays: oracles.frozen(x, w)
-            variant = Variant(kind=kind, spec=spec, layer=layer, parallel=True)
+            if not only or f"{FULL}x{k}->{n}".startswith(tuple(only)):
+                spec = LinearSpec(tokens=FULL, in_features=k, out_features=n, rank=rank, adapters=adapters, rate=rate)
+                layer = ours(kind) if kind != "frozen" else lambda x, a, b, w, arrays: oracles.frozen(x, w)
+                variants.append(Variant(kind=kind, spec=spec, layer=layer, parallel=True))
+    recorder.plan("kernel lists", (variant.name for variant in variants))
+    for variant in variants:
 
-            def work(variant=variant):
-                arrays = make_arrays(variant.spec)
-                fn = jax.jit(forward_backward(variant), compiler_options=pk.compiler_options())
-                for _ in range(200):
-                    out = fn(arrays)
-                jax.block_until_ready(out)
-                del out
-                _, runs = profiler.measure(fn, aggregate=False, iterations=25)(arrays)
-                kernels = [
-                    (name[:60], statistics.median(one[i][1] for one in runs) * 1e3)
-                    for i, (name, _) in enumerate(runs[0])
-                ]
-                recorder.add(name=variant.name, kernels=kernels)
+        def work(variant=variant):
+            arrays = make_arrays(variant.spec)
+            fn = jax.jit(forward_backward(variant), compiler_options=pk.compiler_options())
+            for _ in range(200):
+                out = fn(arrays)
+            jax.block_until_ready(out)
+            del out
+            _, runs = profiler.measure(fn, aggregate=False, iterations=25)(arrays)
+            kernels = [
+                (name[:60], statistics.median(one[i][1] for one in runs) * 1e3) for i, (name, _) in enumerate(runs[0])
+            ]
+            recorder.add(name=variant.name, kernels=kernels)
 
-            recorder.attempt(variant.name, work)
+        recorder.attempt(variant.name, work)
 
 
 def run_sweep(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
     """Times tile sizes kernel by kernel (of `only` those, if any are named); a program runs a kernel over several
     copies of its large operand."""
     shapes = ((256, 256),) if tiny else SWEEP_SHAPES
+    sizes = {"tokens": 256 if tiny else FULL, "tile": 64 if tiny else 128}
+    plans = {}
     for k, n, rank in [(*shape, 16) for shape in shapes] + [(*shapes[0], 64)]:
-        spec = LinearSpec(
-            tokens=256 if tiny else 8192, in_features=k, out_features=n, rank=rank, rate=0.1, tile=64 if tiny else 128
-        )
-        sweep_shape(recorder, spec, tiny, quick=not only and (tiny or rank == 64), only=only)
+        spec = LinearSpec(in_features=k, out_features=n, rank=rank, rate=0.1, **sizes)
+        plans[spec] = planned_sweep(recorder, spec, tiny, quick=not only and (tiny or rank == 64), only=only)
+    for spec, chosen in plans.items():
+        sweep_shape(recorder, spec, tiny, chosen)
 
 
 def run_products(recorder: Recorder, tiny: bool) -> None:
     """Times Hopper's products alone: do they depend on the number of adapters, or on what runs around them?"""
-    for rank, adapters in product((16, 64), (1, 4, 16)):
+    plans = {}
+    for rank, adapters in product((16, 64), () if tiny else (1, 4, 16)):
         spec = LinearSpec(tokens=FULL, in_features=8192, out_features=8192, rank=rank, adapters=adapters)
-        if not tiny:
-            sweep_shape(recorder, spec, tiny, quick=True, only=("mosaic_fwd", "mosaic_dx"))
+        plans[spec] = planned_sweep(recorder, spec, tiny, quick=True, only=("mosaic_fwd", "mosaic_dx"))
+    for spec, chosen in plans.items():
+        sweep_shape(recorder, spec, tiny, chosen)
 
 
-def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool, only: Sequence[str]) -> None:
+def planned_sweep(
+    recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool, only: Sequence[str]
+) -> dict[str, search.Candidate]:
+    """Candidates of a shape by their names, which are told before any is measured."""
+    chosen = {
+        f"{spec.name} {candidate.kernel} {candidate.config}": candidate
+        for candidate in search.candidates(spec, quick=quick)
+        if not (tiny and candidate.kernel.startswith("mosaic")) and (not only or candidate.kernel in only)
+    }
+    recorder.plan(spec.name, chosen)
+    return chosen
+
+
+def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, chosen: dict[str, search.Candidate]) -> None:
     inputs, copies = search.make_inputs(spec)
-    jobs, calls, by_name = {}, {}, {}
+    jobs, calls = {}, {}
     with ThreadPoolExecutor(14) as pool:
-        for candidate in search.candidates(spec, quick=quick):
-            if (tiny and candidate.kernel.startswith("mosaic")) or (only and candidate.kernel not in only):
-                continue
-            name = f"{candidate.kernel} {candidate.config}"
-            by_name[name] = candidate
+        for name, candidate in chosen.items():
             sets = sweep_sets(inputs, copies, candidate)
 
             def lower(candidate=candidate, name=name, sets=sets):
@@ -301,7 +321,7 @@ def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool
         per_call = len(jobs[name][1][0][1])
         times = {key: value / per_call for key, value in dataclasses.asdict(timing).items()}
         recorder.add(
-            name=name, spec=spec.name, kernel=by_name[name].kernel, config=changed(by_name[name].config), **times
+            name=name, spec=spec.name, kernel=chosen[name].kernel, config=changed(chosen[name].config), **times
         )
 
 

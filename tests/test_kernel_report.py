@@ -86,8 +86,9 @@ def test_the_summary_is_of_the_default_over_all_shapes(tmp_path):
     assert float(together["over_one_adapter_worst"]) == pytest.approx(1200 / 1100, abs=1e-3)
 
 
-def test_failures_and_conditions_are_no_rows(tmp_path):
-    file = lines(tmp_path / "ops.jsonl", {"conditions": {"device": "cpu"}}, {"name": "a", "error": "b"}, op("xla", 1.0))
+def test_failures_plans_and_conditions_are_no_rows(tmp_path):
+    others = ({"planned": ["a"], "group": "shape"}, {"name": "a", "error": "b"}, {"skipped": "no ncu"})
+    file = lines(tmp_path / "ops.jsonl", {"conditions": {"device": "cpu"}}, *others, op("xla", 1.0))
     assert [(row["variant"], row["device"], row["file"]) for row in read(file)] == [("xla", "cpu", "ops.jsonl")]
 
 

@@ -13,6 +13,9 @@ NAMES = [f"{backend} {case}" for backend in BACKENDS for case in (*kernel_checks
 class Found(dict):
     """What the checks say, by name."""
 
+    def plan(self, group, names):
+        """The names are those of the parameters."""
+
     def add(self, *, name, ok, detail):
         self[name] = (ok, detail)
 
