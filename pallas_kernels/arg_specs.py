@@ -32,7 +32,9 @@ class LinearSpec:
 
 
 BENCHMARK_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120), (8192, 8192))
+TUNED_SHAPES = (*BENCHMARK_SHAPES, (4096, 1024))  # and keys and values of an 8B model
 BENCHMARK_TOKENS = (2048, 4096, 8192, 16384)
+QUICK_TOKENS = 8192
 
 
 def benchmark_specs() -> list[LinearSpec]:
@@ -44,6 +46,20 @@ def benchmark_specs() -> list[LinearSpec]:
         for r in (16, 64)
         for p in (0.0, 0.1)
         for a in (1, 4, 16)
+    ]
+
+
+def tuning_specs(*, quick: bool = False) -> list[LinearSpec]:
+    """Every layer whose tile sizes the shipped table may hold; with `quick` at 8192 tokens only.
+
+    Of four adapters: the tile of a single one is its whole microbatch, and not all that fits there fits several.
+    """
+    return [
+        LinearSpec(tokens=t, in_features=k, out_features=n, rank=r, adapters=4, rate=p)
+        for t in ((QUICK_TOKENS,) if quick else BENCHMARK_TOKENS)
+        for k, n in TUNED_SHAPES
+        for r in (16, 64)
+        for p in (0.1, 0.0)
     ]
 
 

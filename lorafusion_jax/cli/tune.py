@@ -1,50 +1,93 @@
-"""lorafusion tune: times the kernels' tile sizes on this device for the layers of a job's base model."""
+"""lorafusion tune: times the kernels' tile sizes on this device, for a job's base model or for the named shapes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out, plain_table
+from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import base_directory
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from lorafusion_jax.models import ModelConfig
     from pallas_kernels.arg_specs import LinearSpec
+    from pallas_kernels.tuning.store import Table
+    from pallas_kernels.tuning.tune import Failure
 
 NAME = "tune"
+SHOWN = 5  # failures
 
 
 def command(
-    jobs: JobFile,
+    jobs: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOBS",
+            help="job file, YAML or TOML: the layers of its base model; without one the shapes of the kernel benchmark,"
+            " as in the table that comes with the package",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Overrides = None,
     table: Annotated[
         Path | None, typer.Option("--out", "-o", help="write here, not into the installed package, where runs look")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a third of the candidates")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a third of the candidates; without a job file 8192 tokens only")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Finds the fastest tile sizes of every kernel on this device; stop it and go on at any time.
 
-    Example: lorafusion tune jobs.yaml
+    Example: lorafusion tune jobs.yaml, or lorafusion tune
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from lorafusion_jax.cli.common import errors_to
-    from lorafusion_jax.models import ModelConfig
     from pallas_kernels.device import device_kind
     from pallas_kernels.tuning import store
-    from pallas_kernels.tuning.tune import count, tune
 
-    config = load_config(jobs, overrides or ())
+    specs = job_specs(jobs, overrides or (), quick=quick) if jobs else named_specs(quick=quick)
+    path = table or store.DATA / store.file_name(device_kind())
+    check_table(path)
+    measured, failed = tuned(specs, path, quick=quick)
+    rows = fastest(measured, specs)
+    if as_json:
+        failures = [dataclasses.asdict(each) for each in failed]
+        print(json.dumps({"table": str(path), "device": measured.device, "best": rows, "failed": failures}))
+    else:
+        show(out(), rows, failed)
+    if not rows:
+        raise RunError(
+            "tune.all-failed",
+            f"none of the {len(failed)} candidates runs on this device.",
+            where=measured.device,
+            why=failed[0].reason,
+            fix="lorafusion doctor says which kernels there are for this device",
+        )
+    if not as_json:
+        out().print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
+        next_command(out(), f"lorafusion train {jobs} --out runs/{jobs.stem}" if jobs else "lorafusion doctor")
+
+
+def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[LinearSpec]:
+    """Layers of the base model of a job.
+
+    Raises:
+        ConfigError: `tune.nothing-fits`.
+    """
+    from lorafusion_jax.models import ModelConfig
+    from pallas_kernels.tuning.tune import count
+
+    config = load_config(jobs, overrides)
     specs = layer_specs(config, ModelConfig.from_hf(base_directory(config)))
-    if not (total := count(specs, quick=quick)):
+    if not count(specs, quick=quick):
         raise ConfigError(
             "tune.nothing-fits",
             "no kernel divides the layers of this job.",
@@ -52,27 +95,66 @@ def command(
             why=f"tiles of {config.batch.tile_tokens} tokens, {config.batch.capacity_tokens} tokens a microbatch",
             fix="batch.tile_tokens: 128 and batch.capacity_tokens a multiple of it",
         )
-    path = table or store.DATA / store.file_name(device_kind())
-    check_table(path)
+    return specs
+
+
+def named_specs(*, quick: bool) -> list[LinearSpec]:
+    """Layers of the kernel benchmark.
+
+    Raises:
+        ConfigError: `tune.interpreted`.
+    """
+    from pallas_kernels.arg_specs import tuning_specs
+    from pallas_kernels.device import device_kind, interprets
+
+    if interprets():
+        raise ConfigError(
+            "tune.interpreted",
+            "the shapes of the kernel benchmark want a GPU.",
+            where=device_kind(),
+            why="kernels are interpreted here: one of them takes hours, and its time says nothing",
+            fix="run it on a GPU, or give a job file with a small base model",
+        )
+    return tuning_specs(quick=quick)
+
+
+def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Table, tuple[Failure, ...]]:
+    """Measures under a progress bar; returns the table and what failed."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from lorafusion_jax.cli.common import errors_to
+    from pallas_kernels.device import device_kind
+    from pallas_kernels.tuning.tune import count, tune
+
+    failed: tuple[Failure, ...] = ()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors_to()) as bar:
-        task = bar.add_task(f"tuning for {device_kind()}", total=total)
-        measured = tune(
-            specs, path, quick=quick,
-            progress=lambda now: bar.update(task, completed=now.done, description=f"{now.kernel} {now.shape}"),
-        )  # fmt: skip
-    rows = [best for spec in specs for best in fastest(measured, spec)]
-    if as_json:
-        print(json.dumps({"table": str(path), "device": measured.device, "best": rows}))
-        return
-    console = out()
+        task = bar.add_task(f"tuning for {device_kind()}", total=count(specs, quick=quick))
+
+        def advance(now) -> None:
+            nonlocal failed
+            failed = now.failed
+            also = f", {len(failed)} failed" if failed else ""
+            bar.update(task, completed=now.done, description=f"{now.kernel} {now.shape}{also}")
+
+        measured = tune(specs, path, quick=quick, progress=advance)
+    return measured, failed
+
+
+def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> None:
+    """Best and worst of every kernel, and what does not run on this device."""
     shown = plain_table(("kernel", "layer"), ("best us", "worst us", "tried"))
     for row in rows:
         best, worst = f"{row['best_us']:.1f}", f"{row['worst_us']:.1f}"
         shown.add_row(row["kernel"], row["layer"], best, worst, f"{row['tried']}")
     console.print(shown)
-    console.print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
-    next_command(console, f"lorafusion train {jobs} --out runs/{jobs.stem}")
+    if failed:
+        console.print(f"\n{len(failed)} candidates failed", style="bold yellow")
+        for each in failed[:SHOWN]:
+            chosen = ", ".join(f"{name}={value}" for name, value in each.config.items())
+            say(console, f"  {each.kernel} {each.shape}: {chosen}\n    {each.reason}")
+        if len(failed) > SHOWN:
+            say(console, f"  and {len(failed) - SHOWN} more; --json lists all")
 
 
 def check_table(path: Path) -> None:
@@ -122,14 +204,16 @@ def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
     ]  # fmt: skip
 
 
-def fastest(table, spec: LinearSpec) -> list[dict]:
-    """Best and worst time of every kernel of one layer."""
+def fastest(table: Table, specs: Sequence[LinearSpec]) -> list[dict]:
+    """Best and worst time of every kernel of every layer; once where layers differ in nothing that a kernel minds."""
     from pallas_kernels.tuning.tune import key_of
 
+    kernels = dict.fromkeys(entry.kernel for entry in table.entries)
     rows = []
-    for kernel in dict.fromkeys(entry.kernel for entry in table.entries):
-        times = sorted(entry.p50_us for entry in table.entries if entry.key == key_of(spec, kernel))
-        layer = f"{spec.in_features} → {spec.out_features}, r {spec.rank}"
+    for key in dict.fromkeys(key_of(spec, kernel) for spec in specs for kernel in kernels):
+        kernel, tokens, num_in, num_out, rank, dropout = key
+        times = sorted(entry.p50_us for entry in table.entries if entry.key == key)
+        layer = f"{tokens} × {num_in or 'any'} → {num_out or 'any'}, r {rank}{', dropout' if dropout else ''}"
         if times:
             found = {"kernel": kernel, "layer": layer, "tried": len(times)}
             rows.append(found | {"best_us": times[0], "worst_us": times[-1]})

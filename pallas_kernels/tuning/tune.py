@@ -10,6 +10,7 @@ import datetime
 import pathlib
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from typing import Any
 
 import jax
 
@@ -18,6 +19,18 @@ from pallas_kernels.device import is_hopper
 from pallas_kernels.split_graph import padded_rank
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning.timing import time_calls
+
+REASON = 300  # characters of a compiler's message: enough for the first sentence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A candidate that this device does not run, and why."""
+
+    kernel: str
+    shape: str
+    config: dict[str, Any]
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,7 @@ class Progress:
     total: int
     kernel: str
     shape: str
-    failed: int
+    failed: tuple[Failure, ...]
 
 
 def tune(
@@ -41,7 +54,7 @@ def tune(
     """Measures what the table at `path` does not hold yet, and writes it after every kernel: stop and go on any time.
 
     Args:
-        specs: layer shapes, e.g. those of a model.
+        specs: layer shapes, e.g. those of a model, or `arg_specs.tuning_specs()`.
         path: default: the shipped table of this device.
         progress: called after every group of candidates.
         quick: a third of the candidates.
@@ -55,19 +68,19 @@ def tune(
     path = path or store.DATA / store.file_name(kind)
     table = begun(path, kind) or store.Table(device=kind, conditions=conditions())
     groups = [(spec, kernel, group) for spec in specs for kernel, group in _groups(spec, quick).items()]
-    done = failed = 0
+    done, failed = 0, ()
     total = sum(len(group) for _, _, group in groups)
     for spec, kernel, group in groups:
         key = key_of(spec, kernel)
-        missing = [candidate for candidate in group if not table.has(key, candidate.config)]
+        missing, kept = [candidate for candidate in group if not table.has(key, candidate.config)], table
         if missing and missing[0] is group[0]:  # the one to beat: nothing can be compared with times of another day
-            missing, table = group, table.without(key, [candidate.config for candidate in group])
-        if missing:
-            entries, bad = _measure(spec, missing)
+            missing, kept = group, table.without(key, [candidate.config for candidate in group])
+        entries, bad = _measure(spec, missing) if missing else ([], [])
+        failed += tuple(bad)
+        if entries:
             table = dataclasses.replace(
-                table, conditions=_joined(table.conditions, conditions()), entries=table.entries + tuple(entries)
+                kept, conditions=_joined(kept.conditions, conditions()), entries=kept.entries + tuple(entries)
             )
-            failed += bad
             store.save(table, path)
         done += len(group)
         progress(Progress(done=done, total=total, kernel=kernel, shape=spec.name, failed=failed))
@@ -115,16 +128,19 @@ def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:
     return groups
 
 
-def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[store.Entry], int]:
-    """Times the candidates of one kernel in turn; one that does not compile counts as failed."""
+def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[store.Entry], list[Failure]]:
+    """Times the candidates of one kernel in turn; one that does not compile or run counts as failed."""
     inputs, copies = search.make_inputs(spec)
-    calls, by_name = {}, {}
+    calls, by_name, failed = {}, {}, []
     for candidate in group:
         name = str(candidate.config)
         fn, sets = jax.jit(_walk(candidate)), _sets(inputs, copies, candidate)
         try:
             jax.block_until_ready(fn(*sets[0]))
-        except Exception:  # too much shared memory, too many registers: not a candidate on this device
+        except Exception as error:  # too much shared memory, too many registers: not a candidate on this device
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:REASON]}"
+            config = dataclasses.asdict(candidate.config)
+            failed.append(Failure(kernel=candidate.kernel, shape=spec.name, config=config, reason=reason))
             continue
         calls[name], by_name[name] = (fn, sets), candidate
     entries = []
@@ -138,7 +154,7 @@ def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[stor
             config=dataclasses.asdict(candidate.config), **times,
         )  # fmt: skip
         entries.append(entry)
-    return entries, len(group) - len(entries)
+    return entries, failed
 
 
 def _walk(candidate: search.Candidate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from lorafusion_jax.cli.tune import layer_specs
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import ModelConfig
+from pallas_kernels import arg_specs, device
+from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.tuning import store
+from pallas_kernels.tuning import tune as tuner
 
 
 @pytest.fixture
@@ -56,6 +60,50 @@ def test_tune_writes_a_table_and_goes_on_where_it_stopped(lorafusion, wide_job, 
     best = json.loads(again.out)["best"]
     assert {row["kernel"] for row in best} == kernels
     assert all(row["best_us"] <= row["worst_us"] for row in best)
+
+
+def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusion, tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    refused = lorafusion("tune", "--out", path)
+    assert (refused.code, refused.errors) == (2, ["tune.interpreted"])
+    small = [LinearSpec(tokens=256, in_features=256, out_features=256, rate=rate) for rate in (0.1, 0.0)]
+    monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
+    monkeypatch.setattr(device, "interprets", lambda: False)
+    outcome = lorafusion("tune", "--quick", "--out", path)
+    assert outcome.code == 0, outcome.err
+    assert outcome.last_line == "next: lorafusion doctor"
+    shown = [line.split()[0] for line in outcome.out.splitlines() if "256 ×" in line]
+    assert sorted(shown) == ["da", "da", "down", "down", "dsdb", "triton_dx", "triton_dx", "triton_fwd"]  # p 0.1 and 0
+    assert "failed" not in outcome.out
+    assert store.load(path).device == device.device_kind()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_failed_is_shown_with_the_first_reasons(lorafusion, wide_job, tmp_path, monkeypatch, works):
+    groups = tuner._groups
+
+    def broken(inputs, config, large, w):
+        raise RuntimeError("too much shared memory")
+
+    def some_break(spec, quick):
+        found = groups(spec, quick)
+        return {
+            kernel: [c if works and i == 0 else dataclasses.replace(c, run=broken) for i, c in enumerate(found[kernel])]
+            for kernel in ("down", "da")
+        }
+
+    monkeypatch.setattr(tuner, "_groups", some_break)
+    path = tmp_path / "table.json"
+    outcome = lorafusion("tune", wide_job, "--quick", "--out", path)
+    assert (outcome.code, outcome.errors) == ((0, []) if works else (1, ["tune.all-failed"]))
+    assert "candidates failed" in outcome.out
+    assert outcome.out.count("RuntimeError: too much shared memory") == 5
+    assert "more; --json lists all" in outcome.out
+    listed = json.loads(lorafusion("tune", wide_job, "--quick", "--out", path, "--json").out)
+    assert len(listed["failed"]) > 5
+    assert {each["reason"] for each in listed["failed"]} == {"RuntimeError: too much shared memory"}
+    assert {row["tried"] for row in listed["best"]} == ({1} if works else set())
+    assert path.exists() == works
 
 
 def test_a_job_that_no_kernel_divides_is_refused(lorafusion, job):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import pallas_kernels as pk
 from lorafusion_jax.cli.tune import check_table
 from lorafusion_jax.errors import ConfigError
-from pallas_kernels.arg_specs import LinearSpec, make_arrays
+from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
 from pallas_kernels.triton.da import DaConfig
 from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
@@ -201,14 +201,51 @@ def test_the_shipped_table_holds_only_choices_that_exist_beside_one_they_could_b
     own = set()
     for item in table.entries:
         assert dataclasses.asdict(store.CONFIGS[item.kernel](**item.config)) == item.config
-        spec = LinearSpec(
-            tokens=item.tokens, in_features=item.in_features, out_features=item.out_features, rank=item.rank,
-            rate=item.rate,
-        )  # fmt: skip
-        first = next(c for c in candidates(spec) if c.kernel == item.kernel)
-        own |= {item.key} if table.has(item.key, first.config) else set()
+        for adapters in (1, 4):  # the heuristic minds whether there are several, the key does not
+            spec = LinearSpec(
+                tokens=item.tokens, in_features=item.in_features, out_features=item.out_features, rank=item.rank,
+                rate=item.rate, adapters=adapters,
+            )  # fmt: skip
+            first = next((c.config for c in candidates(spec) if c.kernel == item.kernel), None)
+            own |= {item.key} if first is not None and table.has(item.key, first) else set()
     assert own == {item.key for item in table.entries}
     assert store.shipped("a card nobody measured").entries == ()
+
+
+def test_the_named_shapes_make_the_shipped_table_again():
+    for quick in (True, False):
+        keys = {key_of(spec, kernel) for spec in tuning_specs(quick=quick) for kernel in store.CONFIGS}
+        assert {entry.key for entry in store.shipped("NVIDIA H200").entries} <= keys
+    assert {(s.tokens, s.in_features, s.out_features, s.rank, s.rate) for s in benchmark_specs()} <= {
+        (s.tokens, s.in_features, s.out_features, s.rank, s.rate) for s in tuning_specs()
+    }
+
+
+def failing(candidate, *, all_of_them=False):
+    def run(*arguments):
+        if all_of_them or candidate.config.num_stages == 3:
+            raise RuntimeError("too much shared memory\nand a page of the compiler's own words")
+        return candidate.run(*arguments)
+
+    return dataclasses.replace(candidate, run=run)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_what_does_not_run_is_told_with_its_reason_and_not_stored(monkeypatch, tmp_path, all_of_them):
+    spec, path, seen = LinearSpec(tokens=256, in_features=256, out_features=512), tmp_path / "t.json", []
+    group = [c for c in candidates(spec, quick=True) if c.kernel == "down"]
+    broken = [failing(c, all_of_them=all_of_them) for c in group]
+    gone = [dataclasses.asdict(c.config) for c in group if all_of_them or c.config.num_stages == 3]
+    assert 0 < len(gone) <= len(group)
+    monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"down": broken})
+    table = tune([spec], path, quick=True, progress=seen.append)
+    assert [failure.config for failure in seen[-1].failed] == gone
+    assert {(f.kernel, f.shape, f.reason) for f in seen[-1].failed} == {
+        ("down", spec.name, "RuntimeError: too much shared memory")
+    }
+    assert [entry.config for entry in table.entries if entry.config in gone] == []
+    assert len(table.entries) == len(group) - len(gone)
+    assert path.exists() != all_of_them  # a table of nothing is none
 
 
 def test_tuner_measures_every_candidate_once_and_goes_on_where_it_stopped(tmp_path):
@@ -216,7 +253,7 @@ def test_tuner_measures_every_candidate_once_and_goes_on_where_it_stopped(tmp_pa
     wanted = [c for c in candidates(spec, quick=True) if not c.kernel.startswith("mosaic")]
     table = tune([spec], path, quick=True, progress=seen.append)
     assert seen[-1].done == seen[-1].total == len(wanted)
-    assert len(table.entries) + seen[-1].failed == len(wanted)
+    assert len(table.entries) + len(seen[-1].failed) == len(wanted)
     assert store.load(path) == table
     part = dataclasses.replace(table, entries=(table.entries[0], *table.entries[2:]))
     store.save(part, path)
@@ -236,7 +273,7 @@ def test_the_choice_to_beat_is_timed_beside_the_others_never_on_another_day(monk
         sizes = {"tokens": spec.tokens, "in_features": spec.in_features, "out_features": spec.out_features}
         return [
             dataclasses.replace(row, kernel=c.kernel, config=dataclasses.asdict(c.config), **sizes) for c in group
-        ], 0
+        ], []
 
     monkeypatch.setattr(tuner, "_measure", measure)
     monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"down": down})
@@ -264,7 +301,7 @@ def test_a_table_names_every_version_its_times_are_of(monkeypatch, tmp_path):
     path = tmp_path / "t.json"
     old = {"jax": "0.0.1", "jaxlib": tuner.conditions()["jaxlib"], "date": "2020-01-01"}
     store.save(store.Table(device=jax.devices()[0].device_kind, conditions=old), path)
-    monkeypatch.setattr(tuner, "_measure", lambda spec, group: ([entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)], 0))
+    monkeypatch.setattr(tuner, "_measure", lambda spec, group: ([entry(DaConfig(), p20=1.0, p50=2.0, p80=3.0)], []))
     monkeypatch.setattr(tuner, "_groups", lambda spec, quick: {"da": [c for c in candidates(spec) if c.kernel == "da"]})
     for _ in range(2):  # the second time the same versions: told once
         now, found = tuner.conditions(), tune([LAYER], path).conditions
