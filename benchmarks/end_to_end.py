@@ -8,7 +8,7 @@
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
 end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each. Where there is an
-`nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time.
+`nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time. Every row has its conditions.
 
 Variants (all rows are reported, also those that win):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
@@ -44,6 +44,7 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
+from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.end_to_end_inputs import (  # noqa: E402
     LENGTHS,
     LONGEST,
@@ -161,7 +162,7 @@ class Bench:
     """Keeps weights and compiled stages between runs."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.began = options, time.perf_counter()
+        self.options, self.began, self.conditions = options, time.perf_counter(), conditions()
         shape = SHAPES[options.model]
         self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
@@ -197,7 +198,6 @@ class Bench:
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
             "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": peaks(devices),
-            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}
@@ -209,6 +209,7 @@ class Bench:
             )
 
     def write(self, row: dict) -> None:
+        row = row | self.conditions
         with (self.options.out / "end_to_end.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)

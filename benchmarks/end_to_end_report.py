@@ -23,7 +23,8 @@ from scheduling import Timeline, to_perfetto  # noqa: E402
 COLUMNS = (
     "model", "workload", "variant", "useful_tokens_per_s", "slots", "density", "noops", "slot_s", "bubbles",
     "simulated_over_measured", "host_s_per_slot", "compile_s", "peak_gb", "capacity_tokens", "global_batch", "adapters",
-    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "sm_mhz", "watts", "run",
+    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "jaxlib", "driver",
+    "power_limit_w", "sm_mhz", "watts", "date", "run",
 )  # fmt: skip
 PUBLISHED = {  # useful tokens/s on H100-80GB
     ("8b", "single"): {"xsum": 12353, "cnn": 12232, "wiki": 9754, "mix": 10744, "het": 11271},
