@@ -9,6 +9,7 @@ Random tokens with the length distributions of five workloads, four adapters (r 
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
 end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each. Where there is an
 `nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time. Every row has its conditions.
+peak_gb is null where memory did not grow past what an earlier variant had needed: one process knows one peak.
 
 Variants (all rows are reported, also those that win):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
@@ -35,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,7 +164,8 @@ class Bench:
     """Keeps weights and compiled stages between runs."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.began, self.conditions = options, time.perf_counter(), conditions()
+        self.options, self.began = options, time.perf_counter()
+        self.conditions = conditions() | {"run": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"}  # rows of one process
         shape = SHAPES[options.model]
         self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
@@ -181,6 +184,7 @@ class Bench:
             else MeshSettings(stages=options.stages, data=options.data, layers=self.layers)
         )
         wanted = options.slots if variant.together else options.baseline_slots or options.slots
+        before = peaks(devices)
         jobs, capacity, plans = self.planned(variant, workload, mesh, wanted)
         config = self.config(variant, mesh, capacity, 1 if not variant.together else options.adapters)
         stages = self.stages(config, frozen=variant.frozen)
@@ -197,7 +201,7 @@ class Bench:
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
-            "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": peaks(devices),
+            "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": grown(before, peaks(devices)),
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}
@@ -420,9 +424,15 @@ def program_of(variant: Variant, plan: Plan) -> Program | None:
 
 
 def peaks(devices: int) -> list[float]:
-    """Most memory that was in use on each device, GB."""
+    """Most memory that was in use on each device since the process began, GB."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
     return [round(each.get("peak_bytes_in_use", 0) / 1e9, 2) for each in stats]
+
+
+def grown(before: Sequence[float], after: Sequence[float]) -> list[float | None] | None:
+    """A variant's own peaks: nobody knows them where an earlier variant of the process had needed more."""
+    own = [peak if peak > earlier else None for earlier, peak in zip(before, after, strict=True)]
+    return own if any(own) else None
 
 
 def kernel_times(folder: Path) -> list[tuple[str, int, float]]:

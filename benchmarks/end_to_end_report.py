@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.results.read_text().splitlines()]
-    rows = [row for row in rows if "useful_tokens_per_s" in row]
+    rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
     write_csv(rows, options.out / f"{options.results.stem}.csv")
     draw(rows, options.out / f"{options.results.stem}.png")
     for file in sorted(options.timelines.glob("timeline_*.json")) if options.timelines else []:
         trace = to_perfetto(Timeline.from_json(file.read_text()))
         (options.out / f"{options.results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
+
+
+def devices_of(row: dict[str, Any]) -> int:
+    return math.prod(row["mesh"].values())
+
+
+def without_repeated_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leaves out peaks that are those of an earlier row of the same run, model and number of devices.
+
+    A device knows the most that its process ever used. Rows used to show that, so a variant that needed less repeats
+    the peak of one before it. Where two processes of a run had the same peak, by rounding, one of them is lost.
+    """
+    seen: dict[tuple, set[float]] = {}
+    kept = []
+    for row in rows:
+        devices = devices_of(row)
+        before = [seen.setdefault((row.get("run"), row["model"], devices, place), set()) for place in range(devices)]
+        peaks = row["peak_gb"] or [None] * devices
+        own = [None if peak in earlier else peak for peak, earlier in zip(peaks, before, strict=True)]
+        for earlier, peak in zip(before, peaks, strict=True):
+            earlier.add(peak)
+        kept.append(row | {"peak_gb": own if any(own) else None})
+    return kept
 
 
 def write_csv(rows: list[dict[str, Any]], file: Path) -> None:
@@ -77,7 +101,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     panels = [
         own
         for model, gpus in PUBLISHED_GPUS.items()
-        if (own := [row for row in rows if row["model"] == model and len(row["peak_gb"]) == gpus])
+        if (own := [row for row in rows if row["model"] == model and devices_of(row) == gpus])
     ]
     if not panels:
         return
