@@ -9,6 +9,7 @@ Random tokens with the length distributions of five workloads, four adapters (r 
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
 end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each. Where there is an
 `nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time. Every row has its conditions.
+host_wait_s says per stage how long, of `seconds`, a microbatch was there and only the host was late.
 peak_gb is null where memory did not grow past what an earlier variant had needed: one process knows one peak.
 
 Variants (all rows are reported, also those that win):
@@ -90,6 +91,7 @@ from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
 from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
 from scheduling import AdapterJob, Plan, make_plan, simulate  # noqa: E402
 from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
+from scheduling.comparison import host_wait_s  # noqa: E402
 from scheduling.pipeline import Program, one_forward_one_backward  # noqa: E402
 
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
@@ -205,6 +207,7 @@ class Bench:
         }  # fmt: skip
         measured = ("slot_s", "bubbles", "host_s_per_slot", "simulated_over_measured")
         row |= {key: results[0][key] for key in measured if key in results[0]}
+        row["host_wait_s"] = [round(sum(each), 5) for each in zip(*(r["host_wait_s"] for r in results), strict=True)]
         row |= state.means([r["window"] for r in results], devices)
         self.write(row)
         if variant.together:
@@ -395,6 +398,7 @@ class Bench:
             "slot_s": round(statistics.median(steady), 5) if steady else None,
             "bubbles": [round(share, 4) for share in timeline.bubble_shares],
             "host_s_per_slot": round(sum(span.end_s - span.start_s for span in timeline.host) / max(len(order), 1), 5),
+            "host_wait_s": host_wait_s(timeline.of_slots(range(first + 1, last + 1))),
             "timeline": timeline.of_slots(range(60)),
         }
         if costs is not None:

@@ -19,12 +19,13 @@ import matplotlib.pyplot as plt
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
-from scheduling import Timeline, to_perfetto  # noqa: E402
+from scheduling import Pause, Span, Timeline, to_perfetto  # noqa: E402
+from scheduling.comparison import host_wait_s  # noqa: E402
 
 COLUMNS = (
     "model", "workload", "variant", "useful_tokens_per_s", "slots", "density", "noops", "slot_s", "bubbles",
-    "simulated_over_measured", "host_s_per_slot", "compile_s", "peak_gb", "capacity_tokens", "global_batch", "adapters",
-    "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "jaxlib", "driver",
+    "simulated_over_measured", "host_s_per_slot", "host_wait_s", "compile_s", "peak_gb", "capacity_tokens",
+    "global_batch", "adapters", "mesh", "layers_per_stage", "keep", "settings", "device", "jax", "jaxlib", "driver",
     "power_limit_w", "sm_mhz", "watts", "date", "run",
 )  # fmt: skip
 PUBLISHED = {  # useful tokens/s on H100-80GB
@@ -62,6 +63,30 @@ def main() -> None:
     for file in sorted(options.timelines.glob("timeline_*.json")) if options.timelines else []:
         trace = to_perfetto(Timeline.from_json(file.read_text()))
         (options.out / f"{options.results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
+    for file in sorted(options.out.glob(f"{options.results.stem}_timeline_*.perfetto.json")):
+        timeline = from_perfetto(json.loads(file.read_text()))
+        late = f"{max(host_wait_s(timeline)) * 1e3:.1f} ms of {timeline.duration_s:.1f} s"
+        print(f"{file.name}: the worst stage waited {late} for the host")
+
+
+def from_perfetto(trace: dict[str, Any]) -> Timeline:
+    """What `to_perfetto` was given, as far as waiting goes: of older runs only the trace is kept."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    spans, host = [], []
+    for event in events:
+        start, end, kind = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event["cat"]
+        if kind == "host":  # "forward 3 to stage 1"
+            kind, *_, stage = event["name"].split()
+        elif kind != "pause":
+            stage = event["tid"]
+        else:
+            continue
+        adapters = tuple(event["args"]["adapters"].split(", "))
+        own = host if event["cat"] == "host" else spans
+        own.append(Span(kind, int(stage), event["args"]["slot"], start, end, adapters))
+    pauses = (Pause(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["cat"] == "pause")
+    stages = max(span.stage for span in spans) + 1
+    return Timeline(spans=tuple(spans), num_stages=stages, host=tuple(host), pauses=tuple(pauses))
 
 
 def devices_of(row: dict[str, Any]) -> int:
