@@ -1,0 +1,160 @@
+"""The plot of `end_to_end.py`'s results: a panel per model, a bar per variant, published figures hatched beside ours.
+
+Published are LoRAFusion (Zhu et al., EuroSys 2026) and the baselines it was compared with, from its authors' plot data:
+H100-80GB, four adapters of rank 16 with dropout 0.1, random tokens of the same length distributions, global batches of
+8 (16 at 70B). Other hardware, same jobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
+PUBLISHED = {  # useful tokens/s by workload, in the order above
+    "8b": {
+        "one adapter at a time": (12353, 12232, 9754, 10744, 11271),
+        "LoRAFusion": (14875, 14595, 13920, 14404, 14158),
+    },
+    "32b": {
+        "Megatron FSDP": (3022, 3641, 3942, 3544, 3537),
+        "Megatron PP": (2882, 3247, 3389, 3122, 3160),
+        "mLoRA schedule": (4233, 4348, 4084, 4100, 4020),
+        "LoRAFusion": (4969, 4973, 4947, 5121, 4955),
+    },
+    "70b": {
+        "Megatron FSDP": (2697, 3476, 3124, 3142, 3110),
+        "Megatron PP": (2337, 2568, 2985, 2491, 2595),
+        "mLoRA schedule": (3902, 3989, 3868, 3746, 3517),
+        "LoRAFusion": (4893, 5183, 5074, 5115, 5136),
+    },
+}
+PUBLISHED_ON = "H100-80GB"
+PUBLISHED_GPUS = {"8b": 1, "32b": 2, "70b": 4}
+PUBLISHED_BATCH = {"8b": 8, "32b": 8, "70b": 16}
+LABELS = {
+    "single_xla": "one at a time, XLA LoRA", "single": "one at a time, our kernels",
+    "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step, XLA LoRA",
+    "mlora": "mLoRA's order, our kernels", "ours_xla": "ours, XLA LoRA", "ours": "ours",
+    "frozen": "frozen base, no LoRA: the floor",
+}  # fmt: skip
+COLOURS = {
+    "single_xla": "#e8a33d", "single": "#d9c17a", "fsdp_xla": "#c2703d", "flush": "#8b5e3c", "mlora": "#7d8f53",
+    "ours_xla": "#7fb3c8", "ours": "#1f6f8b", "frozen": "#9aa0a6",
+    "one adapter at a time": "#e8a33d", "Megatron FSDP": "#c2703d", "Megatron PP": "#8b5e3c",
+    "mLoRA schedule": "#7d8f53", "LoRAFusion": "#1f6f8b",
+}  # fmt: skip
+MODELS = ("tiny", *PUBLISHED)
+RUNS = ("first", "second", "third", "fourth", "fifth", "sixth")  # of a day, in files that number them
+BAR_INCHES = 0.34
+GAP = 0.9  # between workloads, in bars
+
+
+class Bar(NamedTuple):
+    """What is drawn for a workload."""
+
+    name: str
+    tokens_per_s: float
+    device: str
+    published: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, published ({self.device})" if self.published else f"{LABELS[self.name]} ({self.device})"
+
+
+def devices_of(row: Row) -> int:
+    return math.prod(row["mesh"].values())
+
+
+def age(row: Row) -> tuple:
+    """Sorts rows by when they ran: by the day, its numbered runs, and the time of those that say it."""
+    day, _, rest = (row.get("run") or row.get("date") or "").replace(", ", " ", 1).partition(" ")
+    name, _, _ = rest.partition(",")
+    return (day, RUNS.index(name), "") if name in RUNS else (day, len(RUNS) if rest else -1, rest)
+
+
+def newest(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    """(workload, variant) -> its row of the newest run.
+
+    Of equally new rows that with the most slots, then that of the run with the most baselines, then the slowest.
+    """
+    baselines = Counter(row.get("run") for row in rows if row["variant"] != "ours")
+
+    def rank(row: Row) -> tuple:
+        return *age(row), row["slots"], baselines[row.get("run")], -row["useful_tokens_per_s"]
+
+    return {(row["workload"], row["variant"]): row for row in sorted(rows, key=rank)}
+
+
+def comparable(rows: list[Row], model: str) -> list[Row]:
+    """Rows of a model on as many GPUs as published, or else the fewest, and the same of global batches."""
+    own = [row for row in rows if row["model"] == model]
+    gpus = {devices_of(row) for row in own}
+    wanted = PUBLISHED_GPUS[model] if PUBLISHED_GPUS.get(model) in gpus else min(gpus)
+    own = [row for row in own if devices_of(row) == wanted]
+    batches = {row["global_batch"] for row in own}
+    wanted = PUBLISHED_BATCH[model] if PUBLISHED_BATCH.get(model) in batches else min(batches)
+    return [row for row in own if row["global_batch"] == wanted]
+
+
+def groups_of(own: list[Row], model: str) -> dict[str, list[Bar]]:
+    """Bars of each workload, ours and then those published on as many GPUs."""
+    chosen = newest(own)
+    published = PUBLISHED[model] if devices_of(own[0]) == PUBLISHED_GPUS.get(model) else {}
+    groups = {}
+    for place, workload in enumerate(WORKLOADS):
+        rows = [(name, chosen[workload, name]) for name in LABELS if (workload, name) in chosen]
+        bars = [Bar(name, row["useful_tokens_per_s"], row["device"].removeprefix("NVIDIA ")) for name, row in rows]
+        if bars:
+            groups[workload] = bars + [Bar(who, rates[place], PUBLISHED_ON, True) for who, rates in published.items()]
+    return groups
+
+
+def draw(rows: list[Row], file: Path) -> None:
+    """A panel per model; rows on other numbers of GPUs or in other global batches are in the table only."""
+    models = sorted({row["model"] for row in rows}, key=MODELS.index)
+    if not models:
+        return
+    panels = {model: groups_of(own, model) for model in models if (own := comparable(rows, model))}
+    widths = [sum(len(bars) + GAP for bars in groups.values()) for groups in panels.values()]
+    figure = Figure(figsize=(max(BAR_INCHES * sum(widths) + 0.9 * len(models), 6), 5), layout="constrained")
+    axes = figure.subplots(1, len(models), width_ratios=widths, squeeze=False)[0]
+    kinds: dict[Bar, Any] = {}
+    for axis, (model, groups) in zip(axes, panels.items(), strict=True):
+        kinds |= panel(axis, groups)
+        row = comparable(rows, model)[0]
+        axis.set_title(f"{model.upper()} on {devices_of(row)} × {row['device'].removeprefix('NVIDIA ')}")
+    axes[0].set_ylabel("useful tokens/s, thousands")
+    order = sorted(kinds, key=lambda bar: list(COLOURS).index(bar.name))
+    figure.legend(
+        [kinds[bar] for bar in order], [bar.label for bar in order],
+        loc="outside lower center", ncols=4, fontsize=8, frameon=False, handleheight=1.2,
+    )  # fmt: skip
+    figure.savefig(file, dpi=130)
+
+
+def panel(axis: Axes, groups: dict[str, list[Bar]]) -> dict[Bar, Any]:
+    """Draws the bars of a model, side by side in each workload; returns one of each kind for the legend."""
+    kinds, start, ticks = {}, 0.0, []
+    for bars in groups.values():
+        for place, bar in enumerate(bars, start=1):
+            face, edge = ("white", COLOURS[bar.name]) if bar.published else (COLOURS[bar.name], "white")
+            drawn = axis.bar(
+                start + place, bar.tokens_per_s / 1e3, 0.92, color=face, edgecolor=edge, hatch="////" * bar.published
+            )
+            axis.bar_label(drawn, fmt="%.1f", fontsize=7.5, padding=1.5)
+            kinds[bar._replace(tokens_per_s=0.0)] = drawn
+        ticks.append(start + (len(bars) + 1) / 2)
+        start += len(bars) + GAP
+    axis.set_xticks(ticks, list(groups))
+    axis.tick_params(axis="x", length=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.02, y=0.08)
+    return kinds
