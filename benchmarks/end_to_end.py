@@ -7,7 +7,8 @@
 
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
-end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each. Where there is an
+end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each; at the end also
+a table, a plot and traces for ui.perfetto.dev of all that is in the folder (`end_to_end_report.py`). Where there is an
 `nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time. Every row has its conditions.
 host_wait_s says per stage how long, of `seconds`, a microbatch was there and only the host was late.
 peak_gb is null where memory did not grow past what an earlier variant had needed: one process knows one peak.
@@ -45,10 +46,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
-from benchmarks.conditions import conditions  # noqa: E402
-from benchmarks.end_to_end_inputs import (  # noqa: E402
+from benchmarks.conditions import conditions
+from benchmarks.end_to_end_inputs import (
     LENGTHS,
     LONGEST,
     SHAPES,
@@ -57,10 +59,11 @@ from benchmarks.end_to_end_inputs import (  # noqa: E402
     random_data,
     sample_lengths,
 )
-from benchmarks.frozen import FrozenStage, without_lora, without_updates  # noqa: E402
-from benchmarks.gpu_state import GpuState  # noqa: E402
-from lorafusion_jax.cli.common import prepare_machine  # noqa: E402
-from lorafusion_jax.config.schema import (  # noqa: E402
+from benchmarks.end_to_end_report import report
+from benchmarks.frozen import FrozenStage, without_lora, without_updates
+from benchmarks.gpu_state import GpuState
+from lorafusion_jax.cli.common import prepare_machine
+from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
     BatchSettings,
@@ -72,27 +75,27 @@ from lorafusion_jax.config.schema import (  # noqa: E402
     SaveSettings,
     TrainSettings,
 )
-from lorafusion_jax.config.specs import adapter_specs  # noqa: E402
-from lorafusion_jax.data.prepare import Prepared  # noqa: E402
-from lorafusion_jax.models import ModelConfig  # noqa: E402
-from lorafusion_jax.pipeline.blocks import block_layers  # noqa: E402
-from lorafusion_jax.pipeline.executor import Executor  # noqa: E402
-from lorafusion_jax.pipeline.layout import stage_layers  # noqa: E402
-from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes  # noqa: E402
-from lorafusion_jax.pipeline.move import to_stage  # noqa: E402
-from lorafusion_jax.pipeline.parts import Parts, StageWeights  # noqa: E402
-from lorafusion_jax.pipeline.profile import profile_stages  # noqa: E402
-from lorafusion_jax.pipeline.spans import Spans  # noqa: E402
-from lorafusion_jax.pipeline.stage import Stage  # noqa: E402
-from lorafusion_jax.report.prediction import predicted_costs  # noqa: E402
-from lorafusion_jax.training.base import fitting_keep  # noqa: E402
-from lorafusion_jax.training.batches import Batches  # noqa: E402
-from lorafusion_jax.training.loop import Hooks, Loop  # noqa: E402
-from lorafusion_jax.training.state import AdapterProgress, Progress  # noqa: E402
-from scheduling import AdapterJob, Plan, make_plan, simulate  # noqa: E402
-from scheduling.baselines import batch_by_batch, one_after_another  # noqa: E402
-from scheduling.comparison import host_wait_s  # noqa: E402
-from scheduling.pipeline import Program, one_forward_one_backward  # noqa: E402
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.blocks import block_layers
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.layout import stage_layers
+from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
+from lorafusion_jax.pipeline.move import to_stage
+from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.pipeline.profile import profile_stages
+from lorafusion_jax.pipeline.spans import Spans
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.report.prediction import predicted_costs
+from lorafusion_jax.training.base import fitting_keep
+from lorafusion_jax.training.batches import Batches
+from lorafusion_jax.training.loop import Hooks, Loop
+from lorafusion_jax.training.state import AdapterProgress, Progress
+from scheduling import AdapterJob, Plan, make_plan, simulate
+from scheduling.baselines import batch_by_batch, one_after_another
+from scheduling.comparison import host_wait_s
+from scheduling.pipeline import Program, one_forward_one_backward
 
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
@@ -160,6 +163,8 @@ def main() -> None:
                 bench.write(
                     {"variant": name, "workload": workload, "error": f"{type(problem).__name__}: {problem}"[:2000]}
                 )
+    if bench.file.exists():  # there was time for something
+        report(bench.file, options.out, options.out)
 
 
 class Bench:
@@ -168,6 +173,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options, self.began = options, time.perf_counter()
         self.conditions = conditions() | {"run": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"}  # rows of one process
+        self.file = options.out / "end_to_end.jsonl"
         shape = SHAPES[options.model]
         self.model = ModelConfig(**(shape | ({"num_layers": options.layers} if options.layers else {})))
         self.dtype = jnp.float32 if options.model == "tiny" else jnp.bfloat16
@@ -217,7 +223,7 @@ class Bench:
 
     def write(self, row: dict) -> None:
         row = row | self.conditions
-        with (self.options.out / "end_to_end.jsonl").open("a") as file:
+        with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
