@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
 
-from lorafusion_jax.models import ModelConfig  # noqa: E402
-from lorafusion_jax.modules.spec import AdapterSpec  # noqa: E402
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers  # noqa: E402
-from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory  # noqa: E402
-from scheduling import (  # noqa: E402
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers
+from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from scheduling import (
     AdapterJob,
     CostModel,
     GatherCost,
