@@ -304,13 +304,18 @@ def main() -> None:
     rows = with_efficiency(sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
     if quick:
         return
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "scaling.csv").open("w", newline="") as stream:
+    write(rows, RESULTS)
+
+
+def write(rows: list[dict], folder: Path) -> None:
+    """The table, what it assumes, and the plot."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-    (RESULTS / "scaling_assumptions.txt").write_text(ASSUMPTIONS)
-    plot(rows, RESULTS / "scaling.png")
+    (folder / "scaling_assumptions.txt").write_text(ASSUMPTIONS)
+    plot(rows, folder / "scaling.png")
 
 
 if __name__ == "__main__":
