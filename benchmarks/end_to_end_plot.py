@@ -53,6 +53,7 @@ COLOURS = {
 MODELS = ("tiny", *PUBLISHED)
 RUNS = ("first", "second", "third", "fourth", "fifth", "sixth")  # of a day, in files that number them
 BAR_INCHES = 0.34
+LEGEND_INCHES = 2.9  # of a column
 GAP = 0.9  # between workloads, in bars
 
 
@@ -124,7 +125,8 @@ def draw(rows: list[Row], file: Path) -> None:
         return
     panels = {model: groups_of(own, model) for model in models if (own := comparable(rows, model))}
     widths = [sum(len(bars) + GAP for bars in groups.values()) for groups in panels.values()]
-    figure = Figure(figsize=(max(BAR_INCHES * sum(widths) + 0.9 * len(models), 6), 5), layout="constrained")
+    width = max(BAR_INCHES * sum(widths) + 0.9 * len(models), 6)
+    figure = Figure(figsize=(width, 5), layout="constrained")
     axes = figure.subplots(1, len(models), width_ratios=widths, squeeze=False)[0]
     kinds: dict[Bar, Any] = {}
     for axis, (model, groups) in zip(axes, panels.items(), strict=True):
@@ -135,7 +137,8 @@ def draw(rows: list[Row], file: Path) -> None:
     order = sorted(kinds, key=lambda bar: list(COLOURS).index(bar.name))
     figure.legend(
         [kinds[bar] for bar in order], [bar.label for bar in order],
-        loc="outside lower center", ncols=4, fontsize=8, frameon=False, handleheight=1.2,
+        loc="outside lower center", ncols=min(4, int(width / LEGEND_INCHES)),
+        fontsize=8, frameon=False, handleheight=1.2,
     )  # fmt: skip
     figure.savefig(file, dpi=130)
 
