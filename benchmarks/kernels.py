@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECTIONS = {
-    "check": 70,
+    "check": 120,
     "profile": 90,
     "layer": 500,
     "ops": 480,

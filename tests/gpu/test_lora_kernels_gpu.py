@@ -1,13 +1,13 @@
-"""Every LoRA kernel on a real GPU, by the benchmark's own checks: values, determinism, isolation: make gpu-test."""
+"""Every LoRA kernel on a real GPU, by the benchmark's own checks: values, determinism, isolation, refusals.
+
+Run by `make gpu-test`.
+"""
 
 import pytest
 
 from benchmarks import kernel_checks
 
 pytestmark = pytest.mark.gpu
-
-BACKENDS = ("pallas_mosaic_gpu", "pallas_triton")
-NAMES = [f"{backend} {case}" for backend in BACKENDS for case in (*kernel_checks.cases(tiny=False), "isolation")]
 
 
 class Found(dict):
@@ -33,7 +33,7 @@ def found():
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", kernel_checks.names())
 def test_right_repeatable_and_isolated(found, name):
     ok, detail = found[name]
     assert ok, detail

@@ -1,0 +1,95 @@
+"""The checks of the kernels can fail: at wrong values, leaks between adapters and refusals that nobody expects."""
+
+from concurrent.futures import Future
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from benchmarks import kernel_checks
+from benchmarks.kernel_calls import formula, gradients
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+@pytest.mark.parametrize("backend", kernel_checks.BACKENDS)
+def test_an_h200_refuses_exactly_the_cases_that_say_so(backend):
+    names = [name for other, name in kernel_checks.pairs() if other == backend]
+    wrong = {}
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        for name in names:
+            expected, found = kernel_checks.refusal(backend, name), None
+            try:
+                jax.eval_shape(partial(gradients, backend), *kernel_checks.call(name, tiny=False))
+            except NotImplementedError as refused:
+                found = str(refused)
+            if found != expected and (expected is None or found is None or expected not in found):
+                wrong[name] = expected, found
+    assert wrong == {}
+
+
+def test_every_record_has_a_name_of_its_own():
+    names = kernel_checks.names()
+    assert len(set(names)) == len(names) > 80
+
+
+class Records(dict):
+    def add(self, *, name, ok, detail):
+        self[name] = ok
+
+
+@pytest.mark.parametrize(
+    ("job", "expected", "ok"),
+    [
+        ("it needs a Hopper GPU (sm_90)", "a Hopper GPU", True),
+        ("no tiles fit", "a Hopper GPU", False),
+        ("no tiles fit", None, False),
+        (Future(), "a Hopper GPU", False),  # served
+    ],
+)
+def test_only_the_expected_refusal_is_right(job, expected, ok):
+    records = Records()
+    kernel_checks._check(records, "case", job, expected, lambda run: (True, "right"))
+    assert records == {"case": ok}
+
+
+@pytest.fixture(scope="module")
+def call():
+    return kernel_checks.call("bf16 A4 r16 p.1", tiny=True)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return jax.jit(partial(gradients, "xla"))
+
+
+@pytest.mark.parametrize(("change", "ok"), [(1.0, True), (1.02, False)])
+def test_values_that_are_off_by_two_percent_are_wrong(call, run, change, ok):
+    def scaled(*inputs):
+        ys, dx, das, dbs = run(*inputs)
+        return ys, dx, [da * change for da in das], dbs
+
+    assert kernel_checks.values(scaled, call, formula(*call))[0] == ok
+
+
+def test_runs_that_differ_are_wrong(call, run):
+    drift = iter([0.0, 1e-6])
+
+    def drifting(*inputs):
+        ys, dx, das, dbs = run(*inputs)
+        return ys, dx, [da.astype(jnp.float32) + next(drift) for da in das], dbs
+
+    assert not kernel_checks.values(drifting, call, formula(*call))[0]
+
+
+@pytest.mark.parametrize("check", [kernel_checks.isolation, kernel_checks.company])
+@pytest.mark.parametrize("leaks", [False, True])
+def test_what_reaches_another_adapter_is_found(call, run, check, leaks):
+    def leaky(arguments, dys):
+        ys, dx, das, dbs = run(arguments, dys)
+        met = jnp.mean(ys[0].astype(jnp.float32))
+        return ys, dx, das, [db + met.astype(db.dtype) for db in dbs] if leaks else dbs
+
+    assert check(leaky, call)[0] is not leaks
