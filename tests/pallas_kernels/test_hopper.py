@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import H200, lowered
 from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_problems import draw, relative
@@ -148,9 +149,6 @@ def test_join_takes_projections_of_different_ranks():
     assert (got[144:] == 0).all()
 
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-
-
 @pytest.mark.parametrize(("rank", "siblings"), [(256, 1), (64, 3)])  # together 256: three stages take 245784 bytes
 def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, rank=rank, adapters=2, rate=0.1, tile=64)
@@ -165,8 +163,7 @@ def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
         ys, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
         return ys, vjp((arrays["dy"],) * siblings)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(H200, step, arrays)
     assert "lora_drop_down" in text
     assert "lora_drop_da" in text
 

@@ -6,12 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from cuda_lowering import H200
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from benchmarks import kernel_checks
 from benchmarks.kernel_calls import formula, gradients
-
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @pytest.mark.parametrize("backend", kernel_checks.BACKENDS)
