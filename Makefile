@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
 
-.PHONY: demo test test-oldest lint format gpu-test lock clean
+.PHONY: demo test test-oldest lint format gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -28,6 +28,10 @@ test-oldest: .venv-oldest/.ready
 # Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
 gpu-test:
 	$(PYTHON) -m pytest tests -m gpu
+
+# Needs no GPU, but jax's CUDA plugin and ptxas (nvidia-cuda-nvcc) in the active environment: without them it says so.
+ptxas:
+	$(PYTHON) benchmarks/ptxas_report.py
 
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready
