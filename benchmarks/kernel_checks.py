@@ -72,12 +72,12 @@ class Call(NamedTuple):
 
 def run(recorder, tiny: bool) -> None:
     """Checks every case with every backend; all programs compile side by side, and the formula is worked out beside."""
-    calls = {name: call(name, tiny) for name in dict.fromkeys(name for _, name in pairs())}
     for backend in BACKENDS:
         recorder.plan(backend, (name for name in names() if name.startswith(f"{backend} ")))
-    with ThreadPoolExecutor(2 if tiny else 14) as pool:
-        jobs = {pair: _compile(pool, pair[0], calls[pair[1]], QUICK if tiny else {}) for pair in pairs()}
-        wanted = {name: pool.submit(kernel_calls.formula, *each) for name, each in calls.items()}
+    calls = {name: call(name, tiny) for name in dict.fromkeys(name for _, name in pairs())}
+    with ThreadPoolExecutor(2 if tiny else 14) as compilers, ThreadPoolExecutor(1) as host:  # numpy has threads itself
+        wanted = {name: host.submit(kernel_calls.formula, *each) for name, each in calls.items()}
+        jobs = {pair: _compile(compilers, pair[0], calls[pair[1]], QUICK if tiny else {}) for pair in pairs()}
         for name, pair, work in _checks(calls, wanted):
             recorder.attempt(name, partial(_check, recorder, name, jobs[pair], refusal(*pair), work))
 
