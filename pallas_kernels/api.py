@@ -255,8 +255,9 @@ def _check_values(ops: Operands, num_adapters: int) -> None:
 
 
 def _known(array: Any) -> np.ndarray | None:
-    """The numbers of an array that this process holds whole; None while tracing."""
-    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+    """The numbers of an array that this process holds whole; None while tracing, or where there is but a shape."""
+    abstract = isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct)
+    if abstract or not getattr(array, "is_fully_addressable", True):
         return None
     return np.asarray(array)
 
