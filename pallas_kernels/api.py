@@ -239,8 +239,9 @@ def _dispatch(static: Static, ops: Operands, implementation: Implementation | No
 
 def _check_values(ops: Operands, num_adapters: int) -> None:
     """Raises ValueError for numbers out of range where they are known: traced ones cannot be looked at."""
-    if (table := _known(ops.tile_adapter)) is not None and ((table < -1) | (table >= num_adapters)).any():
-        tile = int(np.flatnonzero((table < -1) | (table >= num_adapters))[0])
+    table = _known(ops.tile_adapter)
+    if table is not None and (wrong := (table < -1) | (table >= num_adapters)).any():
+        tile = int(np.flatnonzero(wrong)[0])
         raise ValueError(
             f"tile_adapter[{tile}] is {table[tile]}, expected -1 (padding rows) to {num_adapters - 1}: "
             f"a and b hold {num_adapters} adapters"
