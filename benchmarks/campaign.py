@@ -117,6 +117,14 @@ CELLS = (
         )
         for section, tokens in SIZES
     ),
+    *(  # of these, ranks up to 64 alone
+        Cell(
+            name=f"{section}_{tokens}_64", gpus=1, seconds=110,
+            command=f"kernels.py --sections {section} --budget 165 --only {tokens}x --matching ^frozen|_r64_"
+            " --variants frozen xla_naive xla_wide pallas_mosaic_gpu",
+        )
+        for section, tokens in SIZES
+    ),
     Cell(name="profile", gpus=1, seconds=90, command="kernels.py --sections profile --budget 130"),
     Cell(name="products", gpus=1, seconds=80, command="kernels.py --sections products --budget 110"),
     Cell(

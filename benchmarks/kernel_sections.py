@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,14 +64,15 @@ class Recorder:
 
 
 def run(
-    section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = (), kinds: Sequence[str] = ()
-) -> None:
+    section: str, out: pathlib.Path, *, budget_s: float, tiny: bool, only: Sequence[str] = (),
+    kinds: Sequence[str] = (), matching: str = "",
+) -> None:  # fmt: skip
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
     recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
     recorder.add(conditions=conditions())
     sections = {
-        "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds),
-        "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only, kinds=kinds),
+        "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds, matching=matching),
+        "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only, kinds=kinds, matching=matching),
         "profile": partial(run_profile, only=only),
         "sweep": partial(run_sweep, only=only), "products": run_products, "layer": partial(kernel_layer.run, only=only),
     }  # fmt: skip
@@ -83,14 +85,19 @@ def run_ops(
     tokens: Sequence[int] = (FULL,),
     only: Sequence[str] = (),
     kinds: Sequence[str] = (),
+    matching: str = "",
 ) -> None:
     """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
     planned: dict[str, list[Variant]] = {}
     for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
         if not only or f"{num}x{k}->{n}".startswith(tuple(only)):
-            variants = [each for each in op_variants(num, k, n, tiny=tiny) if not kinds or each.kind in kinds]
-            planned[f"{num}x{k}->{n}"] = variants
-            recorder.plan(f"{num}x{k}->{n}", (variant.name for variant in variants))
+            planned[f"{num}x{k}->{n}"] = [
+                each
+                for each in op_variants(num, k, n, tiny=tiny)
+                if (not kinds or each.kind in kinds) and re.search(matching, each.name)
+            ]
+    for shape, variants in planned.items():
+        recorder.plan(shape, (variant.name for variant in variants))
     for shape, variants in planned.items():
         if recorder.left_s < 25 and not tiny:
             return

@@ -49,6 +49,7 @@ def main() -> int:
         help="kernels of the sweep (mosaic_down), parts of layer (32B), else beginnings of shapes (16384x)",
     )  # fmt: skip
     parser.add_argument("--variants", nargs="+", default=[], help="rows of ops and rows: frozen pallas_mosaic_gpu")
+    parser.add_argument("--matching", default="", help="rows of ops and rows whose names have it, a regular expression")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
     parser.add_argument("--child", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> int:
     if args.child:
         from benchmarks import kernel_sections
 
-        chosen = {"only": args.only, "kinds": args.variants}
+        chosen = {"only": args.only, "kinds": args.variants, "matching": args.matching}
         kernel_sections.run(args.child, args.out, budget_s=args.budget, tiny=args.tiny, **chosen)
         return 0
     started = time.monotonic()
@@ -92,6 +93,7 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
         command = [sys.executable, __file__, "--child", section]
         command += ["--only", *args.only] if args.only else []
         command += ["--variants", *args.variants] if args.variants else []
+        command += ["--matching", args.matching] if args.matching else []
     command += ["--out", str(args.out), "--budget", f"{budget_s:.0f}"]
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:

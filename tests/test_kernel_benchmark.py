@@ -66,16 +66,19 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
 
     (tmp_path / "kernels_ops.jsonl").write_text("{}\n")
     monkeypatch.setattr(kernels.subprocess, "Popen", Hangs)
-    options = argparse.Namespace(out=tmp_path, only=[], variants=[], tiny=True)
+    options = argparse.Namespace(out=tmp_path, only=[], variants=[], matching="", tiny=True)
     assert not kernels.run_section("ops", options, 1.0)
     assert Hangs.killed
 
 
-def test_the_command_fails_where_time_runs_out_and_names_the_rows(tmp_path):
+@pytest.mark.parametrize(
+    ("chosen", "rows"), [((), 15), (("--variants", "frozen", "xla"), 5), (("--matching", "^frozen|A4_p0$"), 5)]
+)
+def test_the_command_fails_where_time_runs_out_and_names_the_rows(tmp_path, chosen, rows):
     command = [sys.executable, kernels.__file__, "--tiny", "--sections", "ops", "--budget", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "MISSING: no time was left for\n  ops, 256x256->512: 15 of 15 rows: all" in done.stdout
+    assert f"MISSING: no time was left for\n  ops, 256x256->512: {rows} of {rows} rows: all" in done.stdout
 
 
 def test_bytes_are_skipped_with_the_reason_where_there_is_no_profiler(monkeypatch, count_bytes, tmp_path, capsys):
