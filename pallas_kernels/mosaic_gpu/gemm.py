@@ -5,10 +5,7 @@ backward:  dx = dY W^T + mask * (dS A[k]^T)   (dropout scale folded into A)
 
 A persistent grid walks the output tiles.  One warpgroup streams operand tiles into shared memory, two multiply.  Each
 of the two fetches its own rows of S and its adapter's slice of the bank before its first step and spends them after
-the last one, so their latency is hidden.  Ranks from 64 on look up the adapter in shared memory, where a block keeps a
-copy of the table: behind a read of device memory these copies, as large as an operand tile then, come between those of
-the first tiles, and a product of 8192^3 takes 2.77 instead of 2.43 million cycles (8 % longer at the power limit of an
-H200; rank 32 takes 2.43 either way).  Without dropout they are one more wgmma into the accumulator; with dropout
+the last one, so their latency is hidden.  Without dropout they are one more wgmma into the accumulator; with dropout
 the product is formed in pieces in the epilogue, masked with packed keep bits whose order is the accumulator's own
 register layout, and added.
 
@@ -33,9 +30,8 @@ from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mosaic_gpu.mask import first_bit, keep_words_of, shifted
 from pallas_kernels.mosaic_gpu.tiling import transforms
 
-SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers and the table of adapters
-TABLE = 256  # entries that shared memory takes, 1 KB; a longer table (32k rows of 128) is read in device memory
-LARGE_RANK = 64
+ADAPTER_BITS = 24  # of an adapter's number: more adapters than fit into any memory
+SMEM_BYTES = 232448 - 2048  # what a block may ask for on Hopper, less barriers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +89,11 @@ def gemm(
     """
     num_rows, depth = lhs.shape
     out_features = rhs.shape[0] if transposed else rhs.shape[1]
-    rank = bank.shape[2] if transposed else bank.shape[1]
     static = _Static(
-        config=config, dtype=lhs.dtype, rank=rank, transposed=transposed, low_offset=low_offset,
-        grid=(num_rows // config.block_m, out_features // config.block_n),
+        config=config, dtype=lhs.dtype, rank=bank.shape[2] if transposed else bank.shape[1], transposed=transposed,
+        low_offset=low_offset, grid=(num_rows // config.block_m, out_features // config.block_n),
         steps=depth // config.tile_k,
-        table=rank >= LARGE_RANK and bank.shape[0] > 1 and block_adapter.size <= TABLE,
     )  # fmt: skip
-    if static.table:
-        block_adapter = jnp.pad(block_adapter, (0, -block_adapter.size % 4))  # the copy engine takes 16 bytes
 
     def kernel(lhs_gmem, rhs_gmem, low_gmem, bank_gmem, adapter_gmem, *rest):
         bits_gmem, out_gmem = rest if bits is not None else (None, *rest)
@@ -136,38 +128,22 @@ class _Static:
     low_offset: int
     grid: tuple[int, int]  # output tiles of a block
     steps: int
-    table: bool  # of adapters in shared memory
 
 
 def _walk(static: _Static, refs: SimpleNamespace) -> None:
     """A block's way over the output."""
     scopes = _scopes(static.config, static.dtype, static.rank, static.transposed)
-    if static.table:
-        scopes |= {"table_smem": plgpu.SMEM(refs.adapter_gmem.shape, jnp.int32), "table_barrier": plgpu.Barrier()}
     scopes["buffers"] = _pipeline(static, _nothing, _nothing).get_allocations(refs.lhs_gmem, refs.rhs_gmem)
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
     def _(buffers, **scratch):
-        own = SimpleNamespace(**vars(refs), **scratch, wg=lax.axis_index("wg"), adapters=refs.adapter_gmem)
-        if static.table:
-            _copy_table(own)
+        own = SimpleNamespace(**vars(refs), **scratch, wg=lax.axis_index("wg"))
 
         @plgpu.nd_loop((static.grid[0] * static.grid[1],), collective_axes="sm")
         def _(info):
             _one_tile(static, own, buffers, info.index[0])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _copy_table(own: SimpleNamespace) -> None:
-    """Once per block, by its first warpgroup, for all."""
-
-    @pl.when(own.wg == 0)
-    def _():
-        plgpu.copy_gmem_to_smem(own.adapter_gmem, own.table_smem, own.table_barrier)
-
-    plgpu.barrier_wait(own.table_barrier)
-    own.adapters = own.table_smem
 
 
 def _one_tile(static: _Static, refs: SimpleNamespace, buffers: Any, number: jax.Array) -> None:
@@ -181,7 +157,8 @@ def _one_tile(static: _Static, refs: SimpleNamespace, buffers: Any, number: jax.
     )  # fmt: skip
 
     def context(run):
-        tile.fetch_low(refs.low_gmem, static.low_offset, refs.bank_gmem, refs.adapters)
+        adapter = refs.adapter_gmem[lax.div(tile.row0, config.tile_m)]
+        tile.fetch_low(refs.low_gmem, static.low_offset, refs.bank_gmem.at[adapter])
         words = None if refs.bits_gmem is None else tile.load_words(refs.bits_gmem)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((config.tile_m, config.tile_n), jnp.float32))
@@ -189,7 +166,7 @@ def _one_tile(static: _Static, refs: SimpleNamespace, buffers: Any, number: jax.
             run(acc)
             plgpu.barrier_wait(refs.low_barrier.at[refs.wg])
             if words is None:
-                tile.multiply_low(acc)
+                tile.multiply_low(acc, adapter)
             tile.store(acc[...], refs.out_gmem, words)
 
     def step(_, lhs_smem, rhs_smem, acc):
@@ -239,13 +216,12 @@ class _Tile:
     low_barrier: Any
     out_smem: Any
 
-    def fetch_low(self, low_gmem, low_offset, bank_gmem, adapters) -> None:
-        """Starts the copies of S and of the adapter's slice of the bank."""
+    def fetch_low(self, low_gmem, low_offset, bank_gmem) -> None:
+        """Starts the copies of S and of a slice of the adapter's bank."""
         rows, columns = pl.ds(self.row0, self.config.tile_m), pl.ds(self.col0, self.config.tile_n)
-        own = bank_gmem.at[adapters[lax.div(self.row0, self.config.tile_m)]]
         barrier = self.low_barrier.at[self.wg]
         plgpu.copy_gmem_to_smem(low_gmem.at[rows, pl.ds(low_offset, self.rank)], self.low_smem.at[self.wg], barrier)
-        source = own.at[columns, :] if self.transposed else own.at[:, columns]
+        source = bank_gmem.at[columns, :] if self.transposed else bank_gmem.at[:, columns]
         plgpu.copy_gmem_to_smem(source, self.bank_smem.at[self.wg], barrier)
 
     def operands(self, lhs_smem, rhs_smem):
@@ -258,9 +234,14 @@ class _Tile:
             lhs_smem = lhs_smem.at[pl.ds(self.wg * config.tile_m, config.tile_m)]
         return lhs_smem, rhs_smem.transpose((1, 0)) if self.transposed else rhs_smem
 
-    def multiply_low(self, acc) -> None:
-        bank = self.bank_smem.at[self.wg]
-        plgpu.wgmma(acc, self.low_smem.at[self.wg], bank.transpose((1, 0)) if self.transposed else bank)
+    def multiply_low(self, acc, adapter) -> None:
+        # The place is wg, but the assembler cannot know that, as it depends on a number from memory. Otherwise it works
+        # out these operands' addresses ahead of all tiles and holds them in uniform registers; at rank 64 none are left
+        # for those of the streamed operands then, which pass through others in every step: 2.76 instead of 2.42 million
+        # cycles for 8192^3, 8 % longer at the power limit of an H200 (`ptxas_report.py` looks for such steps).
+        place = self.wg + lax.shift_right_logical(adapter, jnp.int32(ADAPTER_BITS))
+        bank = self.bank_smem.at[place]
+        plgpu.wgmma(acc, self.low_smem.at[place], bank.transpose((1, 0)) if self.transposed else bank)
         plgpu.wgmma_wait(0)
 
     def load_words(self, bits_gmem):
