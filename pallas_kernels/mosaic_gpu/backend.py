@@ -25,10 +25,6 @@ from pallas_kernels.tuning import config as tuning
 
 MIN_DSDB_FEATURES = 8192  # with its sum of partials 90 us against 98 at 14336 features, 34 against 32 at 4096 (H200)
 MAX_DSDB_RANK = 64  # more, and the accumulators of four row blocks leave no registers
-# Without dropout the pass over x writes the low-rank part of dx for several adapters whose ranks come to more than 32,
-# as far as it was measured: with dropout, where it does that and more, such calls took 0.94 times as long as without
-# (16 adapters of ranks up to 64; four 0.99; one, whose product is not slow, 1.05).
-FUSED_RANK, MAX_LOW_RANK = 32, 64
 
 
 def refusal(static: Static, ops: Operands) -> str | None:
@@ -55,13 +51,10 @@ def refusal(static: Static, ops: Operands) -> str | None:
             return f"the pass over dY with rank {prepared.layout.ranks[i]} does not fit into shared memory"
     if ops.with_lora and _dx_config(prepared, split_graph.widest(ops)) is None:
         return f"no tiles fit the gradient of x with rank {prepared.layout.total}"
-    total, passes = prepared.layout.total, []
     if ops.with_lora and _drops_here(ops):
-        passes = [_down_config(prepared), _da_config(prepared)]
-    elif ops.with_lora and _makes_low(prepared):
-        passes = [_da_config(prepared)]
-    if not all(_fits(config, total) for config in passes):
-        return f"the passes over x with rank {total} do not fit into shared memory"
+        total = prepared.layout.total
+        if not (_fits(_down_config(prepared), total) and _fits(_da_config(prepared), total)):
+            return f"the passes over x with dropout and rank {total} do not fit into shared memory"
     return None
 
 
@@ -136,7 +129,7 @@ def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Arra
 def _input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None):
     """dA float32 of every projection, and the low-rank part of dx where this pass makes it or else dS [T, R of all]."""
     ops, total = prepared.ops, prepared.layout.total
-    if not (_makes_low(prepared) or _drops_here(ops)):
+    if bits is None or not _drops_here(ops):
         (ds,) = split_graph.join_ds(prepared, ds_partials, columns=total)
         return split_graph.input_side(prepared, ds, bits), None, ds
     config = _da_config(prepared)
@@ -152,15 +145,10 @@ def _input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], b
 
 
 def _makes_low(prepared: Prepared) -> bool:
-    """True where the pass over x writes the low-rank part of dx (8 % of the time of a product): all products are plain.
-
-    With dropout where dx is a sum of products anyway, or the rank is large: masking in the last step of a product costs
-    5 to 15 % of it, the more the larger the rank. Without it only for several adapters of large ranks.
-    """
-    ops, total = prepared.ops, prepared.layout.total
-    if ops.dropout is None:
-        return not prepared.static.single and FUSED_RANK < total <= MAX_LOW_RANK
-    return _drops_here(ops) and (len(ops.ws) > 1 or total > split_graph.MIN_RANK)
+    """True where dx is a sum of products anyway: with its masked low-rank part written by the pass over x (8 % of the
+    time of a product) they are all plain ones.  Masking in the last step of a product costs 5 to 15 % of it, the more
+    the larger the rank."""
+    return len(prepared.ops.ws) > 1 or prepared.layout.total > split_graph.MIN_RANK
 
 
 def _drops_here(ops: Operands) -> bool:

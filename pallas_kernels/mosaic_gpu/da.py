@@ -1,7 +1,5 @@
 """dA = drop(x)^T dS in one pass over x, for Hopper: tiles of x are masked in shared memory and multiplied from there.
 
-Without keep bits nothing is dropped.
-
 T packed tokens · K in features · R padded rank (of all projections together) · C chunks
 """
 
@@ -46,7 +44,7 @@ class DropDaConfig:
 def drop_da(
     x: jax.Array,
     ds: jax.Array,
-    bits: jax.Array | None,
+    bits: jax.Array,
     chunks: Chunks,
     bank: jax.Array | None = None,
     *,
@@ -59,20 +57,19 @@ def drop_da(
 
     Args:
         ds: [>= R, T]: transposed, so that its tiles lie in shared memory as those of x do; zeros behind R.
-        bits: uint32 [T, K / 256, 8]; None without dropout.
+        bits: uint32 [T, K / 256, 8].
         chunks: of 64-row blocks.
         bank: [A + 1, rows of ds: a multiple of LOW_RANK, K], the dropout scale folded in; adapter A is zero.
     """
-    num_in, total, has_low, drops = x.shape[1], chunks.blocks.shape[0], bank is not None, bits is not None
+    num_in, total, has_low = x.shape[1], chunks.blocks.shape[0], bank is not None
     static = _Static(
         width=config.block_k, rank=rank, depth=ds.shape[0], dtype=x.dtype, size=config.blocks_per_chunk,
-        stages=min(config.stages, config.blocks_per_chunk), has_low=has_low, drops=drops,
+        stages=min(config.stages, config.blocks_per_chunk), has_low=has_low,
     )  # fmt: skip
     operands = {
-        "x_gmem": x, "ds_gmem": ds, "blocks_gmem": chunks.blocks.reshape(-1), "count_gmem": chunks.count,
+        "x_gmem": x, "ds_gmem": ds, "bits_gmem": bits, "blocks_gmem": chunks.blocks.reshape(-1),
+        "count_gmem": chunks.count,
     }  # fmt: skip
-    if drops:
-        operands["bits_gmem"] = bits
     results = {"out_gmem": jax.ShapeDtypeStruct((total, num_in, rank), jnp.float32)}
     if has_low:
         operands |= {"adapter_gmem": chunks.adapter, "bank_gmem": bank}
@@ -92,7 +89,6 @@ class _Static:
     size: int  # blocks of a chunk at most
     stages: int
     has_low: bool
-    drops: bool
 
 
 class _Chunk(NamedTuple):
@@ -131,10 +127,9 @@ def _scratch(static: _Static) -> dict[str, Any]:
     scratch = {
         "x_smem": plgpu.SMEM((stages, ROWS, width), dtype, transforms=wide),
         "ds_smem": plgpu.SMEM((stages, static.depth, ROWS), dtype, transforms=narrow),
-        "barrier": plgpu.Barrier(num_arrivals=2 + static.drops, num_barriers=stages),
+        "words_smem": plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32),
+        "barrier": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     }
-    if static.drops:
-        scratch["words_smem"] = plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32)
     if static.has_low:
         scratch |= {
             "bank_smem": plgpu.SMEM((static.depth, width), dtype, transforms=wide),
@@ -158,7 +153,7 @@ def _one_chunk(static: _Static, refs: SimpleNamespace) -> None:
         adapter = lax.max(refs.adapter_gmem[number], jnp.int32(0))
         plgpu.copy_gmem_to_smem(refs.bank_gmem.at[adapter].at[:, chunk.columns], refs.bank_smem, refs.bank_barrier)
     for step in range(static.stages):
-        _fetch(static, refs, chunk, jnp.int32(step), step, chunk.block_of(jnp.int32(step)))
+        _fetch(refs, chunk, jnp.int32(step), step, chunk.block_of(jnp.int32(step)))
     if static.has_low:
         plgpu.barrier_wait(refs.bank_barrier)
     first = first_bit(column0)
@@ -172,15 +167,14 @@ def _one_chunk(static: _Static, refs: SimpleNamespace) -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _fetch(static: _Static, refs: SimpleNamespace, chunk: _Chunk, step, slot, block) -> None:
+def _fetch(refs: SimpleNamespace, chunk: _Chunk, step, slot, block) -> None:
     @pl.when(step < chunk.count)
     def _():
         rows = pl.ds(block * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(refs.x_gmem.at[rows, chunk.columns], refs.x_smem.at[slot], refs.barrier.at[slot])
         plgpu.copy_gmem_to_smem(refs.ds_gmem.at[:, rows], refs.ds_smem.at[slot], refs.barrier.at[slot])
-        if static.drops:
-            words_gmem = refs.bits_gmem.at[rows, lax.div(chunk.column0, BLOCK), :]
-            plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], refs.barrier.at[slot])
+        words_gmem = refs.bits_gmem.at[rows, lax.div(chunk.column0, BLOCK), :]
+        plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], refs.barrier.at[slot])
 
 
 def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, first: jax.Array, acc, step, _) -> None:
@@ -193,24 +187,20 @@ def _one_tile(static: _Static, refs: SimpleNamespace, chunk: _Chunk, first: jax.
     slot = lax.rem(step, stages)
     this, ahead = chunk.block_of(step), chunk.block_of(step - 1 + stages)  # early: device memory is far
     plgpu.barrier_wait(refs.barrier.at[slot])
-    words = None
-    if static.drops:
-        words = load_words(refs.words_smem.at[slot], first)
-        apply_words(refs.x_smem.at[slot], words)
-    else:
-        plgpu.commit_smem()  # for its barrier
+    words = load_words(refs.words_smem.at[slot], first)
+    apply_words(refs.x_smem.at[slot], words)
 
     # every warp has passed a barrier since it spent the slot before this one
     @pl.when(step > 0)
     def _():
-        _fetch(static, refs, chunk, step - 1 + stages, lax.rem(step - 1, stages), ahead)
+        _fetch(refs, chunk, step - 1 + stages, lax.rem(step - 1, stages), ahead)
 
     own = refs.ds_smem.at[slot, pl.ds(0, static.rank)]
     plgpu.wgmma(acc, refs.x_smem.at[slot].transpose((1, 0)), own.transpose((1, 0)))
     if static.has_low:
         low = _low_rank(refs.ds_smem.at[slot].transpose((1, 0)), refs.bank_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.low_smem[...] = (low if words is None else keep_words_of(low, words)).astype(static.dtype)
+        refs.low_smem[...] = keep_words_of(low, words).astype(static.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.low_smem, refs.low_gmem.at[pl.ds(this * ROWS, ROWS), chunk.columns])
     else:

@@ -17,7 +17,6 @@ from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.device import interprets, num_sms
 from pallas_kernels.dropout import BLOCK, keep_words
 from pallas_kernels.mosaic_gpu import gemm as mosaic
-from pallas_kernels.mosaic_gpu.backend import FUSED_RANK, MAX_LOW_RANK
 from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
 from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
 from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
@@ -87,15 +86,12 @@ def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
     """Passes over x with dropout and over dY by the copy engine."""
     t, k, n, r = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank)
     over_x, over_dy, _ = _work(spec)
-    drops = bool(spec.rate) and k % BLOCK == 0
-    if drops:
+    if spec.rate and k % BLOCK == 0:
         yield from _compared(
             tuning.fit(tuning.drop_down_config(t, k), r), _fitted(drop_down_grid(quick), r),
             lambda config: k % (BLOCK * config.split_k) == 0,
             kernel="mosaic_down", run=_drop_down, **over_x,
         )  # fmt: skip
-    large = spec.adapters > 1 and FUSED_RANK < r <= MAX_LOW_RANK  # their dA comes from here without dropout, too
-    if drops or (large and not spec.rate):
         yield from _compared(
             tuning.fit(tuning.drop_da_config(t, k, r), r), _fitted(drop_da_grid(quick), r),
             lambda config: k % config.block_k == 0,

@@ -50,20 +50,6 @@ def test_random_calls_on_hopper(on_hopper, seed):
     check(gradients("pallas_mosaic_gpu", arguments, dys), arguments, dys)
 
 
-@needs_gpu_interpreter
-@pytest.mark.parametrize(("seed", "rank", "projections"), [(0, 33, 1), (6, 20, 2)])  # padded and together 64
-def test_large_ranks_without_dropout_on_hopper(on_hopper, monkeypatch, seed, rank, projections):
-    arguments, dys = draw(seed, **HOPPER | {"ranks": [rank], "projections": projections})
-    arguments["dropout"] = None
-    passes = []
-    pass_over_x = hopper.drop_da
-    monkeypatch.setattr(
-        hopper, "drop_da", lambda *args, **options: passes.append(args) or pass_over_x(*args, **options)
-    )
-    check(gradients("pallas_mosaic_gpu", arguments, dys), arguments, dys)
-    assert len(passes) == 1, "this pass makes the low-rank part of dx"
-
-
 def one_adapter(backend, rate, dtype, rows, num_in, num_out):
     """Checks lora_linear, x with leading dimensions, against the formula."""
     sizes = {"tiles": [rows], "most_tiles": 1, "ranks": [20], "projections": 1}
