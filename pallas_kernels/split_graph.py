@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import Chunks, make_chunks
-from pallas_kernels.device import device_kind
+from pallas_kernels.device import device_kind, shared_memory_bytes
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import spread
@@ -84,10 +84,16 @@ class Prepared:
 
     def tuned(self, kernel: str, num_in: int, num_out: int, rank: int, heuristic: Any) -> Any:
         """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
+        item, drops = self.ops.x.dtype.itemsize, self.ops.dropout is not None
         if hasattr(heuristic, "smem_bytes"):  # as it would run is how the tuner measured it
             heuristic = tuning.fit(heuristic, rank)
-        key = store.key(kernel, self.rows, num_in, num_out, rank, dropout=self.ops.dropout is not None)
+        elif isinstance(heuristic, tuning.TritonPass):
+            heuristic = tuning.fit_pass(heuristic, rank, item, drops=drops)
+        key = store.key(kernel, self.rows, num_in, num_out, rank, dropout=drops)
         config = store.shipped(device_kind()).best(key, heuristic)
+        # tables are measured with bfloat16: in float32 a tile is twice as large
+        if hasattr(config, "shared_bytes") and config.shared_bytes(rank, item, drops=drops) > shared_memory_bytes():
+            return heuristic
         names = ("chunk", "tile_m", "block_t", "block_m")  # the first one a kernel has is what one adapter must own
         rows = next(getattr(config, name) for name in names if hasattr(config, name))
         return config if self.static.tile % rows == 0 else heuristic

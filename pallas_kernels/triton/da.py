@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.dropout import WORDS
 from pallas_kernels.triton.common import call, dot, keep_tile
 
 
@@ -23,6 +24,12 @@ class DaConfig:
     block_k: int = 128
     num_warps: int = 4
     num_stages: int = 4
+
+    def shared_bytes(self, rank: int, item: int, *, drops: bool) -> int:
+        """Shared memory of a program at most: tiles of x and dS under way, and with dropout of words and masked x."""
+        operands = max(1, self.num_stages - 1) * self.block_t * (self.block_k + rank)
+        masked = self.block_t * (self.num_stages * 4 * WORDS + item * self.block_k) if drops else 0
+        return item * operands + masked + 64  # a few words besides
 
 
 def da(

@@ -12,6 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dropout import WORDS
 from pallas_kernels.triton.common import call, dot, keep_tile
 
 
@@ -22,6 +23,12 @@ class DownConfig:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
+
+    def shared_bytes(self, rank: int, item: int, *, drops: bool) -> int:
+        """Shared memory of a program at most: tiles of x and A under way, and with dropout of words and masked x."""
+        operands = self.num_stages * self.block_k * (self.block_t + rank)
+        masked = self.block_t * (self.num_stages * 4 * WORDS + item * self.block_k) if drops else 0
+        return item * operands + masked
 
 
 def down(

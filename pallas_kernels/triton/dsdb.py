@@ -32,6 +32,12 @@ class DsdbConfig:
         """Rows of a chunk; they must belong to one adapter."""
         return self.block_t * self.blocks_per_chunk
 
+    def shared_bytes(self, rank: int, item: int, *, drops: bool = False) -> int:
+        """Shared memory of a program at most: tiles of dY and B under way, S of a chunk, and dB as it is written."""
+        under_way = self.num_stages if item == 2 else max(1, self.num_stages - 1)  # float32 waits in registers
+        operands = under_way * self.block_n * (self.chunk + rank)
+        return item * (operands + self.chunk * rank) + 4 * self.block_n * rank
+
 
 def dsdb(
     dy: jax.Array,

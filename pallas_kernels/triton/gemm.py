@@ -27,7 +27,7 @@ class GemmConfig:
     num_warps: int = 8
     num_stages: int = 3
 
-    def shared_bytes(self, rank: int, item: int) -> int:
+    def shared_bytes(self, rank: int, item: int, *, drops: bool = False) -> int:
         """Shared memory of a program: the operands under way, and those of the low-rank product."""
         return item * (self.block_m + self.block_n) * (self.num_stages * self.block_k + rank)
 

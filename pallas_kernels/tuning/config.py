@@ -9,6 +9,7 @@ T packed tokens · K in features · N out features · R padded rank
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.dropout import BLOCK
@@ -24,6 +25,7 @@ from pallas_kernels.triton.down import DownConfig
 from pallas_kernels.triton.dsdb import DsdbConfig
 from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
 
+TritonPass = DownConfig | DsdbConfig | DaConfig
 NUM_SMS = 132  # programs that keep a Hopper GPU busy; A100 108, L40S 142: near enough for splitting
 
 
@@ -155,6 +157,32 @@ def triton_gemm_config(num_in: int, num_out: int, rank: int, tile: int, item: in
         for height, columns, depth, stages in sizes
     ]  # fmt: skip
     return next((config for config in configs if config.shared_bytes(rank, item) <= room), configs[-1])
+
+
+def fit_pass[C: TritonPass](config: C, rank: int, item: int = 2, *, drops: bool) -> C:
+    """Takes stages, then a chunk's blocks, columns and rows away until a program fits into the device's shared memory.
+
+    Ranks from 64 on need it on an A100 (bfloat16: 176 KiB for dS and dB), float32 of rank 256 on an H200.
+    """
+    columns = "block_n" if isinstance(config, DsdbConfig) else "block_k"
+    sizes = product(
+        _halves(config.block_t),
+        _halves(getattr(config, columns)),
+        _halves(config.blocks_per_chunk, 1) if isinstance(config, DsdbConfig) else (None,),
+        range(config.num_stages, 0, -1),
+    )
+    room = shared_memory_bytes()
+    for rows, width, blocks, stages in sizes:
+        of_chunk = {} if blocks is None else {"blocks_per_chunk": blocks}
+        smaller = dataclasses.replace(config, block_t=rows, num_stages=stages, **{columns: width}, **of_chunk)
+        if smaller.shared_bytes(rank, item, drops=drops) <= room:
+            return smaller
+    return smaller
+
+
+def _halves(size: int, least: int = 16) -> list[int]:
+    """The size and its halves, down to a tensor-core step."""
+    return [size] + [size >> halved for halved in range(1, size.bit_length()) if size >> halved >= least]
 
 
 def mosaic_gemm_config(

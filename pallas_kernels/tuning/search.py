@@ -50,17 +50,17 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
     t, k, n, r, tile = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank), _tile(spec)
     over_x, over_dy, product = _work(spec)
     yield from _compared(
-        tuning.down_config(t, k, r, tile), down_grid(quick),
+        tuning.fit_pass(tuning.down_config(t, k, r, tile), r, drops=bool(spec.rate)), down_grid(quick),
         lambda config: k % (config.block_k * config.split_k) == 0 and tile % config.block_t == 0,
         kernel="down", run=_down, **over_x,
     )  # fmt: skip
     yield from _compared(
-        tuning.da_config(t, k, r, tile), da_grid(quick),
+        tuning.fit_pass(tuning.da_config(t, k, r, tile), r, drops=bool(spec.rate)), da_grid(quick),
         lambda config: k % config.block_k == 0 and tile % config.block_t == 0,
         kernel="da", run=_da, **over_x,
     )  # fmt: skip
     yield from _compared(
-        tuning.dsdb_config(t, n, r, tile), dsdb_grid(quick),
+        tuning.fit_pass(tuning.dsdb_config(t, n, r, tile), r, drops=False), dsdb_grid(quick),
         lambda config: n % (config.block_n * config.split_n) == 0 and tile % config.chunk == 0,
         kernel="dsdb", run=_dsdb, **over_dy,
     )  # fmt: skip

@@ -13,10 +13,12 @@ from lorafusion_jax.errors import ConfigError
 from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
 from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
 from pallas_kernels.triton.da import DaConfig
+from pallas_kernels.triton.down import DownConfig
+from pallas_kernels.triton.dsdb import DsdbConfig
 from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning import tune as tuner
-from pallas_kernels.tuning.config import triton_gemm_config
+from pallas_kernels.tuning.config import da_config, down_config, dsdb_config, fit_pass, triton_gemm_config
 from pallas_kernels.tuning.search import candidates
 from pallas_kernels.tuning.tune import key_of, tune
 
@@ -309,7 +311,47 @@ def test_a_table_names_every_version_its_times_are_of(monkeypatch, tmp_path):
     assert store.load(path).conditions == found
 
 
-@pytest.mark.parametrize(("name", "kib"), [("NVIDIA H200", 227), ("NVIDIA A100-SXM4-80GB", 163), ("NVIDIA L40S", 99)])
+ROOMS = {"NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA L40S": 99}  # KiB for a program
+ASKED = [  # what Triton asked for, compiled for sm_90 (four adapters, 2048 x 4096 -> 4096)
+    (DownConfig(block_t=64, block_k=64, num_stages=4), 16, 2, False, 40960),
+    (DownConfig(block_t=64, block_k=64, num_stages=4), 32, 4, True, 96256),
+    (DownConfig(block_t=64, block_k=128, num_stages=3), 64, 2, True, 110592),
+    (DownConfig(block_t=64, block_k=128, num_stages=3), 64, 4, True, 167936),
+    (DownConfig(block_t=64, block_k=64, num_stages=3), 256, 4, True, 184320),
+    (DaConfig(block_t=64, block_k=128, num_stages=4), 16, 2, True, 43012),
+    (DaConfig(block_t=64, block_k=64, num_stages=3), 256, 2, False, 81924),
+    (DaConfig(block_t=64, block_k=64, num_stages=3), 256, 4, True, 100356),
+    (DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=64, num_stages=4), 16, 2, False, 81920),
+    (DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, num_stages=3), 64, 2, False, 180224),
+    (DsdbConfig(block_t=64, blocks_per_chunk=2, block_n=128, num_stages=3), 64, 4, False, 237568),
+    (DsdbConfig(block_t=64, blocks_per_chunk=1, block_n=64, num_stages=3), 256, 2, False, 221184),
+    (DsdbConfig(block_t=64, blocks_per_chunk=1, block_n=64, num_stages=3), 256, 4, False, 233472),
+]
+
+
+@pytest.mark.parametrize(("config", "rank", "item", "drops", "asked"), ASKED)
+def test_a_pass_asks_for_no_more_shared_memory_than_is_said(config, rank, item, drops, asked):
+    assert asked <= config.shared_bytes(rank, item, drops=drops) <= 1.6 * asked + 65536
+
+
+@pytest.mark.parametrize(("name", "kib"), ROOMS.items())
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("tile", [16, 128])
+def test_tiles_of_triton_passes_fit_the_device(name, kib, item, rank, tile):
+    device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        for config in (
+            down_config(8192, 4096, rank, tile), da_config(8192, 4096, rank, tile), dsdb_config(8192, 4096, rank, tile),
+        ):  # fmt: skip
+            fitted = fit_pass(config, rank, item, drops=True)
+            assert fitted.shared_bytes(rank, item, drops=True) <= kib * 1024
+            assert tile % fitted.block_t == 0
+            if (name, item) == ("NVIDIA H200", 2):
+                assert fitted == config, "what was measured there"
+
+
+@pytest.mark.parametrize(("name", "kib"), ROOMS.items())
 @pytest.mark.parametrize("item", [2, 4])
 @pytest.mark.parametrize("rank", [16, 64, 256])
 def test_tiles_of_triton_products_fit_the_device(name, kib, item, rank):
