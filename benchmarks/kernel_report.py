@@ -5,9 +5,10 @@
 Writes OUT_ops.csv (whole ops), OUT_summary.csv (what a call takes that names no backend, over all shapes),
 OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and OUT.png, each as far as the
 files have rows for it. Times are medians with the 20th and 80th percentile, forward and backward in one program; ratios
-are of rows of the same file, which is one run on one GPU, their means arithmetic. floor_us is what the frozen layer and
-the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'. program is
-the backend that a call takes which names none: the `default` row is that backend's, timed once.
+are of rows of the same file, which is one run on one GPU, their means arithmetic. A row of a later file takes the place
+of the same one of an earlier file; `files` of the summary says where its lines are from. floor_us is what the frozen
+layer and the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'.
+program is the backend that a call takes which names none: the `default` row is that backend's, timed once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OPS = ("tokens", "in_features", "out_features", "variant", "adapters", "rank", "
 OPS += ("best_xla_over_this", "program", "floor_us", *CONDITIONS)
 SUMMARY = ("tokens", "rank", "dropout", "adapters", "shapes", "over_frozen_mean", "over_frozen_worst")
 SUMMARY += ("plain_xla_over_this_mean", "best_xla_over_this_worst", "ragged_dot_over_this_mean")
-SUMMARY += ("over_one_adapter_mean", "over_one_adapter_worst")
+SUMMARY += ("over_one_adapter_mean", "over_one_adapter_worst", "files")
 LAYERS = ("part", "tokens", "variant", "adapters", "dropout", *TIMES, "over_frozen", "best_xla_over_this", *CONDITIONS)
 BYTES = (
     "case",
@@ -63,7 +64,7 @@ def main() -> None:
 def write(results: Iterable[Path], out: Path) -> list[Path]:
     """Writes what the files have rows for; returns what was written."""
     runs = [read(file) for file in results]
-    ops = [row for run in runs for row in op_rows(run)]
+    ops = newest(row for run in runs for row in op_rows(run))
     layers = [row for run in runs for row in layer_rows(run)]
     moved = [row for run in runs for row in byte_rows(run)]
     tables = {
@@ -106,6 +107,12 @@ def op_rows(run: Sequence[Row]) -> list[Row]:
     return sorted(result, key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
 
 
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """One row of every device, shape, job and variant: the last."""
+    chosen = {(row.get("device"), *shape_of(row)[1:], *job_of(row), row["variant"]): row for row in rows}
+    return sorted(chosen.values(), key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
+
+
 def summary_rows(ops: Sequence[Row]) -> list[Row]:
     """The default's rows of one number of tokens and one job, all shapes together."""
     times = {(shape_of(row), *job_of(row), row["variant"]): row["p50_us"] for row in ops}
@@ -140,7 +147,8 @@ def summarised(rows: Sequence[Row], times: dict[tuple, float]) -> Row:
         "over_one_adapter_worst": max(over["one"], default=None),
     }  # fmt: skip
     job = {"tokens": rows[0]["tokens"], "rank": rank, "dropout": rate, "adapters": adapters, "shapes": len(rows)}
-    return job | {name: None if number is None else round(number, 3) for name, number in numbers.items()}
+    files = {"files": " ".join(sorted({row["file"] for row in rows}))}
+    return job | {name: None if number is None else round(number, 3) for name, number in numbers.items()} | files
 
 
 def mean_of(numbers: Sequence[float]) -> float | None:

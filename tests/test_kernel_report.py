@@ -66,6 +66,22 @@ def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_m
     assert floors[6:] == ["", "", ""]
 
 
+def test_a_row_of_a_later_file_takes_the_place_of_the_same_one_of_an_earlier_file(tmp_path):
+    old = lines(
+        tmp_path / "old.jsonl", op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("default", 1200.0),
+        op("ragged_dot", 3000.0), op("default", 1500.0, shape="8192x5120->5120"),
+    )  # fmt: skip
+    new = lines(tmp_path / "new.jsonl", op("frozen", 900.0, rate=0.0), op("xla_naive", 1250.0), op("default", 990.0))
+    ops, summary, *_ = write([old, new], tmp_path / "kernels")
+    found = {(row["in_features"], row["variant"]): (row["file"], row["over_frozen"]) for row in table(ops)}
+    assert len(found) == len(table(ops)) == 5
+    assert found["4096", "default"] == ("new.jsonl", "1.1")
+    assert found["4096", "ragged_dot"] == ("old.jsonl", "3.0")  # measured beside the old frozen layer
+    (line,) = table(summary)
+    assert line["files"] == "new.jsonl"  # the other shape has no frozen layer to compare with
+    assert line["ragged_dot_over_this_mean"] == ""  # not of one run
+
+
 def test_the_summary_is_of_the_default_over_all_shapes(tmp_path):
     one = [op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("xla", 1250.0), op("default", 1100.0)]
     four = [
