@@ -3,11 +3,14 @@
 import csv
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.kernel_report import read, write
 from pallas_kernels.cost import H200, LayerCost
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
 def op(variant, time, **changes):
@@ -122,3 +125,21 @@ def test_tables_are_written_where_a_frozen_row_is_missing(tmp_path, lost):
     files = [lines(tmp_path / "ops.jsonl", *ops), lines(tmp_path / "layer.jsonl", *layers)]
     written = write(files, tmp_path / "kernels")
     assert [file.name for file in written] == ["kernels_ops.csv", "kernels_layers.csv"]  # and no plot
+
+
+def test_the_default_is_slower_than_xla_in_published_rows_that_are_told_of_and_no_others():
+    """`README.md` and `tuning/choice.py` name them; new results change this list, and those words."""
+    with (RESULTS / "kernels_h200_ops.csv").open(newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["variant"] == "default"]
+    slower = {
+        (int(row["tokens"]), int(row["in_features"]), int(row["out_features"]), int(row["adapters"]), int(row["rank"]),
+         float(row["dropout"]))
+        for row in rows if float(row["best_xla_over_this"]) < 1
+    }  # fmt: skip
+    assert len(rows) == 240
+    assert slower == {
+        *((2048, 5120, 5120, 1, rank, rate) for rank in (16, 64) for rate in (0.0, 0.1)),
+        *((tokens, 8192, 8192, 4, 64, 0.0) for tokens in (2048, 4096, 8192, 16384)),
+        (8192, 14336, 4096, 1, 64, 0.0),
+    }
+    assert min(float(row["best_xla_over_this"]) for row in rows) == 0.962
