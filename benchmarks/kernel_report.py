@@ -104,7 +104,7 @@ def op_rows(run: Sequence[Row]) -> list[Row]:
         num_in, num_out = shape.split("->")
         sizes = {"tokens": int(tokens), "in_features": int(num_in), "out_features": int(num_out)}
         result.append(row | sizes | {"dropout": row["rate"]} | ratios(row, same, alike) | floor(row, sizes))
-    return sorted(result, key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
+    return result
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:

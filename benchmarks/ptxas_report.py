@@ -61,6 +61,9 @@ def main() -> int:
             if not found:
                 print("   NONE   no kernel of this package in the dump: names or dump flags changed")
                 worst = 1
+            if nvdisasm and name.startswith("linear pallas_mosaic_gpu") and all(moves is None for *_, moves in found):
+                print(f"   NONE   no main loop of {PRODUCT} read: its name or the disassembly changed")
+                worst = 1
             for kernel, registers, spilled, moves in found:
                 mark = "SPILLS" if spilled > known else "MOVES" if moves else "ok"
                 worst = max(worst, int(mark != "ok"))

@@ -3,7 +3,7 @@
 Measured on one NVIDIA H200, forward and backward of whole ops (benchmarks/LOG.md, benchmarks/results/): the Hopper
 backend wins every row from 2048 tokens on but those excluded below, one of 8192 x 14336 -> 4096 (one adapter of rank 64
 without dropout, 0.988x), and four of 8192 -> 8192 (four adapters, ranks up to 64, 0.962x at least) that were measured
-before products of that rank were mended: since then such calls took 0.87 to 0.98 times as long and won by 7 % at least
+before products of that rank were mended: since then such calls took 0.90 to 0.99 times as long and won by 7 % at least
 in the ten sizes measured. The Triton backend is the fastest
 nowhere by more than 6 %: its products reach 70 to 85 % of cuBLAS. H100 has the same multiprocessors and less memory
 bandwidth, so the passes over x and dY cost more, for XLA as for the kernels: it is treated alike. A100 and L40S have no
