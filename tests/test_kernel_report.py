@@ -138,8 +138,7 @@ def test_the_default_is_slower_than_xla_in_published_rows_that_are_told_of_and_n
     }  # fmt: skip
     assert len(rows) == 240
     assert slower == {
-        *((2048, 5120, 5120, 1, rank, rate) for rank in (16, 64) for rate in (0.0, 0.1)),
-        *((tokens, 8192, 8192, 4, 64, 0.0) for tokens in (2048, 4096, 8192, 16384)),
+        (2048, 5120, 5120, 16, 16, 0.1),
         (8192, 14336, 4096, 1, 64, 0.0),
     }
-    assert min(float(row["best_xla_over_this"]) for row in rows) == 0.962
+    assert min(float(row["best_xla_over_this"]) for row in rows) == 0.9877

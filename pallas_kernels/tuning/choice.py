@@ -1,14 +1,12 @@
 """Which backend a call gets when it names none: a kernel only where it measured at least as fast as XLA.
 
 Measured on one NVIDIA H200, forward and backward of whole ops (benchmarks/LOG.md, benchmarks/results/): the Hopper
-backend wins every row from 2048 tokens on but those excluded below, one of 8192 x 14336 -> 4096 (one adapter of rank 64
-without dropout, 0.988x), and four of 8192 -> 8192 (four adapters, ranks up to 64, 0.962x at least) that were measured
-before products of that rank were mended: since then such calls took 0.90 to 0.99 times as long and won by 7 % at least
-in the ten sizes measured. The Triton backend is the fastest
-nowhere by more than 6 %: its products reach 70 to 85 % of cuBLAS. H100 has the same multiprocessors and less memory
-bandwidth, so the passes over x and dY cost more, for XLA as for the kernels: it is treated alike. A100 and L40S have no
-Hopper instructions and nothing was measured on them: XLA serves, and `implementation="pallas_triton"` is there to be
-tried.
+backend wins every row from 2048 tokens on but those excluded below and two: 8192 x 14336 -> 4096 with one adapter of
+rank 64 without dropout (0.988x, 1.064x when measured again) and one of 2048 x 5120 x 5120 (0.997x). The Triton backend
+is the fastest nowhere by more than 6 %: its products reach 70 to 85 % of cuBLAS. H100 has the same multiprocessors and
+less memory bandwidth, so the passes over x and dY cost more, for XLA as for the kernels: it is treated alike. A100 and
+L40S have no Hopper instructions and nothing was measured on them: XLA serves, and `implementation="pallas_triton"` is
+there to be tried.
 
 T packed tokens · K in features · N out features
 """
@@ -27,9 +25,11 @@ from pallas_kernels.split_graph import rank_layout
 MIN_ROWS = 2048  # fewer rows leave multiprocessors idle in the passes over x and dY
 MIN_FEATURES = 1024
 MAX_RANK = 64  # of all projections of a call together: more leaves no shared memory for deep pipelines
-# 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins by 2 to 3 % without dropout.
-# With it XLA's passes cost more than that: the kernels are 1.00 to 1.22 times as fast (11 rows, one 0.993, three runs).
-MIN_WAVE, MIN_WAVE_WITH_DROPOUT = 0.85, 0.8
+# 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins by up to 5 % without dropout.
+# With it, or with several adapters of rank 64, XLA's passes cost more than that: the kernels are 0.99 to 1.25 times as
+# fast with dropout (17 rows, two below 1, four runs), 1.09 and 1.18 times with four and 16 such adapters without it.
+MIN_WAVE, MIN_WAVE_OF_DEAR_PASSES = 0.85, 0.8
+DEAR_RANK = 64
 
 
 def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
@@ -41,9 +41,11 @@ def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
     widest = max(ops.ws[i].shape[1] for i in ops.with_lora)
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16) or rows < MIN_ROWS or min(num_in, widest) < MIN_FEATURES:
         return ("xla",)
-    if rank_layout(ops).total > MAX_RANK:
+    rank = rank_layout(ops).total
+    if rank > MAX_RANK:
         return ("xla",)
-    if min(_wave(rows, widest), _wave(rows, num_in)) < (MIN_WAVE if ops.dropout is None else MIN_WAVE_WITH_DROPOUT):
+    dear = ops.dropout is not None or (static.num_adapters > 1 and rank >= DEAR_RANK)
+    if min(_wave(rows, widest), _wave(rows, num_in)) < (MIN_WAVE_OF_DEAR_PASSES if dear else MIN_WAVE):
         return ("xla",)
     return hopper
 

@@ -119,6 +119,8 @@ def test_ops_lower_for_cuda(device, backend, kernels, case, change):
         (H200, {"in_features": 4096, "out_features": 4096, "rank": 128}, (0, 0)),  # never measured
         (H200, {"in_features": 5120, "out_features": 5120}, (0, 0)),  # a badly filled last round of tiles
         (H200, {"in_features": 5120, "out_features": 5120, "rate": 0.1}, (5, 4)),  # what XLA's dropout costs is more
+        (H200, {"in_features": 5120, "out_features": 5120, "rank": 64}, (6, 2)),  # or several adapters of rank 64
+        (H200, {"in_features": 5120, "out_features": 5120, "rank": 64, "adapters": 1}, (0, 0)),  # but not one
         (H200, {"in_features": 4352, "out_features": 5120, "rate": 0.1}, (0, 0)),  # worse filled: never measured
         (H200, {"dtype": "float32"}, (0, 0)),  # tensor cores would round to tf32
         (A100, {}, (0, 0)),  # nothing measured there
