@@ -404,7 +404,7 @@ class Bench:
             "slot_s": round(statistics.median(steady), 5) if steady else None,
             "bubbles": [round(share, 4) for share in timeline.bubble_shares],
             "host_s_per_slot": round(sum(span.end_s - span.start_s for span in timeline.host) / max(len(order), 1), 5),
-            "host_wait_s": host_wait_s(timeline.of_slots(range(first + 1, last + 1))),
+            "host_wait_s": host_wait_s(timeline, range(first + 1, last + 1)),
             "timeline": timeline.of_slots(range(60)),
         }
         if costs is not None:

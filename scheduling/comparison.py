@@ -36,8 +36,12 @@ class TimelineComparison:
         )
 
 
-def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineComparison:
+def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | None = None) -> TimelineComparison:
     """Compares two timelines of the same slots.
+
+    Args:
+        slots: compares this part of both; None: everything. Waiting for the host needs the whole measured timeline:
+            in a part of it, a stage at work on a slot that is left out looks idle.
 
     Raises:
         PlanError: `plan.other-timeline`, other stages or slots.
@@ -46,6 +50,9 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
     >>> compare_timelines(Timeline(spans=spans, num_stages=1), Timeline(spans=spans, num_stages=1)).wall_ratio
     1.0
     """
+    whole = measured
+    if slots is not None:
+        predicted, measured = predicted.of_slots(slots), measured.of_slots(slots)
     here, there = ({(span.kind, span.stage, span.slot) for span in one.spans} for one in (predicted, measured))
     passes = [event for event in here ^ there if event[0] != "update"]  # updates need not be measured
     if predicted.num_stages != measured.num_stages or passes or not here:
@@ -53,20 +60,24 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
             "plan.other-timeline",
             "these timelines are not of the same events",
             where=f"{len(passes)} passes are in one of them only" if passes else "",
-            fix="compare the same slots: timeline.of_slots(range(first, last + 1))",
+            fix="compare the same slots: compare_timelines(predicted, measured, slots=range(first, last + 1))",
         )
     return TimelineComparison(
         wall_ratio=_wall(measured) / _wall(predicted),
         bubble_shares=tuple(zip(predicted.bubble_shares, measured.bubble_shares, strict=True)),
         busy_ratios=tuple(_busy(b) / _busy(a) for a, b in zip(predicted.by_stage, measured.by_stage, strict=True)),
-        host_wait_s=host_wait_s(measured),
+        host_wait_s=host_wait_s(whole, slots),
     )
 
 
-def host_wait_s(timeline: Timeline) -> tuple[float, ...]:
+def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, ...]:
     """Per stage, seconds between the moment an event could have started and the host's turning to it; no pauses.
 
     An event can start when the one before it on its stage and those that make its input have ended.
+
+    Args:
+        timeline: not a part of one: of two events, the one between them may be of a slot that the part lacks.
+        slots: whose events count; None: all.
     """
     issued, done = _named(timeline.host), _named(timeline.spans)
     pause_ends = [pause.end_s for pause in timeline.pauses]
@@ -77,7 +88,8 @@ def host_wait_s(timeline: Timeline) -> tuple[float, ...]:
         ready = max([free.get(name.stage, span.start_s), *needed])
         turned = min(issued[name].start_s, span.start_s) if name in issued else ready
         paused = pause_ends[: bisect_right(pause_ends, turned)]
-        waits[name.stage] += max(0.0, turned - max([ready, *paused[-1:]]))
+        if slots is None or name.slot in slots:
+            waits[name.stage] += max(0.0, turned - max([ready, *paused[-1:]]))
         free[name.stage] = span.end_s
     return tuple(waits)
 

@@ -51,18 +51,31 @@ class _Load(NamedTuple):
     adapters: tuple[str, ...]
 
 
-def _loads(plan: Plan) -> list[_Load]:
+def slot_squares(plan: Plan) -> list[int]:
+    """Σ length² over the segments of every slot, padding included, of its slowest replica: attention's share of a pass.
+
+    >>> from scheduling import AdapterJob, make_plan
+    >>> job = AdapterJob(name="law", sample_tokens=(64, 32), global_batch=2)
+    >>> slot_squares(make_plan([job], capacity_tokens=128, num_stages=1, tile_tokens=32)) == [64**2 + 32**2 + 32**2]
+    True
+    """
     lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    loads = []
+    found = []
     for slot in plan.slots:
         squares = 0
         for part in slot.replicas:
             sizes = [lengths[ref.adapter][ref.sample] for ref in part]
             padding = plan.capacity_tokens - sum(sizes)  # the tail is a segment of its own
             squares = max(squares, sum(size * size for size in sizes) + padding * padding)
-        names = tuple(dict.fromkeys(ref.adapter for ref in slot.samples))
-        loads.append(_Load(plan.capacity_tokens, squares, names))
-    return loads
+        found.append(squares)
+    return found
+
+
+def _loads(plan: Plan) -> list[_Load]:
+    return [
+        _Load(plan.capacity_tokens, squares, tuple(dict.fromkeys(ref.adapter for ref in slot.samples)))
+        for slot, squares in zip(plan.slots, slot_squares(plan), strict=True)
+    ]
 
 
 def _seconds(event: Event, cost_model: CostModel, loads: list[_Load]) -> float:

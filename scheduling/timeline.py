@@ -136,7 +136,7 @@ class Timeline:
         """The part that belongs to some slots, for example those after a warm-up; tokens in proportion to slots.
 
         A stage works in order, so nothing of other slots lies between its first backward and its last forward: bubbles
-        of the part are right.
+        of the part are right. `host_wait_s` is not: before the first backward, work on other slots looks idle.
         """
         spans, host = (tuple(one for one in of if one.slot in slots) for of in (self.spans, self.host))
         whole, part = (len({span.slot for span in of}) for of in (self.spans, spans))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -13,7 +14,6 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.format import better_layers, duration, percent
 
 NAME = "profile"
-SAMPLE_TOKENS = 1024  # of the samples for which times are shown
 
 
 def command(
@@ -30,6 +30,7 @@ def command(
     """
     from lorafusion_jax.training.profiling import profile
     from scheduling import simulate
+    from scheduling.simulate import slot_squares
 
     if to.is_dir():  # before minutes are spent on what cannot be written
         raise ConfigError("output.folder", f"{to} is a folder.", fix=f"-o {to / 'costs.json'}")
@@ -44,8 +45,8 @@ def command(
         )
     to.write_text(costs.to_json(), encoding="utf-8")
     table = plain_table(("stage",), ("forward", "backward", "step"))
-    sample = min(SAMPLE_TOKENS, plan.capacity_tokens)
-    squares = plan.capacity_tokens * sample  # Σ length²
+    full = [squares for slot, squares in zip(plan.slots, slot_squares(plan), strict=True) if not slot.is_noop]
+    squares = fmean(full)
     for number, stage in enumerate(costs.stages):
         passes = (
             stage.forward.seconds(plan.capacity_tokens, squares),
@@ -53,7 +54,11 @@ def command(
         )
         table.add_row(str(number), *(f"{1e3 * seconds:.1f} ms" for seconds in (*passes, stage.update_s)))
     console.print(table)
-    say(console, f"a microbatch of {plan.capacity_tokens} tokens in samples of {sample}; {costs.source}")
+    say(
+        console,
+        f"a microbatch of {plan.capacity_tokens} tokens as the plan fills it: attention as with samples of "
+        f"{squares / plan.capacity_tokens:.0f}; {costs.source}",
+    )
     if better is not None:
         say(console, better_layers(**better._asdict()))
     timeline = simulate(plan, costs)

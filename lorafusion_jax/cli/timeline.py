@@ -21,7 +21,15 @@ from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.prediction import DEVICES, better_layout, measured_with, memory_of
 from lorafusion_jax.report.recorder import read_rows
-from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
+from scheduling import (
+    Timeline,
+    TimelineComparison,
+    compare_timelines,
+    read_cost_model,
+    simulate,
+    timeline_html,
+    to_perfetto,
+)  # fmt: skip
 
 NAME = "timeline"
 
@@ -47,9 +55,11 @@ def command(
     """
     ends_in(to, ".html", ".json")
     RunFolder(run).read_record()  # a folder that is no run has its own error
-    measured, predicted = read_timeline(run), None
+    measured, predicted, compared = read_timeline(run), None, None
     if cost_model:
-        measured, predicted = _both(run, measured, cost_model, whole=whole)
+        predicted, slots = _predicted(run, measured, cost_model, whole=whole)
+        compared = compare_timelines(predicted, measured, slots)
+        measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
     drawn = ("measured",) if predicted is None else ("predicted", "measured")
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +67,7 @@ def command(
         to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
     else:
         to.write_text(timeline_html(first, title=f"{run}: {' and '.join(drawn)}", compare=second), encoding="utf-8")
-    numbers = timeline_numbers(measured, predicted)
+    numbers = timeline_numbers(measured, predicted, compared)
     if (moved := _moved(run, measured)) is not None:
         numbers["better_layers"] = moved._asdict()
     if as_json:
@@ -69,8 +79,8 @@ def command(
     next_command(console, f"lorafusion status {run}")
 
 
-def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, Timeline]:
-    """(measured, predicted) of the same slots."""
+def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
+    """(what costs say of the run's plan, slots to compare)"""
     folder, started = RunFolder(run), _started(run, measured.num_stages)
     plan, layers = folder.read_plan(), started["layers"]
     costs = read_cost_model(cost_model.read_text(encoding="utf-8"), _worth(run, layers))
@@ -86,7 +96,7 @@ def _both(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tu
     )
     seen = {span.slot for span in measured.spans}
     slots = range(min(seen), max(seen) + 1) if whole else settled_slots(plan, measured)
-    return measured.of_slots(slots), simulate(plan, costs).of_slots(slots)
+    return simulate(plan, costs), slots
 
 
 def _started(run: Path, stages: int) -> dict:
@@ -123,13 +133,12 @@ def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
     return worth_in_layers(model, extents(layers))
 
 
-def timeline_numbers(measured: Timeline, predicted: Timeline | None) -> dict:
+def timeline_numbers(measured: Timeline, predicted: Timeline | None, compared: TimelineComparison | None) -> dict:
     """Everything that the command shows; comparisons are there only with a prediction."""
     slots = {span.slot for span in measured.spans}
     numbers: dict = {"slots": [min(slots), max(slots)], "measured": _figures(measured)}
-    if predicted is None:
+    if predicted is None or compared is None:
         return numbers
-    compared = compare_timelines(predicted, measured)
     return numbers | {
         "predicted": _figures(predicted),
         "wall_ratio": compared.wall_ratio,

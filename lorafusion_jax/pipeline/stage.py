@@ -181,7 +181,7 @@ class Stage:
         """Runs forward and backward without the other stages, on random numbers where they would send something.
 
         Not on zeros: products of zeros draw so little power that an H200 keeps a higher clock. Stages of a 70B model
-        looked 15 % faster than they were. And without a rest between the passes, which cools it, too.
+        looked 15 % faster than they were. Nor with a rest before a pass: a GPU that waits cools and clocks higher then.
 
         Returns:
             Seconds of either, waited for.

@@ -27,7 +27,7 @@ MIN_FEATURES = 1024
 MAX_RANK = 64  # of all projections of a call together: more leaves no shared memory for deep pipelines
 # 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins by up to 5 % without dropout.
 # With it, or with several adapters of rank 64, XLA's passes cost more than that: the kernels are 0.99 to 1.25 times as
-# fast with dropout (17 rows, two below 1, four runs), 1.09 and 1.18 times with four and 16 such adapters without it.
+# fast with dropout (20 rows, two below 1, four runs), 1.09 and 1.18 times with four and 16 such adapters without it.
 MIN_WAVE, MIN_WAVE_OF_DEAR_PASSES = 0.85, 0.8
 DEAR_RANK = 64
 

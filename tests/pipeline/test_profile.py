@@ -30,7 +30,7 @@ def test_making_what_other_stages_would_send_is_not_timed():
         return jnp.zeros(2)
 
     middle = SimpleNamespace(weights=SimpleNamespace(embed=None, head=None), noise=slow, forward=quick, backward=quick)
-    Stage.run_alone(middle, None)  # compiles
+    Stage.run_alone(middle, None)
     assert max(Stage.run_alone(middle, None)) < PAUSE_S
     middle.forward = slow
     forward, backward = Stage.run_alone(middle, None)
@@ -51,7 +51,8 @@ def middle(mixed_job):
 def test_stages_are_timed_on_numbers_that_draw_power(middle):
     stage, batch = middle
     noise = stage.noise(batch)
-    assert noise.shape[:-1] == batch.tokens.shape
+    assert noise.shape == (*batch.tokens.shape, stage._parts.model.hidden_size)
+    assert noise.dtype == stage._parts.dtype
     assert 0.9 < np.asarray(noise, np.float32).std() < 1.1
 
 

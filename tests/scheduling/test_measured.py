@@ -102,8 +102,14 @@ def test_runs_of_other_slots_are_not_compared():
     with pytest.raises(PlanError, match=r"plan\.other-timeline"):
         compare_timelines(PREDICTED, measured.of_slots(range(3)))
     last = PLAN.num_slots - 1
-    part = compare_timelines(PREDICTED.of_slots(range(3, last)), measured.of_slots(range(3, last)))
+    part = compare_timelines(PREDICTED, measured, slots=range(3, last))
     assert part.wall_ratio == pytest.approx(1.0)
+
+
+def test_work_on_slots_that_are_left_out_is_no_waiting_for_the_host():
+    slots = range(3, PLAN.num_slots - 1)
+    assert max(compare_timelines(PREDICTED, measure(), slots).host_wait_s) < 1e-9
+    assert max(compare_timelines(PREDICTED, measure(late_s=0.5), slots).host_wait_s) == pytest.approx(0.5)
 
 
 def test_updates_need_not_be_measured():
