@@ -34,6 +34,7 @@ LINEAR_CASES = (  # backend, rank, adapters, rate, spill bytes that are known an
     ("pallas_mosaic_gpu", 64, 4, 0.1, 0),
     ("pallas_mosaic_gpu", 64, 4, 0.0, 0),
     ("pallas_triton", 16, 4, 0.1, 0),
+    ("pallas_triton", 64, 4, 0.1, 0),
 )
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 ATTENTION_SPILLS = 248  # dk and dv

@@ -111,7 +111,9 @@ def key_of(spec: LinearSpec, kernel: str) -> tuple:
 
 def conditions() -> dict[str, str]:
     """Versions and date: a figure without them is not one."""
-    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "date": datetime.date.today().isoformat()}
+    platform = " ".join(jax.devices()[0].client.platform_version.split())  # CUDA's version, and so the assembler's
+    today = datetime.date.today().isoformat()
+    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
 
 
 def _joined(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
