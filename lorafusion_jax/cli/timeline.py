@@ -29,7 +29,7 @@ from scheduling import (
     simulate,
     timeline_html,
     to_perfetto,
-)  # fmt: skip
+)
 
 NAME = "timeline"
 
