@@ -21,15 +21,7 @@ from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.prediction import DEVICES, better_layout, measured_with, memory_of
 from lorafusion_jax.report.recorder import read_rows
-from scheduling import (
-    Timeline,
-    TimelineComparison,
-    compare_timelines,
-    read_cost_model,
-    simulate,
-    timeline_html,
-    to_perfetto,
-)
+from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
 
 NAME = "timeline"
 
@@ -55,10 +47,10 @@ def command(
     """
     ends_in(to, ".html", ".json")
     RunFolder(run).read_record()  # a folder that is no run has its own error
-    measured, predicted, compared = read_timeline(run), None, None
+    measured, predicted, compared = read_timeline(run), None, {}
     if cost_model:
         predicted, slots = _predicted(run, measured, cost_model, whole=whole)
-        compared = compare_timelines(predicted, measured, slots)
+        compared = _comparison(predicted, measured, slots)
         measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
     drawn = ("measured",) if predicted is None else ("predicted", "measured")
@@ -67,7 +59,7 @@ def command(
         to.write_text(json.dumps(to_perfetto(first, compare=second)), encoding="utf-8")
     else:
         to.write_text(timeline_html(first, title=f"{run}: {' and '.join(drawn)}", compare=second), encoding="utf-8")
-    numbers = timeline_numbers(measured, predicted, compared)
+    numbers = _numbers(measured) | compared
     if (moved := _moved(run, measured)) is not None:
         numbers["better_layers"] = moved._asdict()
     if as_json:
@@ -133,14 +125,16 @@ def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
     return worth_in_layers(model, extents(layers))
 
 
-def timeline_numbers(measured: Timeline, predicted: Timeline | None, compared: TimelineComparison | None) -> dict:
-    """Everything that the command shows; comparisons are there only with a prediction."""
+def _numbers(measured: Timeline) -> dict:
     slots = {span.slot for span in measured.spans}
-    numbers: dict = {"slots": [min(slots), max(slots)], "measured": _figures(measured)}
-    if predicted is None or compared is None:
-        return numbers
-    return numbers | {
-        "predicted": _figures(predicted),
+    return {"slots": [min(slots), max(slots)], "measured": _figures(measured)}
+
+
+def _comparison(predicted: Timeline, measured: Timeline, slots: range) -> dict:
+    """What the command shows besides where there is a prediction; both timelines whole."""
+    compared = compare_timelines(predicted, measured, slots)
+    return {
+        "predicted": _figures(predicted.of_slots(slots)),
         "wall_ratio": compared.wall_ratio,
         "busy_ratios": list(compared.busy_ratios),
         "host_wait_s": list(compared.host_wait_s),

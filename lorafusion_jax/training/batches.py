@@ -11,6 +11,7 @@ from lorafusion_jax.data.assemble import Microbatch, assemble, batch_loss_tokens
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
+from scheduling.simulate import slot_squares
 
 
 class Batches:
@@ -39,21 +40,10 @@ class Batches:
 
     def loads(self, most: int = 3) -> list[Load]:
         """Slots whose samples differ most in Σ length², for timing: the lightest, the heaviest and some between."""
-        squares = [self._squares(slot) for slot in range(self._plan.num_slots)]
+        squares = slot_squares(self._plan)
         ranked = sorted((slot for slot, s in enumerate(self._plan.slots) if not s.is_noop), key=squares.__getitem__)
         chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)}
         return [Load(self.of(slot), self._plan.capacity_tokens, squares[slot]) for slot in sorted(chosen)]
-
-    def _squares(self, slot: int) -> int:
-        """Σ length² over segments, padding included, of the slowest replica."""
-        lengths = [
-            [int(self._prepared.adapters[ref.adapter].train.lengths[self._row(ref)]) for ref in part]
-            for part in self._plan.slots[slot].replicas
-        ]
-        return max(sum(n * n for n in part) + (self._plan.capacity_tokens - sum(part)) ** 2 for part in lengths)
-
-    def _row(self, ref: SampleRef) -> int:
-        return int(self._prepared.adapters[ref.adapter].order[ref.sample])
 
     def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
         rows = [
