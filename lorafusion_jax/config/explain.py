@@ -80,6 +80,8 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 def _expected(detail) -> str:
     found = "null" if detail["input"] is None else repr(detail["input"])
     known = EXPECTED.get(detail["type"])
+    if detail["type"] == "value_error":  # raised by a validator of the schema
+        return str(detail["ctx"]["error"])
     return f"{known.format(**detail.get('ctx', {}))}, not {found}" if known else detail["msg"]
 
 

@@ -17,6 +17,8 @@ from lorafusion_jax.config.read import Keys, Source, read_source
 from lorafusion_jax.config.sweep import expand
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
+from lorafusion_jax.optim.schedules import schedule
+from lorafusion_jax.optim.table import optimizer
 
 SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
     "base": schema.BaseSettings,
@@ -302,12 +304,11 @@ def ineffective(config: schema.JobConfig) -> list[str]:
     """Names settings that were given but have no effect in the chosen mode."""
     notes = []
     for adapter in config.adapters:
-        optim, name = adapter.optim, adapter.optim.name
+        optim = adapter.optim
         fields = type(optim).model_fields
         given = {key for key in optim.model_fields_set if getattr(optim, key) != fields[key].default}
-        unused = {"momentum"} if name != "sgd" else {"b1", "b2", "eps"}
-        unused |= {"eps"} if name == "lion" else {"b1", "b2", "eps"} if name == "adafactor" else set()
-        notes += [f"{adapter.name}: optim.{key} has no effect with {name}" for key in sorted(given & unused)]
-        if adapter.optim.schedule == "constant" and "min_lr_ratio" in given:
-            notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a constant schedule")
+        unread = {"b1", "b2", "eps", "momentum"} - set(optimizer(optim.name).options)
+        notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(given & unread)]
+        if "min_lr_ratio" in given and not schedule(optim.schedule).falls:
+            notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a {optim.schedule} schedule")
     return list(dict.fromkeys(notes))

@@ -6,6 +6,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from lorafusion_jax.optim.schedules import unknown_schedule
+from lorafusion_jax.optim.table import optimizer, unknown_optimizer
+
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
 
 
@@ -18,6 +21,12 @@ Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer 
 
 def _spelt(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
+
+
+def _known(name: str, wrong: str | None) -> str:
+    if wrong is not None:
+        raise ValueError(wrong)
+    return name
 
 
 class Section(BaseModel):
@@ -72,21 +81,60 @@ class LoraSettings(Section):
 class OptimSettings(Section):
     """The adapter's own optimizer and clock."""
 
-    name: Literal["adamw", "sgd", "adafactor", "lion"] = Field(default="adamw", description="the optimizer")
+    name: str = Field(default="adamw", description="the optimizer")
     lr: Positive = Field(default=2e-4, description="largest learning rate")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="of the learning rate after the warm-up"
+    schedule: str = Field(default="cosine", description="of the learning rate after the warm-up")
+    warmup: NotNegative = Field(
+        default=0.03,
+        description="linear; below 1 a share of the adapter's steps, rounded to the nearest step, from 1 on a number "
+        "of steps",
     )
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.03, description="share of the adapter's steps")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="where the schedule ends, as a share of lr"
     )
-    weight_decay: NotNegative = Field(default=0.0, description="as the optimizer has it; 0 = off")
+    weight_decay: NotNegative = Field(
+        default=0.0, description="decoupled, times the learning rate; sgd adds it to the gradient; 0 = off"
+    )
     clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
-    b1: Fraction = Field(default=0.9, description="decay of the first moment; adamw, lion")
-    b2: Fraction | None = Field(default=None, description="0.999 for adamw, 0.99 for lion")
-    eps: Positive = Field(default=1e-8, description="adamw: added to the root of the second moment")
-    momentum: Fraction = Field(default=0.0, description="of sgd")
+    b1: Fraction | None = Field(default=None, description="decay of the first moment; adamw, lion: 0.9")
+    b2: Fraction | None = Field(default=None, description="of the second moment; adamw: 0.999, lion: 0.99")
+    eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
+    momentum: Fraction | None = Field(default=None, description="of sgd: 0.0")
+    options: dict[str, float] = Field(default={}, description="numbers of an optimizer from another package, by name")
+
+    @field_validator("name")
+    @classmethod
+    def _optimizer_exists(cls, name: str) -> str:
+        return _known(name, unknown_optimizer(name))
+
+    @field_validator("schedule")
+    @classmethod
+    def _schedule_exists(cls, name: str) -> str:
+        return _known(name, unknown_schedule(name))
+
+    @field_validator("warmup")
+    @classmethod
+    def _whole_steps(cls, warmup: float) -> float:
+        if warmup > 1 and warmup != int(warmup):
+            raise ValueError(f"a share below 1 or a whole number of steps, not {warmup}")
+        return warmup
+
+    @field_validator("options")
+    @classmethod
+    def _options_exist(cls, options: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        name = info.data.get("name")  # absent where it is wrong itself
+        if name is None:
+            return options
+        known = sorted(set(optimizer(name).options) - set(cls.model_fields))
+        wrong = sorted(set(options) - set(known))
+        if wrong:
+            what = f"numbers that {name} reads ({', '.join(known)})" if known else f"empty: {name} reads none"
+            raise ValueError(f"{what}; not {', '.join(wrong)}")
+        return options
+
+    def option(self, name: str) -> float | None:
+        """A number that only some optimizers read; None where it is not given."""
+        return getattr(self, name) if name in type(self).model_fields else self.options.get(name)
 
 
 class BatchSettings(Section):

@@ -22,9 +22,9 @@ import numpy as np
 from jax import Array, process_count
 
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
 from lorafusion_jax.pipeline.move import across, local, to_stage
-from lorafusion_jax.pipeline.optim import Hyper
 from lorafusion_jax.pipeline.programs import Verdict
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage

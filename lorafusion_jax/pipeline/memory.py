@@ -17,6 +17,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
+from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent, Half
 from lorafusion_jax.pipeline.layout import half_of_linear, layer_shapes, linear_shapes, stage_layers
@@ -41,7 +42,6 @@ ATTENTION_ROWS, ATTENTION_WIDTHS = 128, (64, 128)  # what our attention asks for
 # Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
 MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE, MLP_WAVE_WITH_DROPOUT = 2048, 1024, 64, 0.85, 0.8
 HOPPER_SMS = 132
-STATES = {"adamw": 2, "lion": 1, "sgd": 1, "adafactor": 1}  # arrays as large as the adapter
 SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -309,7 +309,8 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
         adapters=lora,
         sums=lora,
         optimizers=sum(
-            STATES[name] * own for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
+            round(optimizer(name).states_per_weight * own)
+            for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
         ),
         kept=in_flight * kept + slopes,
         # eight int32 or float32 a row, and rotary tables

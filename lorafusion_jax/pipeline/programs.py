@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.extent import Extent, Half, half_of
 from lorafusion_jax.pipeline.keep import Keep, Split
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
-from lorafusion_jax.pipeline.optim import Hyper, clipped, transformation
 from lorafusion_jax.pipeline.parts import Parts, Weights
 from pallas_kernels import compiler_options
 
@@ -110,7 +110,7 @@ class StagePrograms:
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
-        return transformation(optim, Hyper(*[0.0] * 7)).init(lv.take(lora, spec, 0))
+        return transformation(optim, zero_hyper(optim)).init(lv.take(lora, spec, 0))
 
     def _jit(
         self, function: Callable, in_specs: tuple, out_specs: Any, *,

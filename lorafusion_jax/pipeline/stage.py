@@ -14,13 +14,13 @@ from jax import Array
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.optim.step import Hyper, hyper, still
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.extent import Extent, Piece
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import everywhere
-from lorafusion_jax.pipeline.optim import Hyper, hyper
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
 
@@ -176,6 +176,10 @@ class Stage:
             numbers,
         )
         return self.alive
+
+    def still(self, index: int) -> Hyper:
+        """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
+        return still(self._adapters[index].optim)
 
     def run_alone(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, on random numbers where they would send something.

@@ -21,8 +21,9 @@ from jax import process_count
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.optim.schedules import learning_rates
+from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
-from lorafusion_jax.pipeline.optim import hyper, learning_rates
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.report.events import Event, Kind, Listener
 from lorafusion_jax.training.batches import Batches

@@ -1,0 +1,99 @@
+"""Learning-rate schedules: a table of shapes, tabulated once per adapter. Never imports jax at the top.
+
+To add one, add a row; from another package, install an entry point of the group `lorafusion_jax.schedules` that loads
+a `Schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.optim.settings import OptimizerSettings
+from lorafusion_jax.plugins import find, not_known
+
+GROUP = "lorafusion_jax.schedules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate after the warm-up.
+
+    Args:
+        build: (largest rate, final rate as a share of it, number of steps) → function of an array of steps, from 0,
+            that returns their rates, as an `optax.Schedule`.
+        falls: whether it ends at `optim.min_lr_ratio`; that key has no effect otherwise.
+    """
+
+    build: Callable[[float, float, int], Callable[[Any], Any]]
+    falls: bool = True
+
+
+def _constant(lr: float, ratio: float, steps: int) -> Callable[[Any], Any]:
+    import optax
+
+    del ratio, steps  # unused
+    return optax.constant_schedule(lr)
+
+
+def _linear(lr: float, ratio: float, steps: int) -> Callable[[Any], Any]:
+    import optax
+
+    return optax.linear_schedule(lr, lr * ratio, steps)
+
+
+def _cosine(lr: float, ratio: float, steps: int) -> Callable[[Any], Any]:
+    import optax
+
+    return optax.cosine_decay_schedule(lr, steps, alpha=ratio)
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "constant": Schedule(build=_constant, falls=False),
+    "linear": Schedule(build=_linear),
+    "cosine": Schedule(build=_cosine),
+}
+
+
+def schedule(name: str) -> Schedule:
+    """Finds a schedule by the name that a job file gives it.
+
+    Raises:
+        ConfigError: `plugin.unknown`, `plugin.broken`.
+    """
+    return find(GROUP, SCHEDULES, name, Schedule)
+
+
+def unknown_schedule(name: str) -> str | None:
+    """What `optim.schedule` should have been; None for a name that exists."""
+    return not_known(GROUP, SCHEDULES, name)
+
+
+def warmup_steps(settings: OptimizerSettings, num_steps: int) -> int:
+    """Steps of the warm-up: a share of all steps, rounded to the nearest step, or a number of steps.
+
+    Example:
+        >>> from lorafusion_jax.config import OptimSettings
+        >>> warmup_steps(OptimSettings(warmup=0.1), 25), warmup_steps(OptimSettings(warmup=10), 25)
+        (2, 10)
+    """
+    return round(settings.warmup * num_steps) if settings.warmup < 1 else min(int(settings.warmup), num_steps)
+
+
+def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
+    """Tabulates an adapter's schedule: float32 learning rate of each of its steps.
+
+    The warm-up is linear from lr / warm-up steps, so that the first step already learns. Then the schedule falls
+    towards lr · min_lr_ratio, which it would reach one step after the last, so that the last step learns, too.
+    """
+    import jax.numpy as jnp
+
+    warm = warmup_steps(settings, num_steps)
+    left = num_steps - warm
+    body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
+    rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
+    falling = np.asarray(body(jnp.arange(left))) * np.ones(left)
+    return np.concatenate([rising, falling]).astype(np.float32)

@@ -1,0 +1,28 @@
+"""What this room asks of an adapter's settings; `config.OptimSettings` has it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class OptimizerSettings(Protocol):
+    """The section `optim` of an adapter."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+
+    def option(self, name: str) -> float | None:
+        """A number that only some optimizers read; None where the job file does not give it."""
+        ...
