@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.modules.spec import AdapterSpec
 
@@ -20,11 +21,11 @@ type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
 
 def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
-    """Cuts one adapter out, layer by layer, at its own rank and targets.
+    """Cuts one adapter out, layer by layer, at its own rank and targets; its kind makes A and B of its tensors.
 
     Args:
         lora_leaves: "layers.0.self_attn.q_proj.lora_a" → [A, K, R] and "….lora_b" → [A, R, N], or stacked
-            "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays.
+            "layers.self_attn.q_proj.lora_a" → [L, A, K, R]; numpy or jax arrays. Other kinds have more leaves.
         spec: the adapter.
         index: its place among the A adapters.
 
@@ -34,13 +35,16 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
     Raises:
         CheckpointError: `peft.no-weights`, none of the weights is of a target.
     """
+    kind = adapter_kind(spec.kind)
     arrays: Arrays = {}
     for path, places in _projections(lora_leaves).items():
         if path.rsplit(".", 1)[-1] not in spec.targets:
             continue
-        a, b = (_host(lora_leaves[f"{path}.{leaf}"]) for leaf in ("lora_a", "lora_b"))
+        whole = {leaf.name: _host(lora_leaves[f"{path}.{leaf.name}"]) for leaf in kind.leaves}
         for unrolled, place in places.items():
-            arrays[unrolled] = (a[(*place, index)][:, : spec.rank].copy(), b[(*place, index)][: spec.rank].copy())
+            own = {leaf.name: leaf.at_rank(whole[leaf.name][(*place, index)], spec.rank)[None] for leaf in kind.leaves}
+            a_1Kr, b_1rN = kind.low_rank(own)
+            arrays[unrolled] = (a_1Kr[0].copy(), b_1rN[0].copy())
     if not arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in _projections(lora_leaves)})
         raise CheckpointError(
@@ -53,7 +57,9 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
 
 
 def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Puts one adapter into the stacked weights; what it does not have becomes zero, other adapters keep their bits.
+    """Puts A and B of one LoRA adapter into the stacked weights; what it does not have becomes zero.
+
+    Other adapters keep their bits.
 
     Args:
         lora_leaves: as in `take_adapter`; not changed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -40,9 +41,16 @@ def read_starts(config: JobConfig) -> dict[int, Arrays]:
 def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:
     if not folder.is_dir():
         raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
+    if not adapter_kind(adapter.lora.kind).in_peft:
+        raise CheckpointError(
+            "peft.kind",
+            f"an adapter of kind {adapter.lora.kind} cannot go on from a PEFT folder.",
+            why="the folder holds the product of its tensors, not the tensors themselves",
+            fix="lora.kind: lora   or leave lora.init_from out",
+        )
     found, arrays = read_adapter(folder, base_name=base_name)
     spec = adapter_spec(adapter)
-    if dataclasses.replace(found, name=spec.name, dropout=spec.dropout, seed=spec.seed) == spec:
+    if dataclasses.replace(found, name=spec.name, kind=spec.kind, dropout=spec.dropout, seed=spec.seed) == spec:
         return arrays
     raise CheckpointError(
         "peft.other-settings",

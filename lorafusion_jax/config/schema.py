@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 
@@ -70,12 +71,18 @@ class DataSettings(Section):
 class LoraSettings(Section):
     """The adapter itself; PEFT's r, lora_alpha, lora_dropout, target_modules, use_rslora."""
 
+    kind: str = Field(default="lora", description="kind of adapter")
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
     alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
     dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
     init_from: str | None = Field(default=None, description="PEFT folder to continue from")
+
+    @field_validator("kind")
+    @classmethod
+    def _kind_exists(cls, name: str) -> str:
+        return _known(name, unknown_kind(name))
 
 
 class OptimSettings(Section):

@@ -19,5 +19,6 @@ def adapter_spec(adapter: AdapterConfig) -> AdapterSpec:
         rslora=adapter.lora.rslora,
         dropout=adapter.lora.dropout,
         targets=resolve_targets(adapter.lora.targets),
+        kind=adapter.lora.kind,
         seed=adapter.seed,
     )

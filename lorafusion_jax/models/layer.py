@@ -50,6 +50,7 @@ class _Linears:
             out_features,
             num_adapters=len(self.adapters),
             rank=bank_rank(self.adapters, name),
+            kinds=[spec.kind for spec in self.adapters],
             use_bias=bias,
             dtype=self.dtype,
             param_dtype=self.dtype,

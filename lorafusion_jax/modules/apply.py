@@ -16,7 +16,9 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from lorafusion_jax.adapters.kind import leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.match import find_linears
@@ -139,8 +141,10 @@ class AdaptedLinear(nnx.Linear):
                 setattr(self, name, nnx.data(None) if name == "bias" and value is None else value)
         self.rank = max(adapters[index].rank for index in members)
         self.scale, self.site = adapters[0].scale, zlib.crc32(dotted(path).encode()) >> 1
-        a_AKR, b_ARN = init_bank(adapters, dotted(path), linear.in_features, linear.out_features, self.rank, members)
-        self.lora_a, self.lora_b = nnx.LoRAParam(jnp.asarray(a_AKR)), nnx.LoRAParam(jnp.asarray(b_ARN))
+        self.kinds = tuple(spec.kind for spec in adapters)
+        bank = init_bank(adapters, dotted(path), linear.in_features, linear.out_features, self.rank, members)
+        for name, leaf in bank.items():
+            setattr(self, name, nnx.LoRAParam(jnp.asarray(leaf)))
 
     def __call__(self, inputs: Float[Array, "*B K"], out_sharding: None = None) -> Float[Array, "*B N"]:
         """Applies the frozen layer and the adapter of each row."""
@@ -148,7 +152,8 @@ class AdaptedLinear(nnx.Linear):
             raise NotImplementedError("a LoRA layer does not take out_sharding")
         bias = None if self.bias is None else self.bias[...]
         x, w_KN, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        a_AKR, b_ARN = self.lora_a[...], self.lora_b[...]
+        leaves = {leaf.name: getattr(self, leaf.name)[...] for leaf in leaves_of(self.kinds)}
+        a_AKR, b_ARN = low_rank_bank(self.kinds, leaves)
         context = _context()
         if context is None:
             return lora_linear(x, w_KN, a_AKR[0], b_ARN[0], scale=self.scale, bias=bias)

@@ -6,37 +6,41 @@ A adapters · K in · N out · R padded rank · r an adapter's rank · L stacked
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
+from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 
 LAYERS = "layers"
 
 
-def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws A and B of one projection as PEFT does.
+def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: int) -> dict[str, np.ndarray]:
+    """Draws the weights of an adapter in one projection, of LoRA as PEFT does.
 
     A ~ U(-1/sqrt(K), 1/sqrt(K)) (Kaiming uniform with a = sqrt 5), B = 0
 
     Args:
-        spec: rank and seed count.
+        spec: kind, rank and seed count.
         path: the projection, e.g. "layers.3.self_attn.q_proj".
         in_features: K.
         out_features: N.
 
     Returns:
-        a [K, r], b [r, N], float32.
+        Leaf → float32 array; of LoRA "lora_a" [K, r] and "lora_b" [r, N].
 
-    >>> a, b = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
-    >>> a.shape, b.shape, bool(abs(a).max() <= 1 / 8), b.any().item()
+    >>> own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
+    >>> own["lora_a"].shape, own["lora_b"].shape, bool(abs(own["lora_a"]).max() <= 1 / 8), own["lora_b"].any().item()
     ((64, 2), (2, 32), True, False)
     """
-    bound = 1 / math.sqrt(in_features)
-    a_Kr = (2 * _uniform(spec.seed, path, in_features * spec.rank) - 1) * np.float32(bound)
-    return a_Kr.reshape(in_features, spec.rank), np.zeros((spec.rank, out_features), np.float32)
+    return {
+        leaf.name: leaf.init(
+            partial(_uniform, spec.seed, _stream(path, leaf.name)), leaf.shape(in_features, out_features, spec.rank)
+        )
+        for leaf in adapter_kind(spec.kind).leaves
+    }
 
 
 def init_bank(
@@ -46,11 +50,11 @@ def init_bank(
     out_features: int,
     rank: int | None = None,
     members: Sequence[int] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     """Stacks the initial weights of all adapters in one projection.
 
-    Adapters of lower rank, and those that do not target the projection, have zeros there; zero columns of A beside
-    zero rows of B get zero gradients, so they stay zero.
+    Adapters of lower rank or of another kind, and those that do not target the projection, have zeros there. Zero
+    columns of A with zero rows of B get zero gradients, so they stay zero.
 
     Args:
         adapters: in stacking order.
@@ -61,20 +65,23 @@ def init_bank(
         members: indices of those adapters, if not the ones whose `targets` name the last part of the path.
 
     Returns:
-        a [A, K, R], b [A, R, N], float32.
+        Leaf → float32 array; "lora_a" [A, K, R], "lora_b" [A, R, N], and those of other kinds.
     """
     name = path.rsplit(".", 1)[-1]
     rank = bank_rank(adapters, name) if rank is None else rank
-    a_AKR = np.zeros((len(adapters), in_features, rank), np.float32)
-    b_ARN = np.zeros((len(adapters), rank, out_features), np.float32)
+    leaves = {leaf.name: leaf for leaf in leaves_of(tuple(spec.kind for spec in adapters))}
+    bank = {
+        key: np.zeros((len(adapters), *leaf.shape(in_features, out_features, rank)), np.float32)
+        for key, leaf in leaves.items()
+    }
     for index in [index for index, spec in enumerate(adapters) if name in spec.targets] if members is None else members:
-        rank = adapters[index].rank
-        a_AKR[index, :, :rank], b_ARN[index, :rank] = init_adapter(adapters[index], path, in_features, out_features)
-    return a_AKR, b_ARN
+        for key, own in init_adapter(adapters[index], path, in_features, out_features).items():
+            leaves[key].at_rank(bank[key][index], adapters[index].rank)[...] = own
+    return bank
 
 
 def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws all LoRA leaves of a decoder, unrolled or stacked, to the same numbers.
+    """Draws all trainable leaves of a decoder, unrolled or stacked, to the same numbers.
 
     Args:
         adapters: in stacking order.
@@ -89,9 +96,15 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
         a_shape, b_shape = shapes[f"{path}.lora_a"], shapes[f"{path}.lora_b"]
         numbers = [None] if len(a_shape) == 3 else range(a_shape[0])
         banks = [init_bank(adapters, _at(path, number), a_shape[-2], b_shape[-1], a_shape[-1]) for number in numbers]
-        a, b = banks[0] if len(a_shape) == 3 else (np.stack(parts) for parts in zip(*banks, strict=True))
-        leaves[f"{path}.lora_a"], leaves[f"{path}.lora_b"] = a, b
+        for name in banks[0]:
+            bank = [bank[name] for bank in banks]
+            leaves[f"{path}.{name}"] = bank[0] if len(a_shape) == 3 else np.stack(bank)
     return leaves
+
+
+def _stream(path: str, leaf: str) -> str:
+    """What a leaf's draw depends on besides the seed. A has the projection's own: so runs have begun from the first."""
+    return path if leaf == "lora_a" else f"{path} {leaf}"
 
 
 def _at(path: str, number: int | None) -> str:

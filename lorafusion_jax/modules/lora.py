@@ -15,6 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.gate import silu_gate
@@ -27,7 +29,7 @@ class LoRALinear(nnx.Module):
 
     Trainable leaves `lora_a` [A, K, R] and `lora_b` [A, R, N] are float32 `nnx.LoRAParam`; `kernel` [K, N] and `bias`
     are `nnx.Param`. Rank 0 makes a plain frozen layer without LoRA leaves. A is drawn as in PEFT and B is zero, so a
-    fresh layer computes x W.
+    fresh layer computes x W. Leaves of other kinds are zero: `init_bank` draws them.
 
     Args:
         in_features: K.
@@ -35,6 +37,7 @@ class LoRALinear(nnx.Module):
         num_adapters: A.
         rank: R, the largest rank of an adapter. All are drawn with it: for an adapter k of a lower rank r set
             `lora_a[k, :, r:]` to zero, and it stays so (`apply_lora` does that itself).
+        kinds: of the adapters, see `lorafusion_jax.adapters.kind`; default all "lora". Other kinds have more leaves.
         use_bias: adds a frozen bias.
         dtype: of the computation; None keeps the input's.
         param_dtype: of kernel and bias.
@@ -59,6 +62,7 @@ class LoRALinear(nnx.Module):
         *,
         num_adapters: int,
         rank: int,
+        kinds: Sequence[str] | None = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -70,11 +74,14 @@ class LoRALinear(nnx.Module):
         scale = 1 / math.sqrt(in_features)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (in_features, out_features), param_dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else nnx.data(None)
+        self.kinds = ("lora",) * num_adapters if kinds is None else tuple(kinds)
         self.lora_a = self.lora_b = nnx.data(None)
         if rank:
             a_AKR = jax.random.uniform(rngs.params(), (num_adapters, in_features, rank), jnp.float32, -scale, scale)
-            self.lora_a = nnx.LoRAParam(a_AKR)
-            self.lora_b = nnx.LoRAParam(jnp.zeros((num_adapters, rank, out_features), jnp.float32))
+            drawn = {"lora_a": a_AKR}
+            for leaf in leaves_of(self.kinds):
+                zeros = jnp.zeros((num_adapters, *leaf.shape(in_features, out_features, rank)), jnp.float32)
+                setattr(self, leaf.name, nnx.LoRAParam(drawn.get(leaf.name, zeros)))
 
     def __call__(
         self, x: Float[Array, "*B K"], ctx: LoRAContext | None = None, *, site: int = 0
@@ -87,13 +94,14 @@ class LoRALinear(nnx.Module):
             site: which dropout of the layer this input gets; equal for projections that share the input.
         """
         x, w_KN, bias = self._inputs(x)
-        if ctx is None or self.lora_a is None or self.lora_b is None:
+        a_AKR, b_ARN = self._bank()
+        if ctx is None or a_AKR is None or b_ARN is None:
             return _plain(x, w_KN, bias)
         return multi_lora_linear(
             x,
             w_KN,
-            self.lora_a[...],
-            self.lora_b[...],
+            a_AKR,
+            b_ARN,
             tile_adapter=ctx.tile_adapter,
             scale=ctx.scale,
             dropout=ctx.at_site(site),
@@ -106,8 +114,10 @@ class LoRALinear(nnx.Module):
         bias = None if self.bias is None else self.bias[...].astype(dtype)
         return x.astype(dtype), self.kernel[...].astype(dtype), bias
 
-    def _banks(self) -> tuple[Array | None, Array | None]:
-        return (None, None) if self.lora_a is None or self.lora_b is None else (self.lora_a[...], self.lora_b[...])
+    def _bank(self) -> tuple[Array | None, Array | None]:
+        if self.lora_a is None:
+            return None, None
+        return low_rank_bank(self.kinds, {leaf.name: getattr(self, leaf.name)[...] for leaf in leaves_of(self.kinds)})
 
 
 def lora_siblings(
@@ -131,7 +141,7 @@ def lora_siblings(
     if ctx is None or all(linear.lora_a is None for linear in linears):
         return tuple(_plain(*each) for each in inputs)
     biases = [bias for _, _, bias in inputs]
-    as_, bs = zip(*(linear._banks() for linear in linears), strict=True)
+    as_, bs = zip(*(linear._bank() for linear in linears), strict=True)
     return multi_lora_linears(
         inputs[0][0],
         [w_KN for _, w_KN, _ in inputs],
@@ -177,7 +187,7 @@ def lora_mlp(
         gated_TF = silu_gate(checkpoint_name(gate_TF, "gate"), checkpoint_name(up_TF, "up"))
         return down(gated_TF, ctx, site=down_site)
     inputs = [linear._inputs(x) for linear in linears]
-    as_, bs = zip(*(linear._banks() for linear in linears), strict=True)
+    as_, bs = zip(*(linear._bank() for linear in linears), strict=True)
     return multi_lora_mlp(
         inputs[0][0],
         [w_KN for _, w_KN, _ in inputs],

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.errors import ConfigError, raise_all
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -19,7 +20,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """One LoRA adapter: y = x W + scale · (drop(x) A) B in every targeted projection.
+    """One adapter: y = x W + scale · (drop(x) A) B in every targeted projection.
 
     Args:
         name: unique in a run; the name of its folder.
@@ -28,6 +29,7 @@ class AdapterSpec:
         rslora: scale alpha / sqrt(r) instead of alpha / r.
         dropout: share of the inputs of A that a training step leaves out.
         targets: names of the adapted projections, see `resolve_targets`; a single name may stand for itself.
+        kind: how A and B are made of the trainable tensors, see `lorafusion_jax.adapters.kind`.
         seed: decides the initial weights and all dropout of this adapter, whoever trains beside it.
 
     Raises:
@@ -43,6 +45,7 @@ class AdapterSpec:
     rslora: bool = False
     dropout: float = 0.0
     targets: tuple[str, ...] = TARGETS
+    kind: str = "lora"
     seed: int = 0
 
     def __post_init__(self):
@@ -57,6 +60,7 @@ class AdapterSpec:
             (math.isfinite(self.alpha) and self.alpha > 0, "lora.alpha", f"alpha={self.alpha} is not above 0."),
             (0 <= self.dropout < 1, "lora.dropout", f"dropout={self.dropout} is not in [0, 1)."),
             (bool(self.targets), "lora.no-target", "targets is empty: there is nothing to train."),
+            ((wrong := unknown_kind(self.kind)) is None, "lora.kind", f"kind must be {wrong}."),
         )
         raise_all([ConfigError(code, f"{self.name}: {what}") for holds, code, what in checks if not holds])
 

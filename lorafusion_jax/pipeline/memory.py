@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
+from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
@@ -348,13 +349,18 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
 
 
 def _lora_bytes(problem: MemoryProblem, stage: int) -> int:
-    """[A, K, R] and [A, R, N] float32 of a stage's layers, padded to the largest rank of each projection."""
+    """Stacked trainable tensors of a stage's layers in float32, padded to the largest rank of each projection."""
     return sum(_layer_lora_bytes(problem, piece.half) for piece in problem.layers[stage].pieces)
 
 
 def _layer_lora_bytes(problem: MemoryProblem, half: Half | None = None) -> int:
-    shapes = _linears(problem, half)
-    padded = sum(bank_rank(problem.adapters, name) * (k + n) for name, (k, n) in shapes.items())
+    leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
+    padded = sum(
+        prod(leaf.shape(k, n, rank))
+        for name, (k, n) in _linears(problem, half).items()
+        if (rank := bank_rank(problem.adapters, name))
+        for leaf in leaves
+    )
     return FLOAT32 * len(problem.adapters) * padded
 
 
@@ -364,12 +370,15 @@ def _linears(problem: MemoryProblem, half: Half | None) -> dict[str, tuple[int, 
 
 
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
-    """The same per adapter, at its own rank and targets: what its optimizer sees."""
+    """The same per adapter, at its own rank, targets and kind: what its optimizer sees."""
     pieces = [_linears(problem, piece.half) for piece in problem.layers[stage].pieces]
-    return [
-        FLOAT32 * spec.rank * sum(sum(shapes[name]) for shapes in pieces for name in spec.targets if name in shapes)
-        for spec in problem.adapters
-    ]
+
+    def own(spec: AdapterSpec) -> int:
+        kind = adapter_kind(spec.kind)
+        shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
+        return sum(kind.num_parameters(in_features=k, out_features=n, rank=spec.rank) for k, n in shapes)
+
+    return [FLOAT32 * own(spec) for spec in problem.adapters]
 
 
 def _site_ranks(problem: MemoryProblem) -> dict[str, int]:

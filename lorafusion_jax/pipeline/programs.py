@@ -83,7 +83,7 @@ class StagePrograms:
         Returns:
             (gradient, Verdict, finite per leaf in order of names, sums and loss with the adapter's part cleared)
         """
-        kind = ("finish", spec.rank, spec.targets)
+        kind = ("finish", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
@@ -101,7 +101,7 @@ class StagePrograms:
         Returns:
             (lora, optimizer, alive)
         """
-        kind = ("step", spec.rank, spec.targets, optim.name, optim.clip > 0)
+        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0)
         if kind not in self._steps:
             self._steps[kind] = jax.jit(
                 partial(_step, spec, optim), donate_argnums=(1, 3), out_shardings=self._stage.everywhere
@@ -223,7 +223,7 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
 
 
 def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
-    own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index).items()}
+    own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
     finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
     total = jnp.zeros(()) if loss is None else loss[:, index].sum()

@@ -207,7 +207,7 @@ class Stage:
         another still runs one of these, and the two would meet.
         """
         kinds = {
-            (spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0): index
+            (spec.kind, spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0): index
             for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
         }
         optimizers = {index: self.optimizers[self._specs[index].name] for index in kinds.values()}
@@ -244,7 +244,7 @@ class Stage:
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `finish` reports them."""
-        return sorted(name for name in self.lora if lv.projection(name) in spec.targets)
+        return lv.own_names(self.lora, spec)
 
 
 def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:

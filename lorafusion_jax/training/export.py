@@ -46,7 +46,7 @@ class AdapterExporter:
         """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
 
         Args:
-            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank.
+            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank, and other leaves.
         """
         target = self._folder.adapter_step(name, step)
         if target.exists() and (step < self._since[name] or target in self._written):
@@ -62,7 +62,7 @@ class AdapterExporter:
 
     def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], place: Path) -> None:
         export_adapter(
-            {leaf: array[..., None, :, :] for leaf, array in own.items()},
+            {leaf: array[:, None] for leaf, array in own.items()},
             spec,
             0,
             self._config.base.model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -39,7 +39,8 @@ def verify_exports(run: Path) -> dict[str, Check]:
     """Evaluates every exported adapter that has held-out data; key: adapter."""
     folder = RunFolder(run)
     config = folder.read_config()
-    prepared, specs = prepare(config), adapter_specs(config)
+    prepared = prepare(config)
+    specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # what a PEFT folder holds
     stages = load_stages(config, prepared, specs)
     lora = stages[0].first_lora()
     for index, spec in enumerate(specs):

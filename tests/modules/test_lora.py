@@ -19,7 +19,7 @@ TABLE = [1, 0, -1, 1]  # tiles of 3 rows
 
 def layer_of(name, *, out_features=6, seed=0, **more):
     layer = LoRALinear(8, out_features, num_adapters=2, rank=4, rngs=nnx.Rngs(seed), **more)
-    a, b = init_bank(SPECS, f"layers.0.self_attn.{name}", 8, out_features, rank=4)
+    a, b = init_bank(SPECS, f"layers.0.self_attn.{name}", 8, out_features, rank=4).values()
     layer.lora_a[...], layer.lora_b[...] = jnp.asarray(a), jnp.asarray(b)
     return layer
 

@@ -1,0 +1,1 @@
+"""Kinds of adapters as tables of their trainable tensors. Never imports jax."""

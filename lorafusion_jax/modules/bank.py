@@ -1,0 +1,38 @@
+"""The low-rank pairs that adapters of several kinds make of one projection's stacked leaves.
+
+A adapters · K in · N out · R padded rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lorafusion_jax.adapters.kind import adapter_kind
+
+
+def low_rank_bank(
+    kinds: Sequence[str], leaves: Mapping[str, Any]
+) -> tuple[Float[Array, "A K R"], Float[Array, "A R N"]]:
+    """Makes A and B of all adapters; each kind sees the tensors of its own adapters only.
+
+    So NaN in an adapter of one kind reaches neither values nor gradients of another. Where all are plain LoRA these are
+    the leaves themselves.
+
+    Args:
+        kinds: of the A adapters.
+        leaves: by name, [A, ...].
+    """
+    names = tuple(dict.fromkeys(kinds))
+    if len(names) == 1:
+        return adapter_kind(names[0]).low_rank(leaves)
+    a_AKR, b_ARN = jnp.zeros_like(leaves["lora_a"]), jnp.zeros_like(leaves["lora_b"])
+    for name in names:
+        kind, members = adapter_kind(name), np.flatnonzero([other == name for other in kinds])
+        a, b = kind.low_rank({key: leaves[key][members] for key in kind.names})
+        a_AKR, b_ARN = a_AKR.at[members].set(a), b_ARN.at[members].set(b)
+    return a_AKR, b_ARN

@@ -1,0 +1,144 @@
+"""An adapter kind from another package: LoRA whose product has a trainable scale per output column."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from lorafusion_jax.cli.main import run
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+
+SOURCE = """
+import numpy as np
+
+from lorafusion_jax.adapters.kind import LORA_A, LORA_B, AdapterKind, Leaf
+
+
+def ones(draw, shape):
+    return np.ones(shape, np.float32)
+
+
+COLUMNS = Leaf(name="column_scale", axes=("N",), init=ones)
+SCALED = AdapterKind(
+    leaves=(LORA_A, LORA_B, COLUMNS),
+    low_rank=lambda leaves: (leaves["lora_a"], leaves["lora_b"] * leaves["column_scale"][:, None, :]),
+)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _installed(install):
+    install("toy_kind", SOURCE, {"lorafusion_jax.adapter_kinds": {"scaled": "SCALED"}})
+
+
+@pytest.fixture
+def job(write_rows, write_job):
+    rows = {name: write_rows(f"{name}.jsonl", 12, seed, 20) for seed, name in enumerate(("toy", "plain"))}
+
+    def make(kinds: dict[str, str], **sections):
+        adapters = [
+            {
+                "name": name,
+                "data": {"train": rows[name], "eval": rows[name]},
+                "batch": {"global_samples": 4},
+                "lora": {"kind": kind, "rank": 2 + 2 * seed, "dropout": 0.1},
+                "optim": {"lr": 0.02, "schedule": "constant"},
+            }
+            for seed, (name, kind) in enumerate(kinds.items())
+        ]
+        return write_job(adapters, **sections)
+
+    return make
+
+
+def trained(folder, name):
+    return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
+
+
+def test_trains_beside_lora_to_peft_folders_that_evaluate_alike(job, tmp_path, capsys):
+    assert run(["train", str(job({"toy": "scaled", "plain": "lora"})), "--out", str(tmp_path / "both")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "both" / "metrics.jsonl").read_text().splitlines()]
+    evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == "toy"]
+    assert evals[-1] < evals[0]
+
+    from lorafusion_jax.training.verify import verify_exports
+
+    for check in verify_exports(tmp_path / "both").values():
+        assert check.delta < 1e-5 * check.trained  # B times the column's scale, rounded once more
+
+
+@pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}])
+def test_joint_is_alone(job, tmp_path, mesh):
+    """Another packing, so sums come in another order."""
+    joint, alone = tmp_path / "joint", tmp_path / "alone"
+    assert run(["train", str(job({"toy": "scaled", "plain": "lora"}, mesh=mesh)), "--out", str(joint)]) == 0
+    assert run(["train", str(job({"toy": "scaled"})), "--out", str(alone)]) == 0
+    ours, theirs = trained(joint, "toy"), trained(alone, "toy")
+    assert max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours) < 1e-5
+
+
+def test_an_nnx_model_takes_it_and_it_computes_what_it_says():
+    specs = [
+        AdapterSpec(name="toy", rank=2, alpha=4, kind="scaled", targets=(".*",)),
+        AdapterSpec(name="plain", rank=3, alpha=3, targets=(".*",)),
+    ]
+    model = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), specs)
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    model.lora_b[...] = jax.random.normal(next(keys), (2, 3, 6)).at[0, 2:].set(0)
+    model.column_scale[...] = jax.random.normal(next(keys), (2, 6))
+    x = jax.random.normal(next(keys), (4, 8))
+    table = jnp.array([0, 1, 0, 1])
+
+    def forward(model, x):
+        with use_adapters(LoRAContext.of(specs, table)):
+            return model(x)
+
+    a, b, columns, w = (
+        np.float64(leaf[...]) for leaf in (model.lora_a, model.lora_b, model.column_scale, model.kernel)
+    )
+    factors = np.stack([2 * columns[0], np.ones(6)])
+    want = [
+        x_K @ w + model.bias[...] + (x_K @ a[k] @ b[k]) * factors[k]
+        for x_K, k in zip(np.float64(x), table, strict=True)
+    ]
+    np.testing.assert_allclose(forward(model, x), np.stack(want), rtol=1e-5, atol=1e-5)
+
+    def gradient(model):
+        loss = lambda model: (forward(model, x)[1::2] ** 2).sum()  # noqa: E731 (rows of the plain adapter)
+        return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+
+    before = gradient(model)
+    model.column_scale[...] = jnp.array(model.column_scale[...]).at[0].set(jnp.nan)
+    after = gradient(model)
+    for name in ("lora_a", "lora_b"):
+        np.testing.assert_array_equal(after[name][...][1], before[name][...][1])
+
+
+def test_it_cannot_go_on_from_a_peft_folder(job, tmp_path, capsys):
+    assert run(["train", str(job({"plain": "lora"})), "--out", str(tmp_path / "first")]) == 0
+    capsys.readouterr()
+    latest = tmp_path / "first" / "adapters" / "plain" / "latest"
+    again = job({"toy": "scaled"})
+    assert run(["train", str(again), "--out", str(tmp_path / "second"), f"adapters.toy.lora.init_from={latest}"]) == 2
+    assert "error[peft.kind]" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
+def test_memory_counts_its_tensors(job, capsys):
+    held = {}
+    for kind in ("lora", "scaled"):
+        assert run(["plan", str(job({"toy": kind})), "--json"]) == 0
+        held[kind] = json.loads(capsys.readouterr().out)["memory"]["stages"][0]
+    widths = 32 + 16 + 16 + 32 + 48 + 48 + 32  # q, k, v, o, gate, up, down
+    assert held["scaled"]["adapters"] - held["lora"]["adapters"] == 4 * 2 * widths
+
+
+def test_an_unknown_kind_is_refused(job, capsys):
+    assert run(["check", str(job({"toy": "scald"}))]) == 2
+    assert "did you mean 'scaled'" in capsys.readouterr().err
