@@ -1,0 +1,74 @@
+"""Puts what the code and the benchmarks say into pages, where a page has a line `<!-- generated: NAME -->`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pydantic import BaseModel  # noqa: E402
+from pydantic.fields import FieldInfo  # noqa: E402
+
+from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
+from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
+
+MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Called by mkdocs for every page."""
+    return MARK.sub(lambda found: GENERATED[found[1]](), markdown)
+
+
+def job_file() -> str:
+    """Every key of a job file, a table per section."""
+    parts = []
+    for title, sections in (("The whole run", SHARED), ("Per adapter", DEFAULTS)):
+        parts.append(f"## {title}\n")
+        for key, model in sections.items():
+            parts += [f"### `{key}`\n", f"{model.__doc__}\n", *_table(model), ""]
+    parts += ["### Other keys of an adapter\n", *_head()]
+    parts += [_row(key, AdapterConfig.model_fields[key]) for key in ("name", *SINGLE_DEFAULTS)]
+    return "\n".join(parts) + "\n"
+
+
+def benchmarks() -> str:
+    """The tables of benchmarks/README.md, from its second heading on; links lead to the repository."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    body = text[text.index("## Whole training runs") :]
+    return re.sub(r"\[([^\]]+)\]\((?!http)[^)]+\)", r"\1", body)
+
+
+def _table(model: type[BaseModel]) -> Iterator[str]:
+    yield from _head()
+    for key, field in model.model_fields.items():
+        yield _row(key, field)
+
+
+def _head() -> list[str]:
+    return ["| key | default | meaning |", "|---|---|---|"]
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    values = " · ".join(f"`{value}`" for value in _choices(field.annotation))
+    meaning = (field.description or "").replace("|", "\\|")
+    default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+    return f"| `{key}` | {default} | {meaning}{'<br>' + values if values else ''} |"
+
+
+def _shown(value: object) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value.__hash__ else str(value)
+
+
+def _choices(annotation: object) -> list[object]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for inner in get_args(annotation) if not isinstance(inner, str) for choice in _choices(inner)]
+
+
+GENERATED: dict[str, Callable[[], str]] = {"job-file": job_file, "benchmarks": benchmarks}

@@ -1,0 +1,87 @@
+"""What the README and the docs show runs as it stands, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from lorafusion_jax.config.load import parse_config
+from lorafusion_jax.config.read import read_source
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NAMES = [path.name for path in PAGES]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "python")], ids=lambda path: path.name)
+def test_python_runs(page, tmp_path, monkeypatch):
+    """Blocks of a page share one namespace, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for number, text in enumerate(blocks(page, "python")):
+        exec(compile(text, f"{page.name}, python block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path, "yaml")], ids=lambda path: path.name)
+def test_job_files_are_valid(page, tmp_path):
+    for text in blocks(page, "yaml"):
+        assert len(text.splitlines()) <= 12
+        assert yaml.safe_load(text)
+        (tmp_path / "jobs.yaml").write_text(text)
+        config = parse_config(read_source(tmp_path / "jobs.yaml"))
+        assert [adapter.name for adapter in config.adapters] == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+
+
+def shown_commands() -> Iterator[tuple[str, str]]:
+    """(page, command) of every `lorafusion …` in a block or in a table."""
+    for page in PAGES:
+        lines = [line for text in blocks(page, "", "console") for line in text.splitlines()]
+        lines += re.findall(r"`(lorafusion [^`]+)`", page.read_text(encoding="utf-8"))
+        for line in lines:
+            found = re.search(r"\blorafusion (?!jax)[a-z].*", line.partition("   #")[0])
+            if found:
+                yield page.name, found[0]
+
+
+@pytest.mark.parametrize(("page", "line"), sorted(set(shown_commands())))
+def test_commands_and_their_options_exist(page, line):
+    from lorafusion_jax.cli.main import app
+
+    command = typer.main.get_command(app)
+    words = shlex.split(line)[1:]
+    while hasattr(command, "commands") and words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    assert not hasattr(command, "commands"), f"{page}: there is no command in '{line}'"
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert [word for word in words if word.startswith("-") and word not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_named_files_exist(page):
+    names = re.findall(
+        r"`((?:benchmarks|tests|notebooks|examples|lorafusion_jax|pallas_kernels|scheduling)/[\w./-]+)`",
+        page.read_text(encoding="utf-8"),
+    )
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_for_the_first_five_minutes():
+    assert (ROOT / "README.md").stat().st_size <= 9_000
