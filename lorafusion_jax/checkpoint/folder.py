@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.config.load import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan
+
+_STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,14 @@ class RunFolder:
     def adapter_step(self, name: str, step: int) -> Path:
         return self.path / "adapters" / name / f"step-{step:06d}"
 
+    def exported(self, name: str) -> list[Path]:
+        """Exported folders of an adapter, oldest first."""
+        folders = (self.path / "adapters" / name).glob("step-*")
+        return sorted((one for one in folders if _STEP.fullmatch(one.name)), key=step_of)
+
     def latest(self, name: str) -> Path | None:
         """Newest exported folder of an adapter."""
-        steps = sorted((self.path / "adapters" / name).glob("step-*"))
-        return steps[-1] if steps else None
+        return next(reversed(self.exported(name)), None)
 
     def must_be_new(self, plan: Plan) -> None:
         """Makes sure that no run would be overwritten.
@@ -55,6 +64,7 @@ class RunFolder:
         Raises:
             CheckpointError: the folder already holds a run (`run.exists`), also one of another plan (`run.other-plan`).
         """
+        self.must_have_its_plan()
         if self.plan_file.exists():
             other = self.read_plan().digest
             if other != plan.digest:
@@ -70,16 +80,42 @@ class RunFolder:
                 fix=f"lorafusion resume {self.path}   or another --out",
             )
 
+    def must_have_its_plan(self) -> None:
+        """Makes sure that nothing of a run is there without the plan that it belongs to.
+
+        Raises:
+            CheckpointError: `run.no-plan`.
+        """
+        if self.plan_file.exists():
+            return
+        found = [
+            name
+            for name, there in {
+                "state/": slots_of(self.state),
+                "adapters/": list(self.path.glob("adapters/*/step-*")),
+                "metrics.jsonl": (self.path / "metrics.jsonl").exists(),
+            }.items()
+            if there
+        ]
+        if found:
+            raise CheckpointError(
+                "run.no-plan",
+                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is gone.",
+                why="without its plan a run cannot go on, and another run would mix with what is left of it",
+                fix="bring plan.json back from a copy; or move the folder away, or choose another --out, for a new run",
+            )
+
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
         """Starts a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
         self.write_config(config)
         self.write_record(record)
-        _write(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
+        replace_text(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
 
     def lock(self) -> AbstractContextManager[None]:
         """Keeps other processes from training this run; see `run_lock`."""
+        self.must_have_its_plan()
         self._need("plan.json")  # else the lock would begin a folder
         return run_lock(self.path)
 
@@ -89,7 +125,7 @@ class RunFolder:
 
     def write_config(self, config: JobConfig) -> None:
         """Notes the settings that a run goes on with."""
-        _write(self.path / "config.yaml", dump_config(config))
+        replace_text(self.path / "config.yaml", dump_config(config))
 
     def write_move(self, plan: Plan, slot: int) -> None:
         """Replaces the plan of a run that goes on elsewhere from its checkpoint at `slot`.
@@ -101,19 +137,26 @@ class RunFolder:
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         self.write_record(record | {"moves": [*record.get("moves", ()), move]})
         (self.path / "timeline.json").unlink(missing_ok=True)  # its slots may be others in the new plan
-        _write(self.plan_file, plan.to_json())
+        replace_text(self.plan_file, plan.to_json())
 
     def read_plan(self) -> Plan:
         """Reads the plan.
 
         Raises:
-            CheckpointError: it is missing or was changed.
+            CheckpointError: it is missing (`run.missing`, `run.no-plan`) or was changed (`run.plan`).
         """
+        self.must_have_its_plan()
         self._need("plan.json")
         try:
             return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise CheckpointError("run.plan", f"{self.plan_file} is damaged.", why=str(problem)) from None
+        except (OSError, ValueError, RecursionError) as problem:
+            raise CheckpointError(
+                "run.plan",
+                f"{self.plan_file} is damaged.",
+                why=str(problem).splitlines()[0],
+                fix="bring it back from a copy; or choose another --out for a new run. Adapters that were exported to "
+                f"{self.path / 'adapters'} are not touched, and lora.init_from can begin with them",
+            ) from None
 
     def read_record(self) -> dict:
         self._need("run.json")
@@ -123,18 +166,23 @@ class RunFolder:
             raise CheckpointError("run.record", f"{self.record_file} is damaged.", why=str(problem)) from None
 
     def write_record(self, record: dict) -> None:
-        _write(self.record_file, json.dumps(record, indent=1))
+        replace_text(self.record_file, json.dumps(record, indent=1))
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Points `latest` to the newest exported folder and removes all but the newest few."""
         home = self.path / "adapters" / name
-        steps = sorted(home.glob("step-*"))
-        for old in steps[:-keep]:
-            shutil.rmtree(old)
-        link = home / "latest.part"
+        steps = self.exported(name)
+        link = home / f".latest{PART}"
         link.unlink(missing_ok=True)
         os.symlink(steps[-1].name, link)
         link.replace(home / "latest")
+        for old in steps[:-keep]:
+            remove_folder(old)
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed processes left in the folder; call it while holding `lock`."""
+        for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
+            remove_leftovers(place)
 
     def _need(self, file: str) -> None:
         if not (self.path / file).is_file():
@@ -145,11 +193,8 @@ class RunFolder:
             )
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a whole file or nothing; what is written later comes after it on the disk, too."""
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def step_of(exported: Path) -> int:
+    """Step of an exported folder, from its name."""
+    found = _STEP.fullmatch(exported.name)
+    assert found, exported
+    return int(found[1])

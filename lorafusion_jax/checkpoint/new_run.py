@@ -17,8 +17,9 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
     """Makes sure that there is no run in the folder yet; says how its settings differ if there is.
 
     Raises:
-        CheckpointError: `run.exists`.
+        CheckpointError: `run.exists`, `run.no-plan`.
     """
+    folder.must_have_its_plan()
     if not folder.plan_file.exists():
         return
     differing = list(differences(folder.read_config(), config))

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lorafusion_jax.checkpoint.starts import read_starts
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory, prepare
@@ -67,7 +67,7 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
         raise_all(errors)
     assert config is not None
     found, prepared = list(errors), None
-    for read in (read_starts, prepare):
+    for read in (read_warm_starts, prepare):
         try:
             prepared = read(config)
         except LoraFusionError as problem:

@@ -39,9 +39,9 @@ def command(
     """
     from lorafusion_jax.cli.running import follow
     from lorafusion_jax.training import RunFolder, resume
-    from lorafusion_jax.training.relayout import go_on_with
+    from lorafusion_jax.training.relayout import apply_resume_overrides
 
-    config = go_on_with(RunFolder(run).read_config(), overrides or ())
+    config = apply_resume_overrides(RunFolder(run).read_config(), overrides or ())
     join_processes(
         config.mesh,
         distributed=distributed,

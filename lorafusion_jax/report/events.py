@@ -18,6 +18,8 @@ Kind = Literal[
     "exported",  # an adapter folder is on disk
     "adapter-done",
     "adapter-failed",
+    "damaged",  # text: files that are not as they were written, and what the run does without them
+    "unchecked",  # text: what cannot be checked in a folder that an earlier version wrote
     "finished",
     "interrupted",  # by a signal; the state is saved
     "stopped",  # by an error, or at once by a signal: code, what

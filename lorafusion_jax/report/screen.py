@@ -152,6 +152,11 @@ class Screen:
     def _on_exported(self, event: Event) -> None:
         self._line(f"{event.adapter}  step {event.step}  written to {event.values['path']}")
 
+    def _on_damaged(self, event: Event) -> None:
+        self._line(event.values["text"], always=True, style="bold yellow")
+
+    _on_unchecked = _on_damaged
+
     def _row(self, event: Event) -> Row:
         return self._rows[event.adapter or ""]
 

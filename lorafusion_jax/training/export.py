@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.new_folder import replaced_folder
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -53,20 +52,20 @@ class AdapterExporter:
             return target
         spec = next(spec for spec in self._specs if spec.name == name)
         new = not target.exists()
-        with replaced_folder(target) as place:
-            self._export(spec, step, own, place)
+        self._export(spec, step, own, target)
         self._written.add(target)
         if new:
             self._folder.mark_latest(name, self._config.save.keep)
         return target
 
-    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], place: Path) -> None:
+    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path) -> None:
         export_adapter(
             {leaf: array[:, None] for leaf, array in own.items()},
             spec,
             0,
             self._config.base.model,
-            place,
+            target,
+            replace=True,
             finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step),
         )
 

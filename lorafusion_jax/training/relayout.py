@@ -13,7 +13,7 @@ from scheduling import Plan, replan
 MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.keep", "train.block_layers", "save")
 
 
-def go_on_with(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
+def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     """Applies `key=value` settings to the configuration of a begun run.
 
     Raises:
@@ -29,7 +29,7 @@ def go_on_with(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     return changed
 
 
-def plan_on(plan: Plan, config: JobConfig, slot: int) -> Plan:
+def plan_for_mesh(plan: Plan, config: JobConfig, slot: int) -> Plan:
     """The plan with which a run goes on from a slot, on the mesh of its configuration.
 
     It is the same plan if every slot that is left has a microbatch for each replica and keeps the distance of that many

@@ -11,33 +11,37 @@ from pathlib import Path
 
 import jax
 
+from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
-from lorafusion_jax.checkpoint.starts import read_starts
-from lorafusion_jax.checkpoint.store import StateStore, read_position
+from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
+from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.processes import is_first, meet
+from lorafusion_jax.pipeline.processes import agreed, is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
-from lorafusion_jax.training.alone import all_or_none, alone
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
+from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.export import AdapterExporter, start_from
 from lorafusion_jax.training.exports import Exports
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.relayout import go_on_with, plan_on
+from lorafusion_jax.training.relayout import apply_resume_overrides, plan_for_mesh
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
+
+SHOWN = 4  # damaged files that a message names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ def train(
     folder = RunFolder(Path(out))
     _check_start(config, folder)
     tell = _fan_out(listeners if is_first() else ())
-    with all_or_none():  # a file may be missing on one host
+    with fail_together():  # a file may be missing on one host
         prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
         if plan is None:
             tell(Event(kind="phase", values={"text": "planning"}))
@@ -86,7 +90,7 @@ def train(
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
     meet("no folder yet")  # before the first process makes it
-    return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go(resume=False)
+    return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go()
 
 
 def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunResult:
@@ -103,25 +107,45 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
         ConfigError: a setting that a begun run cannot change.
     """
     folder = RunFolder(Path(out))
-    with alone(folder):
+    with exclusive_run(folder):
+        if is_first():
+            folder.remove_leftovers()
         return _go_on(folder, overrides, listeners)
 
 
 def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener]) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
-    config = go_on_with(folder.read_config(), overrides)
-    position = read_position(folder.state) or {}
-    slot = position.get("slot")
-    if slot == before.num_slots:
-        return _finished(folder, before, Progress.of(position), listeners)
-    with all_or_none():
+    config = apply_resume_overrides(folder.read_config(), overrides)
+    found = find_checkpoint(folder.state, _any_process)
+    if found.slot == before.num_slots:
+        return _finished(folder, before, Progress.of(found.position), listeners)
+    with fail_together():
         check_mesh(config)
         prepared = prepare(config)
-        check_record(record, prepared, before, position.get("plan"))
-        plan = plan_on(before, config, slot or 0)
-    after = -1 if slot is None else slot  # -1: not even the first losses stay
+        check_record(record, prepared, before, found.position.get("plan"))
+        plan = plan_for_mesh(before, config, found.slot or 0)
+    after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None, before=before)
+    for notice in _notices(folder, found):
+        _fan_out(heard)(notice)
+    return _Run(config, prepared, plan, folder, heard).go(found=found, before=before)
+
+
+def _any_process(damaged: bool) -> bool:
+    return agreed(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
+
+
+def _notices(folder: RunFolder, found: Found) -> list[Event]:
+    """What a user should know of the checkpoint that the run goes on from."""
+    notices = []
+    if found.damaged:
+        files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
+        text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
+        notices.append(Event(kind="damaged", slot=found.slot or 0, values={"text": text}))
+    if found.unchecked:
+        text = f"{folder.state / str(found.slot)} was written by an earlier version without digests: not checked"
+        notices.append(Event(kind="unchecked", slot=found.slot or 0, values={"text": text}))
+    return notices
 
 
 def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
@@ -140,12 +164,12 @@ def _end(result: RunResult, peak_bytes: int | None) -> Event:
 
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
     """What can be wrong before any data are read."""
-    with all_or_none():
+    with fail_together():
         must_hold_no_run(folder, config)
         if is_first():
             must_be_writable(folder.path)
         check_mesh(config)
-        read_starts(config)
+        read_warm_starts(config)
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
@@ -190,17 +214,18 @@ class _Run:
     ):
         self._config, self._prepared, self._plan, self._folder = config, prepared, plan, folder
         self._tell = _fan_out(listeners)
-        self._store = StateStore(folder.state, config.save.keep)
         self._specs = adapter_specs(config)
 
-    def go(self, *, resume: bool, before: Plan | None = None) -> RunResult:
-        """Runs to the end; `before` is the plan that the folder holds, if there is one."""
-        starts = read_starts(self._config)
+    def go(self, *, found: Found | None = None, before: Plan | None = None) -> RunResult:
+        """Runs to the end, from the checkpoint found; `before` is the plan that the folder holds, if there is one."""
+        slot = None if found is None else found.slot
+        self._store = StateStore(self._folder.state, self._config.save.keep, slot)
+        starts = {} if slot is not None else read_warm_starts(self._config)  # the checkpoint has gone on from them
         self._phase(f"loading {Path(self._config.base.model).name}")
         self._stages = load_stages(self._config, self._prepared, self._specs)
         self._start(starts)
-        if resume:
-            self._restore()
+        if found is not None and slot is not None:
+            self._restore(found.position)
         with ExitStack() as held:
             if is_first():  # not before the model has loaded: a failed start leaves everything as it was
                 if before is None:
@@ -208,9 +233,9 @@ class _Run:
                     held.enter_context(run_lock(self._folder.path))
                 self._write(before)
             with self._noted():
-                return self._run(resume)
+                return self._run(resume=slot is not None)
 
-    def _run(self, resume: bool) -> RunResult:
+    def _run(self, *, resume: bool) -> RunResult:
         meet("folder is there")
         if not is_first():
             self._plan = self._folder.read_plan()  # a search that the clock cut short may have ended elsewhere
@@ -236,7 +261,6 @@ class _Run:
             Loop(self._config, self._prepared, self._plan, self._executor, self._progress, self._tell, hooks).run()
         finally:
             self._exports.close()
-            self._store.close()
             self._timeline()
         result = RunResult(
             folder=self._folder.path, adapters=self._progress.adapters, seconds=self._progress.seconds, plan=self._plan
@@ -267,6 +291,10 @@ class _Run:
         if not resume:
             for adapter in self._config.adapters:
                 self._evaluate(adapter.name, 0, self._progress.slot)
+            return
+        for name, adapter in self._progress.adapters.items():  # a kill came between checkpoint and export
+            if adapter.step and _any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
+                self._exports.write(name, adapter.step)
 
     def _write(self, before: Plan | None) -> None:
         if before is None:
@@ -305,12 +333,10 @@ class _Run:
             plan=self._plan.digest,
         )
 
-    def _restore(self) -> None:
-        position = self._store.position()
-        scatter(self._stages, self._store.restore(like(self._stages, position["replicas"])))
-        self._progress = dataclasses.replace(
-            Progress.of(position), replicas=self._config.mesh.replicas, plan=self._plan.digest
-        )
+    def _restore(self, position: dict) -> None:
+        progress = Progress.of(position)
+        scatter(self._stages, self._store.restore(like(self._stages, progress.replicas)))
+        self._progress = dataclasses.replace(progress, replicas=self._config.mesh.replicas, plan=self._plan.digest)
 
     def _announce(self) -> None:
         device = jax.devices()[0]

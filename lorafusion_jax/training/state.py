@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lorafusion_jax.errors import CheckpointError
+
 Status = Literal["running", "done", "failed"]
 
 
@@ -46,6 +48,18 @@ class Progress:
 
     @staticmethod
     def of(position: dict[str, Any]) -> Progress:
-        """Reads what `position` wrote."""
-        adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
-        return Progress(**(position | {"adapters": adapters}))
+        """Reads what `position` wrote.
+
+        Raises:
+            CheckpointError: `run.bad-state`, keys are missing or unknown.
+        """
+        try:
+            adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
+            return Progress(**(position | {"adapters": adapters}))
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise CheckpointError(
+                "run.bad-state",
+                f"the position of checkpoint {position.get('slot')} cannot be read.",
+                why=str(problem),
+                fix=f"remove state/{position.get('slot')} of the run folder to go on from the checkpoint before",
+            ) from None

@@ -146,6 +146,7 @@ def test_folders_appear_whole_or_not_at_all(unrolled, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
     assert sorted(path.name for path in (tmp_path / "wide").iterdir()) == [
         "README.md",
+        "SHA256SUMS",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

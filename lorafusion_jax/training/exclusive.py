@@ -1,4 +1,4 @@
-"""A run folder has one run at a time; what one process of a run is refused there ends all of them."""
+"""Exclusive access to a run folder. If one process of a distributed run fails here, all processes fail."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from lorafusion_jax.pipeline.processes import agreed, is_first
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
-    """Ends every process of a run where one is refused something within: the others would wait for it.
-
-    All processes must come here equally often.
+def fail_together() -> Iterator[None]:
+    """Raises on every process if the body raises on any. Collective: every process must enter it equally often.
 
     Raises:
-        LoraFusionError: what was refused.
+        LoraFusionError: what this process found.
         CheckpointError: `run.refused`, where it was another process.
     """
     refused: LoraFusionError | None = None
@@ -29,20 +27,20 @@ def all_or_none() -> Iterator[None]:
         refused = problem
     several = jax.distributed.is_initialized()  # one process by itself starts no backend here
     if several and agreed(refused is not None) and refused is None:
-        refused = CheckpointError("run.refused", "another process of this run may not go on and says why.")
+        refused = CheckpointError("run.refused", "another process of this run failed; see its message.")
     if refused is not None:
         raise refused
 
 
 @contextmanager
-def alone(folder: RunFolder) -> Iterator[None]:
-    """Keeps others from training a run that goes on.
+def exclusive_run(folder: RunFolder) -> Iterator[None]:
+    """Keeps other processes from training this run.
 
     Raises:
         CheckpointError: `run.in-use`, in all processes of this run; there is no run (`run.missing`).
     """
     with ExitStack() as held:
-        with all_or_none():
+        with fail_together():
             if is_first():
                 held.enter_context(folder.lock())
         yield

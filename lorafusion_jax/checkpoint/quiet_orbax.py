@@ -1,4 +1,4 @@
-"""A write that fails is told once, as our own error."""
+"""Silences the background tracebacks of orbax and tensorstore: our own error reports a failed write, once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from functools import partial
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """Keeps tracebacks of orbax's and tensorstore's threads off the screen while a checkpoint is written.
+def quiet_orbax() -> Iterator[None]:
+    """Silences those threads while a checkpoint is written.
 
-    Where the write fails, they stay off: those threads come to their end after the error has been raised here.
+    After a failed write they stay silent, because they end only after the error has been raised here.
     """
     orbax, hook = logging.getLogger("absl"), sys.unraisablehook
-    orbax.addFilter(_of_our_own)
+    orbax.addFilter(_is_ours)
     sys.unraisablehook = partial(_hook, hook)
     yield
     sys.unraisablehook = hook
-    orbax.removeFilter(_of_our_own)
+    orbax.removeFilter(_is_ours)
 
 
-def _of_our_own(record: logging.LogRecord) -> bool:
+def _is_ours(record: logging.LogRecord) -> bool:
     return "_SignalingThread" not in str(record.msg)  # it raises the same error once more where one waits for it
 
 

@@ -17,7 +17,7 @@ FIX = (
 )
 
 
-def read_starts(config: JobConfig) -> dict[int, Arrays]:
+def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
     """Reads the PEFT folders that adapters continue; key: index of the adapter.
 
     Raises:
