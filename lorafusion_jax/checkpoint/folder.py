@@ -9,12 +9,15 @@ adapters/<name>/step-000250/           PEFT folders; `latest` points to the newe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
@@ -25,6 +28,8 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan
 
+CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
+SEAL = "digest"  # key of run.json
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -109,8 +114,8 @@ class RunFolder:
         """Starts a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write_config(config)
         self.write_record(record)
+        self.write_config(config)
         replace_text(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
 
     def lock(self) -> AbstractContextManager[None]:
@@ -124,8 +129,16 @@ class RunFolder:
         return read_resolved(self.path / "config.yaml")
 
     def write_config(self, config: JobConfig) -> None:
-        """Notes the settings that a run goes on with."""
-        replace_text(self.path / "config.yaml", dump_config(config))
+        """Notes the settings that a run goes on with, in run.json first: those two may differ after a crash."""
+        text = dump_config(config)
+        self.write_record(_with_file(self.read_record(), CONFIG, text) | {"config": config.model_dump(mode="json")})
+        replace_text(self.path / CONFIG, text)
+
+    def write_timeline(self, text: str) -> None:
+        """Replaces timeline.json, which is gone rather than another one after a crash."""
+        (self.path / TIMELINE).unlink(missing_ok=True)
+        self.write_record(_with_file(self.read_record(), TIMELINE, text))
+        replace_text(self.path / TIMELINE, text)
 
     def write_move(self, plan: Plan, slot: int) -> None:
         """Replaces the plan of a run that goes on elsewhere from its checkpoint at `slot`.
@@ -136,7 +149,7 @@ class RunFolder:
         record = self.read_record()
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         self.write_record(record | {"moves": [*record.get("moves", ()), move]})
-        (self.path / "timeline.json").unlink(missing_ok=True)  # its slots may be others in the new plan
+        (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may be others in the new plan
         replace_text(self.plan_file, plan.to_json())
 
     def read_plan(self) -> Plan:
@@ -159,14 +172,58 @@ class RunFolder:
             ) from None
 
     def read_record(self) -> dict:
-        self._need("run.json")
+        """Reads run.json; see `record_damage` for its digest.
+
+        Raises:
+            CheckpointError: `run.missing`, or `run.record`: it cannot be what a run wrote.
+        """
+        self._need(RECORD)
         try:
-            return json.loads(self.record_file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as problem:
-            raise CheckpointError("run.record", f"{self.record_file} is damaged.", why=str(problem)) from None
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+            if (why := _misshapen(record)) is not None:
+                raise ValueError(why)
+        except (OSError, ValueError, RecursionError) as problem:
+            raise self._damaged_record(str(problem)) from None
+        return {key: value for key, value in record.items() if key != SEAL}
+
+    def check_record_file(self) -> None:
+        """Makes sure that run.json is as it was written.
+
+        Raises:
+            CheckpointError: `run.record`.
+        """
+        if (why := self.record_damage()) is not None:
+            raise self._damaged_record(why)
+
+    def record_damage(self) -> str | None:
+        """What is wrong with the bytes of run.json; those of earlier versions have no digest."""
+        record = self.read_record()
+        same = self.record_file.read_bytes() == _sealed(record).encode()
+        return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
+
+    def recorded_config(self) -> JobConfig | None:
+        """The settings that run.json notes; None: an earlier version wrote it.
+
+        Raises:
+            CheckpointError: `run.record`.
+        """
+        noted = self.read_record().get("config")
+        try:
+            return None if noted is None else JobConfig.model_validate(noted)
+        except ValidationError as problem:
+            raise self._damaged_record(f"config: {problem.errors()[0]['msg']}") from None
 
     def write_record(self, record: dict) -> None:
-        replace_text(self.record_file, json.dumps(record, indent=1))
+        replace_text(self.record_file, _sealed(record))
+
+    def _damaged_record(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            "run.record",
+            f"{self.record_file} is damaged.",
+            why=why,
+            fix="bring it back from a copy; or choose another --out for a new run, which can begin with the adapters "
+            "that were exported (lora.init_from)",
+        )
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Points `latest` to the newest exported folder and removes all but the newest few."""
@@ -191,6 +248,28 @@ class RunFolder:
                 f"{self.path} is no run folder: {file} is not there.",
                 fix="lorafusion train jobs.yaml --out runs/NAME starts one",
             )
+
+
+def _sealed(record: dict) -> str:
+    """run.json as it is written: with the digest of everything else in it."""
+    plain = json.dumps(record, indent=1)
+    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
+
+
+def _with_file(record: dict, name: str, text: str) -> dict:
+    return record | {"files": record.get("files", {}) | {name: hashlib.sha256(text.encode()).hexdigest()}}
+
+
+def _misshapen(record: object) -> str | None:
+    """What of run.json has another type than a run writes."""
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    wanted = {"plan": str, "data": dict, "eval": dict, "moves": list, "files": dict, "config": dict}
+    wanted |= {"base_files": dict, "warm_starts": dict}
+    bad = [key for key, kind in wanted.items() if key in record and not isinstance(record[key], kind)]
+    if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
+        bad = ["moves"]
+    return f"{', '.join(bad)}: not of the type that a run writes" if bad else None
 
 
 def step_of(exported: Path) -> int:

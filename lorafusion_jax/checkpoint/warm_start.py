@@ -1,4 +1,4 @@
-"""Adapters that go on from a PEFT folder: `lora.init_from`, read and checked without a device."""
+"""Warm starts: adapters that begin with the weights of a PEFT folder (`lora.init_from`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from lorafusion_jax.adapters.kind import adapter_kind
-from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.digests import digests_of
+from lorafusion_jax.checkpoint.peft import TENSOR_FILE, read_adapter
+from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
@@ -18,7 +20,7 @@ FIX = (
 
 
 def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
-    """Reads the PEFT folders that adapters continue; key: index of the adapter.
+    """Reads the PEFT folders of `lora.init_from`; key: index of the adapter.
 
     Raises:
         CheckpointError, ErrorList: a folder is incomplete, of another base, or of another rank, scale or targets; each
@@ -36,6 +38,34 @@ def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
             errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
     raise_all(errors)
     return starts
+
+
+def warm_start_digests(config: JobConfig) -> dict[str, dict[str, str]]:
+    """Adapter → digests of the files that it goes on from."""
+    return {
+        adapter.name: digests_of(Path(config.directory) / adapter.lora.init_from, (CONFIG_FILE, TENSOR_FILE))
+        for adapter in config.adapters
+        if adapter.lora.init_from is not None
+    }
+
+
+def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> None:
+    """Makes sure that a run which has no checkpoint yet begins with the same weights again.
+
+    Raises:
+        CheckpointError: `run.init-changed`.
+    """
+    now = {name: digests for name, digests in warm_start_digests(config).items() if name in before}
+    changed = [name for name, digests in now.items() if digests != before[name]]
+    if changed:
+        raise CheckpointError(
+            "run.init-changed",
+            f"the folder that {', '.join(changed)} began with has changed since the run was started.",
+            where=", ".join(
+                f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}" for name in changed
+            ),
+            fix="bring it back, or start a new run with lorafusion train",
+        )
 
 
 def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:

@@ -101,11 +101,20 @@ def dump_config(config: schema.JobConfig) -> str:
 
 
 def read_resolved(path: Path) -> schema.JobConfig:
-    """Reads the `config.yaml` of a run folder."""
+    """Reads the `config.yaml` of a run folder.
+
+    Raises:
+        ConfigError: `run.config`.
+    """
     try:
         return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError, TypeError) as problem:
-        raise ConfigError("run.config", f"{path} is not the configuration of a run.", why=str(problem)) from None
+    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as problem:  # bad dates are ValueErrors
+        raise ConfigError(
+            "run.config",
+            f"{path} is not the configuration of a run.",
+            why=str(problem),
+            fix="bring it back from a copy; run.json notes the settings, too, under config",
+        ) from None
 
 
 def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:

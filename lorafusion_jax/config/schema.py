@@ -47,6 +47,9 @@ class BaseSettings(Section):
     """The frozen base model."""
 
     model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
+    revision: str | None = Field(
+        default=None, description="commit, tag or branch of a hub model; a run keeps the commit that it began with"
+    )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from scheduling import AdapterJob, Plan, make_plan
 # twice as many evaluations per second; the clock is only a far stop.
 EVALUATIONS_PER_S = 36_000
 CLOCK_SLACK = 30
+ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def base_directory(config: JobConfig) -> Path:
     if direct.is_dir():
         return direct
     if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
-        return _from_hub(config.base.model)
+        return _from_hub(config.base.model, config.base.revision)
     raise CheckpointError(
         "model.missing",
         f"there is no model directory {direct}.",
@@ -72,7 +74,15 @@ def base_directory(config: JobConfig) -> Path:
     )
 
 
-def _from_hub(name: str) -> Path:
+def pin_base(config: JobConfig) -> JobConfig:
+    """The same job with the hub model's commit as `base.revision`, so that a resumed run meets the same weights."""
+    commit = commit_of(base_directory(config))
+    if commit is None or (Path(config.directory) / config.base.model).is_dir():
+        return config
+    return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -82,7 +92,7 @@ def _from_hub(name: str) -> Path:
             fix='pip install "lorafusion-jax[hf]"',
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
     except Exception as problem:  # the hub client raises many kinds; each means that there is no model
         raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None
 

@@ -74,7 +74,9 @@ class AdapterExporter:
         for file in TOKENIZER_FILES:
             if (base / file).is_file():
                 shutil.copyfile(base / file, target / file)
-        record = self._folder.read_record() | {
+        of_run = self._folder.read_record()
+        of_run.pop("config", None)  # paths and settings of other adapters
+        record = of_run | {
             "adapter": adapter.model_dump(mode="json"),
             "step": step,
             "base": self._config.base.model,

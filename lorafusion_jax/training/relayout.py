@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lorafusion_jax.checkpoint.new_run import SHOWN, differences
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import search_effort
@@ -11,6 +12,8 @@ from lorafusion_jax.errors import ConfigError, raise_all
 from scheduling import Plan, replan
 
 MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.keep", "train.block_layers", "save")
+
+PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
 
 
 def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
@@ -29,6 +32,24 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
     return changed
 
 
+def check_settings(before: JobConfig | None, now: JobConfig) -> None:
+    """Makes sure that nobody edited the settings of a begun run; None: an earlier version did not note them.
+
+    Raises:
+        ConfigError: `run.config-changed`.
+    """
+    edited = [] if before is None else [one for one in differences(before, now) if not _may_differ(one.key)]
+    if edited:
+        more = f"; and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
+        raise ConfigError(
+            "run.config-changed",
+            "config.yaml is not the one that this run began with.",
+            where="; ".join(map(str, edited[:SHOWN])) + more,
+            why="the run goes on with the settings that it began with",
+            fix="put the old values back, or start a new run with lorafusion train",
+        )
+
+
 def plan_for_mesh(plan: Plan, config: JobConfig, slot: int) -> Plan:
     """The plan with which a run goes on from a slot, on the mesh of its configuration.
 
@@ -42,6 +63,15 @@ def plan_for_mesh(plan: Plan, config: JobConfig, slot: int) -> Plan:
     stages, replicas = there
     return replan(
         plan, at_slot=slot, num_stages=stages, data_parallel=replicas, seed=plan.seed, **search_effort(config)
+    )
+
+
+def _may_differ(key: str) -> bool:
+    """Settings that say where things lie have digests of what lies there."""
+    return (
+        _may_change(key)
+        or key.startswith(PLACES)
+        or (key.startswith("adapters.") and key.endswith((".data.train", ".data.eval", ".lora.init_from")))
     )
 
 

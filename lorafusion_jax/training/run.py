@@ -11,17 +11,18 @@ from pathlib import Path
 
 import jax
 
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training, prepare, train_jobs
+from lorafusion_jax.data.prepare import Prepared, base_directory, pin_base, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import agreed, is_first, meet
@@ -29,7 +30,7 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
-from lorafusion_jax.report.record import check_record, make_record
+from lorafusion_jax.report.record import check_record, eval_digests, make_record, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
@@ -37,7 +38,7 @@ from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.export import AdapterExporter, start_from
 from lorafusion_jax.training.exports import Exports
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.relayout import apply_resume_overrides, plan_for_mesh
+from lorafusion_jax.training.relayout import apply_resume_overrides, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -64,7 +65,12 @@ class RunResult:
 
 
 def train(
-    config: JobConfig, out: str | Path, *, plan: Plan | None = None, listeners: Sequence[Listener] = ()
+    config: JobConfig,
+    out: str | Path,
+    *,
+    plan: Plan | None = None,
+    listeners: Sequence[Listener] = (),
+    verify_base: bool = False,
 ) -> RunResult:
     """Trains all adapters of a job and leaves a run folder.
 
@@ -73,6 +79,7 @@ def train(
         out: run folder, new.
         plan: executed exactly; made here when absent.
         listeners: called with every `Event`.
+        verify_base: notes a digest of every byte of the base model, also of a large one.
 
     Raises:
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
@@ -82,6 +89,7 @@ def train(
     _check_start(config, folder)
     tell = _fan_out(listeners if is_first() else ())
     with fail_together():  # a file may be missing on one host
+        config = pin_base(config)
         prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
         if plan is None:
             tell(Event(kind="phase", values={"text": "planning"}))
@@ -89,11 +97,15 @@ def train(
         else:
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
+        base_files = base_digests(base_directory(config), every_byte=verify_base)
+        record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
     meet("no folder yet")  # before the first process makes it
-    return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go()
+    return _Run(config, prepared, plan, folder, record, _heard(listeners, lambda: Recorder(folder.path))).go()
 
 
-def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunResult:
+def resume(
+    out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = (), verify_base: bool = False
+) -> RunResult:
     """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
 
     Args:
@@ -101,21 +113,23 @@ def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequenc
         overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
             layout what is left is planned again and sums come in another order, so results are equal to rounding.
         listeners: called with every `Event`.
+        verify_base: compares every byte of the base model, also of a large one.
 
     Raises:
-        CheckpointError: no run folder, another process trains it, or data or plan changed since.
+        CheckpointError: no run folder, another process trains it, or plan, data or base model changed since.
         ConfigError: a setting that a begun run cannot change.
     """
     folder = RunFolder(Path(out))
     with exclusive_run(folder):
         if is_first():
             folder.remove_leftovers()
-        return _go_on(folder, overrides, listeners)
+        return _go_on(folder, overrides, listeners, verify_base)
 
 
-def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener]) -> RunResult:
+def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener], verify_base: bool) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
-    config = apply_resume_overrides(folder.read_config(), overrides)
+    written = folder.read_config()
+    config = apply_resume_overrides(written, overrides)
     found = find_checkpoint(folder.state, _any_process)
     if found.slot == before.num_slots:
         return _finished(folder, before, Progress.of(found.position), listeners)
@@ -123,28 +137,45 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[List
         check_mesh(config)
         prepared = prepare(config)
         check_record(record, prepared, before, found.position.get("plan"))
+        check_settings(folder.recorded_config(), written)
+        base_files = _checked_base(record, config, verify_base)
+        if found.slot is None:
+            check_warm_starts(record.get("warm_starts", {}), config)
+        folder.check_record_file()
         plan = plan_for_mesh(before, config, found.slot or 0)
     after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    for notice in _notices(folder, found):
+    for notice in _notices(folder, found, unchecked(record)):
         _fan_out(heard)(notice)
-    return _Run(config, prepared, plan, folder, heard).go(found=found, before=before)
+    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not note them
+    return _Run(config, prepared, plan, folder, record, heard).go(found=found, before=before)
+
+
+def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
+    """Compares the base model with the run's; returns all digests that are known of it now."""
+    directory, before = base_directory(config), record.get("base_files")
+    now = base_digests(directory, every_byte=every_byte)
+    if before is not None:
+        check_base(before, now, directory)
+    return (before or {}) | now
 
 
 def _any_process(damaged: bool) -> bool:
     return agreed(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
 
 
-def _notices(folder: RunFolder, found: Found) -> list[Event]:
-    """What a user should know of the checkpoint that the run goes on from."""
+def _notices(folder: RunFolder, found: Found, unchecked: str | None) -> list[Event]:
+    """What a user should know of the folder that the run goes on from."""
     notices = []
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
         notices.append(Event(kind="damaged", slot=found.slot or 0, values={"text": text}))
     if found.unchecked:
-        text = f"{folder.state / str(found.slot)} was written by an earlier version without digests: not checked"
-        notices.append(Event(kind="unchecked", slot=found.slot or 0, values={"text": text}))
+        own = f"the checkpoint {folder.state / str(found.slot)}"
+        unchecked = f"{own}, {unchecked}" if unchecked else f"{own}: an earlier version wrote it without digests"
+    if unchecked:
+        notices.append(Event(kind="unchecked", slot=found.slot or 0, values={"text": f"not checked: {unchecked}"}))
     return notices
 
 
@@ -210,9 +241,16 @@ class _Run:
     """Wires model, programs, checkpoints and listeners together for one sitting."""
 
     def __init__(
-        self, config: JobConfig, prepared: Prepared, plan: Plan, folder: RunFolder, listeners: Sequence[Listener]
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        plan: Plan,
+        folder: RunFolder,
+        record: dict,
+        listeners: Sequence[Listener],
     ):
         self._config, self._prepared, self._plan, self._folder = config, prepared, plan, folder
+        self._record = record
         self._tell = _fan_out(listeners)
         self._specs = adapter_specs(config)
 
@@ -298,8 +336,9 @@ class _Run:
 
     def _write(self, before: Plan | None) -> None:
         if before is None:
-            self._folder.create(self._config, self._plan, make_record(self._config, self._prepared, self._plan))
+            self._folder.create(self._config, self._plan, self._record)
             return
+        self._folder.write_record(self._record)
         self._folder.write_config(self._config)
         if self._plan is before:
             return
@@ -426,7 +465,7 @@ class _Run:
         timeline = self._spans.close(self._plan)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk has its own error
-                (self._folder.path / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
+                self._folder.write_timeline(timeline.to_json())
 
     def _phase(self, text: str) -> None:
         self._tell(Event(kind="phase", values={"text": text}))
