@@ -114,8 +114,7 @@ class RunFolder:
         """Starts a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write_record(record)
-        self.write_config(config)
+        self.write_config(config, record)
         replace_text(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
 
     def lock(self) -> AbstractContextManager[None]:
@@ -128,10 +127,10 @@ class RunFolder:
         self._need("config.yaml")
         return read_resolved(self.path / "config.yaml")
 
-    def write_config(self, config: JobConfig) -> None:
-        """Notes the settings that a run goes on with, in run.json first: those two may differ after a crash."""
+    def write_config(self, config: JobConfig, record: dict) -> None:
+        """Notes the settings that a run goes on with, in run.json first: a crash may leave config.yaml as it was."""
         text = dump_config(config)
-        self.write_record(_with_file(self.read_record(), CONFIG, text) | {"config": config.model_dump(mode="json")})
+        self.write_record(_with_file(record, CONFIG, text) | {"config": config.model_dump(mode="json")})
         replace_text(self.path / CONFIG, text)
 
     def write_timeline(self, text: str) -> None:

@@ -15,7 +15,7 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out, say
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.report.log_file import read_rows
 
 NAME = "export"
 
@@ -84,7 +84,7 @@ def _failure(folder: RunFolder, adapter: str) -> str | None:
         for event in read_rows(folder.path / "events.jsonl")
         if event.get("adapter") == adapter and event["kind"] in ("adapter-done", "adapter-failed")
     ]
-    return ends[-1]["reason"] if ends and ends[-1]["kind"] == "adapter-failed" else None
+    return ends[-1].get("reason", "") if ends and ends[-1]["kind"] == "adapter-failed" else None
 
 
 def _copy(source: Path, draft: Path) -> None:

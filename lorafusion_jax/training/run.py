@@ -338,8 +338,7 @@ class _Run:
         if before is None:
             self._folder.create(self._config, self._plan, self._record)
             return
-        self._folder.write_record(self._record)
-        self._folder.write_config(self._config)
+        self._folder.write_config(self._config, self._record)
         if self._plan is before:
             return
         slot = self._progress.slot

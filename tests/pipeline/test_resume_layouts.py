@@ -107,7 +107,7 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
     wanted = plan_for_mesh(folder.read_plan(), apply_resume_overrides(folder.read_config(), overrides), slot)
     (run / "timeline.json").write_text("of the sitting before")
 
-    write, written = run_folder._write, []
+    write, written = run_folder.replace_text, []
 
     def killed(count: int):
         def write_and_die(path, text):
@@ -117,14 +117,14 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
                 raise PowerCut
 
         written.clear()
-        monkeypatch.setattr(run_folder, "_write", write_and_die)
+        monkeypatch.setattr(run_folder, "replace_text", write_and_die)
         with pytest.raises(PowerCut):
             resume(run, overrides)
-        monkeypatch.setattr(run_folder, "_write", write)
+        monkeypatch.setattr(run_folder, "replace_text", write)
 
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         killed(count)
-    assert written == ["config.yaml", "run.json", "plan.json"]
+    assert written == ["run.json", "config.yaml", "run.json", "plan.json"]
     assert folder.read_plan() == wanted
     assert not (run / "timeline.json").exists(), "its slots are not those of this plan"
 
