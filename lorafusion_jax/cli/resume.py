@@ -28,6 +28,9 @@ def command(
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
     started: Started = None,
+    verify_base: Annotated[
+        bool, typer.Option("--verify-base", help="compare every byte of the base model, also of one above 4 GB")
+    ] = False,
 ) -> int:
     """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
 
@@ -51,4 +54,9 @@ def command(
         started=started,
     )
     prepare_machine()
-    return follow(out(), run, config, lambda listeners: resume(run, overrides or (), listeners=listeners))
+    return follow(
+        out(),
+        run,
+        config,
+        lambda listeners: resume(run, overrides or (), listeners=listeners, verify_base=verify_base),
+    )

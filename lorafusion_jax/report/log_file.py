@@ -59,7 +59,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
-    """Numbers of the lines that are not as they were written; a last line cut off by a crash is none of them.
+    """Numbers of the lines that are not as they were written, also of a last one that a crash has cut off.
 
     Args:
         all_have_crc: a line without one is damaged.
@@ -67,7 +67,7 @@ def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
     return [
         number
         for number, line in enumerate(_lines(path), 1)
-        if line.endswith(b"\n") and (parse_row(line) is None or (all_have_crc and not has_crc(line)))
+        if parse_row(line) is None or not line.endswith(b"\n") or (all_have_crc and not has_crc(line))
     ]
 
 
