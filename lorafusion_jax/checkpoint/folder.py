@@ -264,7 +264,7 @@ def _misshapen(record: object) -> str | None:
     if not isinstance(record, dict):
         return "it is not a JSON object"
     wanted = {"plan": str, "data": dict, "eval": dict, "moves": list, "files": dict, "config": dict}
-    wanted |= {"base_files": dict, "warm_starts": dict}
+    wanted |= {"base_files": dict, "warm_starts": dict, "versions": dict}
     bad = [key for key, kind in wanted.items() if key in record and not isinstance(record[key], kind)]
     if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
         bad = ["moves"]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.digests import FILE as SUMS
 from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
@@ -42,7 +43,10 @@ def command(
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
-        report = merge_adapter(base_directory(config), source, to)
+        base, noted = base_directory(config), folder.read_record().get("base_files")
+        if noted is not None:  # runs of earlier versions did not note it
+            check_base(noted, base_digests(base), base)
+        report = merge_adapter(base, source, to)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
         next_command(

@@ -54,6 +54,15 @@ def unchecked(record: dict) -> str | None:
     return f"{', '.join(missing)}: an earlier version began this run and kept no digests of them" if missing else None
 
 
+def other_versions(record: dict) -> str | None:
+    """What computes with another version than when the run began."""
+    before, now = record.get("versions", {}), versions()
+    changed = [
+        f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    ]
+    return f"{', '.join(changed)}: what follows may differ by rounding" if changed else None
+
+
 def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str | None = None) -> None:
     """Makes sure that a resumed run meets the data that it started with, and a plan of its own.
 

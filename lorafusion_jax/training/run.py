@@ -30,7 +30,7 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
-from lorafusion_jax.report.record import check_record, eval_digests, make_record, unchecked
+from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
@@ -145,7 +145,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[List
         plan = plan_for_mesh(before, config, found.slot or 0)
     after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    for notice in _notices(folder, found, unchecked(record)):
+    for notice in _notices(folder, found, record):
         _fan_out(heard)(notice)
     record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not note them
     return _Run(config, prepared, plan, folder, record, heard).go(found=found, before=before)
@@ -164,18 +164,21 @@ def _any_process(damaged: bool) -> bool:
     return agreed(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
 
 
-def _notices(folder: RunFolder, found: Found, unchecked: str | None) -> list[Event]:
+def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
     """What a user should know of the folder that the run goes on from."""
-    notices = []
+    notices, slot = [], found.slot or 0
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
-        notices.append(Event(kind="damaged", slot=found.slot or 0, values={"text": text}))
+        notices.append(Event(kind="damaged", slot=slot, values={"text": text}))
+    lacking = unchecked(record)
     if found.unchecked:
         own = f"the checkpoint {folder.state / str(found.slot)}"
-        unchecked = f"{own}, {unchecked}" if unchecked else f"{own}: an earlier version wrote it without digests"
-    if unchecked:
-        notices.append(Event(kind="unchecked", slot=found.slot or 0, values={"text": f"not checked: {unchecked}"}))
+        lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
+    if lacking:
+        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"not checked: {lacking}"}))
+    if (versions := other_versions(record)) is not None:
+        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"other versions: {versions}"}))
     return notices
 
 
