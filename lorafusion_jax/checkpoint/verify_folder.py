@@ -10,7 +10,7 @@ from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.report.log_file import damaged_lines
+from lorafusion_jax.report.log_file import damaged_lines, read_rows
 
 LOGS = ("metrics.jsonl", "events.jsonl")
 RUN_FILES = ("plan.json", "run.json", CONFIG)
@@ -99,10 +99,21 @@ def _logs(folder: RunFolder) -> Iterator[Verdict]:
             all_have_crc = folder.read_record().get("schema", 1) != 1
         except LoraFusionError:
             all_have_crc = True
+        short = _missing_rows(folder) if name == "metrics.jsonl" else ()
         lines = damaged_lines(folder.path / name, all_have_crc=all_have_crc)
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         damage = (f"{name}: damaged in line {', '.join(map(str, lines[:SHOWN]))}{more}",) if lines else ()
-        yield Verdict(name=name, damage=damage, note="" if all_have_crc else "rows of an earlier version have no CRC")
+        yield Verdict(
+            name=name, damage=(*damage, *short), note="" if all_have_crc else "rows of an earlier version have no CRC"
+        )
+
+
+def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
+    """Whether metrics.jsonl is shorter than when the last checkpoint of this sitting was written."""
+    last = [row for row in read_rows(folder.path / "events.jsonl") if row["kind"] in ("started", "saved")][-1:]
+    before = last[0].get("metrics_bytes", 0) if last else 0
+    now = (folder.path / "metrics.jsonl").stat().st_size
+    return (f"metrics.jsonl: rows are missing at its end, it has {now} of {before} bytes",) if now < before else ()
 
 
 def _states(path: Path) -> Iterator[Verdict]:

@@ -49,6 +49,8 @@ class Recorder:
         row |= {"adapter": event.adapter} if event.adapter else {}
         row |= {"step": event.step} if event.step is not None else {}
         row |= {key: _number(value) for key, value in event.values.items()} | {"time": round(time.time(), 3)}
+        if event.kind == "saved" and self._metrics.exists():  # rows that go missing later are noticed
+            row["metrics_bytes"] = self._metrics.stat().st_size
         path = self._metrics if event.kind in METRICS else self._events
         with path.open("ab") as file:
             file.write(encode_row(row))

@@ -34,7 +34,7 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def exclusive_run(folder: RunFolder) -> Iterator[None]:
-    """Keeps other processes from training this run.
+    """Keeps other processes from training this run; what killed ones left in its folder is removed first.
 
     Raises:
         CheckpointError: `run.in-use`, in all processes of this run; there is no run (`run.missing`).
@@ -43,4 +43,5 @@ def exclusive_run(folder: RunFolder) -> Iterator[None]:
         with fail_together():
             if is_first():
                 held.enter_context(folder.lock())
+                folder.remove_leftovers()  # before any process of this run looks at checkpoints
         yield

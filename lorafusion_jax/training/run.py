@@ -121,8 +121,6 @@ def resume(
     """
     folder = RunFolder(Path(out))
     with exclusive_run(folder):
-        if is_first():
-            folder.remove_leftovers()
         return _go_on(folder, overrides, listeners, verify_base)
 
 

@@ -58,10 +58,10 @@ def _counts(file: Path, folder: Path) -> bool:
 
 
 def harmless(attempt: Attempt, folder: Path) -> bool:
-    """Whether nothing depends on what was spoilt: run.lock, or a log that lost whole rows from its end."""
+    """Whether nothing depends on what was spoilt: run.lock, or events that lost whole rows from their end."""
     if attempt.file.name in HARMLESS:
         return True
-    lines = attempt.file.read_bytes().splitlines(keepends=True) if attempt.file.suffix == ".jsonl" else []
+    lines = attempt.file.read_bytes().splitlines(keepends=True) if attempt.file.name == "events.jsonl" else []
     ends = [sum(map(len, lines[:count])) for count in range(len(lines))]
     return any(attempt.what.startswith(f"cut to {end} of") for end in ends)
 

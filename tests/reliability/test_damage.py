@@ -87,6 +87,14 @@ def test_a_checkpoint_without_digests_is_damaged_unless_an_earlier_version_wrote
     assert lorafusion(["resume", str(spoilt.run)]) == 0
 
 
+def test_rows_missing_at_the_end_of_metrics_are_noticed(copied, capsys):
+    spoilt = copied()
+    file = spoilt.run / "metrics.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
+    assert lorafusion(["verify", str(spoilt.run)]) == 2
+    assert "metrics.jsonl: rows are missing at its end" in capsys.readouterr().err
+
+
 def test_an_adapter_that_a_kill_cost_is_exported_at_resume(copied, whole_run):
     spoilt = copied()
     spoilt.cut_to(1)
