@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from lorafusion_jax.adapters.kind import adapter_kind
-from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
@@ -36,6 +39,17 @@ def read_starts(config: JobConfig) -> dict[int, Arrays]:
             errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
     raise_all(errors)
     return starts
+
+
+def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
+    """Replaces the initial weights of the adapters in `starts`.
+
+    Raises:
+        CheckpointError: `peft.other-base`, shapes of another model.
+    """
+    for index, arrays in starts.items():
+        lora = put_adapter(lora, index, arrays)
+    return lora
 
 
 def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:

@@ -22,7 +22,7 @@ from lorafusion_jax.report.events import Event
 
 METRICS = ("step", "eval", "slot")
 SILENT = ("phase",)
-REPEATED = ("adapter-done", "adapter-failed", "exported")  # events that a resumed run tells again
+REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again
 
 
 class Recorder:

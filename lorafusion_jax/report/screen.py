@@ -152,6 +152,9 @@ class Screen:
     def _on_exported(self, event: Event) -> None:
         self._line(f"{event.adapter}  step {event.step}  written to {event.values['path']}")
 
+    def _on_export_failed(self, event: Event) -> None:
+        self._line(f"{event.adapter}  step {event.step} not written: {event.values['what']}", style="bold red")
+
     def _row(self, event: Event) -> Row:
         return self._rows[event.adapter or ""]
 

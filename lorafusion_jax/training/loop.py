@@ -100,7 +100,8 @@ class Loop:
         self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
         self._slot_tokens = slot_tokens(plan, prepared)
         self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
-        last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
+        ends = list(plan.batches_ending())
+        last = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self._index}
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
         for name in self._failed():
             self._meter.drop(name, progress.slot)

@@ -14,7 +14,7 @@ import jax
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
-from lorafusion_jax.checkpoint.starts import read_starts
+from lorafusion_jax.checkpoint.starts import read_starts, start_from
 from lorafusion_jax.checkpoint.store import StateStore, read_position
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
@@ -29,13 +29,13 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.alone import all_or_none, alone
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
-from lorafusion_jax.training.export import AdapterExporter, start_from
-from lorafusion_jax.training.exports import Exports
+from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.relayout import go_on_with, plan_on
+from lorafusion_jax.training.relayout import check_drop, go_on_with, plan_on
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -89,36 +89,51 @@ def train(
     return _Run(config, prepared, plan, folder, _heard(listeners, lambda: Recorder(folder.path))).go(resume=False)
 
 
-def resume(out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = ()) -> RunResult:
+def resume(
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    listeners: Sequence[Listener] = (),
+) -> RunResult:
     """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
 
     Args:
         out: run folder.
         overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
             layout what is left is planned again and sums come in another order, so results are equal to rounding.
+        drop: adapters to leave out of what is left, e.g. failed ones. The rest is planned again without them, so
+            the results of the others are equal to rounding. An adapter that still trained counts as failed.
         listeners: called with every `Event`.
 
     Raises:
         CheckpointError: no run folder, another process trains it, or data or plan changed since.
-        ConfigError: a setting that a begun run cannot change.
+        ConfigError: a setting that a begun run cannot change, or an adapter that cannot be dropped.
     """
     folder = RunFolder(Path(out))
     with alone(folder):
-        return _go_on(folder, overrides, listeners)
+        return _go_on(folder, overrides, drop, listeners)
 
 
-def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener]) -> RunResult:
+def _go_on(
+    folder: RunFolder, overrides: Sequence[str], drop: Sequence[str], listeners: Sequence[Listener]
+) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
     config = go_on_with(folder.read_config(), overrides)
     position = read_position(folder.state) or {}
     slot = position.get("slot")
-    if slot == before.num_slots:
-        return _finished(folder, before, Progress.of(position), listeners)
+    status = {adapter.name: "running" for adapter in config.adapters}
+    status |= {name: row["status"] for name, row in position.get("adapters", {}).items()}
+    check_drop(drop, status)
+    if slot == before.num_slots and not (progress := Progress.of(position)).unwritten:
+        progress.drop(before.stopped)
+        return _finished(folder, before, progress, listeners)
     with all_or_none():
         check_mesh(config)
         prepared = prepare(config)
         check_record(record, prepared, before, position.get("plan"))
-        plan = plan_on(before, config, slot or 0)
+        failed = [name for name, what in status.items() if what == "failed"]
+        plan = plan_on(before, config, slot or 0, drop=drop, failed=failed)
     after = -1 if slot is None else slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
     return _Run(config, prepared, plan, folder, heard).go(resume=slot is not None, before=before)
@@ -195,7 +210,7 @@ class _Run:
 
     def go(self, *, resume: bool, before: Plan | None = None) -> RunResult:
         """Runs to the end; `before` is the plan that the folder holds, if there is one."""
-        starts = read_starts(self._config)
+        starts = {} if resume else read_starts(self._config)  # a checkpoint replaces them
         self._phase(f"loading {Path(self._config.base.model).name}")
         self._stages = load_stages(self._config, self._prepared, self._specs)
         self._start(starts)
@@ -221,13 +236,13 @@ class _Run:
         self._executor = Executor(self._stages, [spec.name for spec in self._specs], self._spans)
         self._evaluator = Evaluator(self._config, self._prepared, self._executor)
         since = {name: adapter.step for name, adapter in self._progress.adapters.items()}
-        exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs, since)
-        self._exports = Exports(exporter, self._executor, self._specs, self._tell)
+        writer = AdapterWriter(self._config, self._prepared, self._plan, self._folder, self._specs, since)
+        self._exports = ExportQueue(writer, self._executor, self._specs, self._tell)
         hooks = Hooks(
             save=self._save,
             evaluate=self._evaluate,
             finish=self._finish,
-            finished=self._exports.tell,
+            finished=self._exports.poll,
             bubble_share=self._spans.bubble_share,
         )
         self._announce()
@@ -267,6 +282,14 @@ class _Run:
         if not resume:
             for adapter in self._config.adapters:
                 self._evaluate(adapter.name, 0, self._progress.slot)
+        slot = self._progress.slot
+        for adapter in self._progress.drop(self._plan.stopped):
+            values = {"reason": adapter.reason, "kept_step": adapter.step}
+            self._tell(Event(kind="adapter-failed", slot=slot, adapter=adapter.name, step=adapter.step, values=values))
+            self._finish(adapter.name, slot)
+        for adapter in self._progress.unwritten:
+            adapter.status, adapter.reason = "done", ""
+            self._finish(adapter.name, slot)
 
     def _write(self, before: Plan | None) -> None:
         if before is None:
@@ -371,14 +394,14 @@ class _Run:
         self._phase("saving")
         started = time.perf_counter()
         with self._spans.pause("saving"):
-            self._exports.tell(wait=True)  # an adapter that the checkpoint calls done has its folder
+            self._exports.poll(wait=True)  # an adapter that the checkpoint calls done has its folder
             self._executor.settle()
             arrays = gather(self._stages)
             if is_first():
                 self._store.save(self._progress.slot, arrays, self._progress.position())
-            for name, adapter in self._progress.adapters.items():
+            for adapter in self._progress.adapters.values():
                 if adapter.status == "running" and adapter.step:
-                    self._exports.write(name, adapter.step)
+                    self._exports.write(adapter, self._progress.slot)
             meet("saved")
         self._tell(
             Event(
@@ -394,7 +417,7 @@ class _Run:
     def _finish(self, name: str, slots_done: int) -> None:
         adapter = self._progress.adapters[name]
         if adapter.step:
-            self._exports.begin(adapter, slots_done)
+            self._exports.submit(adapter, slots_done)
 
     def _timeline(self) -> None:
         timeline = self._spans.close(self._plan)
