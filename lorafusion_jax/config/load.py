@@ -103,7 +103,7 @@ def dump_config(config: schema.JobConfig) -> str:
 def read_resolved(path: Path) -> schema.JobConfig:
     """Reads the `config.yaml` of a run folder."""
     try:
-        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")), context=schema.BEGUN)
     except (OSError, yaml.YAMLError, ValidationError, TypeError) as problem:
         raise ConfigError("run.config", f"{path} is not the configuration of a run.", why=str(problem)) from None
 
@@ -120,7 +120,7 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     )
     raise_all(errors)
     try:
-        return schema.JobConfig.model_validate(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
     except ValidationError as problem:
         raise_all(_unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise

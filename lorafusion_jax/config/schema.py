@@ -12,6 +12,7 @@ from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: devices flush smaller ones
+BEGUN = "begun"  # validation context of a run that has begun
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -19,12 +20,12 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _in_float32(value: float) -> float:
-    """Devices compute in float32, where a number beyond these is infinite or zero."""
-    if value and not SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
-        limits = f"{SMALLEST_FLOAT32:g} and {LARGEST_FLOAT32:g}"
-        raise ValueError(f"it becomes {'0' if abs(value) < 1 else 'infinite'} in float32: choose it between {limits}")
-    return value
+def _in_float32(value: float, info: ValidationInfo) -> float:
+    """Refuses what is zero or infinite in float32, in which devices compute; a begun run keeps what it has."""
+    if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
+        return value
+    becomes = "0" if abs(value) < 1 else "infinite"
+    raise ValueError(f"{value:g} is {becomes} in float32; from {SMALLEST_FLOAT32:.3g} to {LARGEST_FLOAT32:.3g} works")
 
 
 PositiveFloat32 = Annotated[Positive, AfterValidator(_in_float32)]
