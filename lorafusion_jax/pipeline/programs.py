@@ -273,7 +273,7 @@ def _put_back(index: Array, lora: Leaves, own: Leaves, alive: Array):
     return lv.put(lora, index, own), alive.at[index].set(False)
 
 
-def _finite_leaves(leaves: Leaves) -> Array:
+def _finite_leaves(leaves: Any) -> Array:
     """Whether all of a leaf is finite, for each leaf in order of names."""
     return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
 
