@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.checkpoint.digests import digests_of
-from lorafusion_jax.checkpoint.peft import TENSOR_FILE, read_adapter
+from lorafusion_jax.checkpoint.peft import TENSOR_FILE, put_adapter, read_adapter
 from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
@@ -66,6 +69,17 @@ def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> N
             ),
             fix="bring it back, or start a new run with lorafusion train",
         )
+
+
+def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
+    """Replaces the initial weights of the adapters in `starts`.
+
+    Raises:
+        CheckpointError: `peft.other-base`, shapes of another model.
+    """
+    for index, arrays in starts.items():
+        lora = put_adapter(lora, index, arrays)
+    return lora
 
 
 def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:

@@ -107,7 +107,7 @@ def read_resolved(path: Path) -> schema.JobConfig:
         ConfigError: `run.config`.
     """
     try:
-        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")), context=schema.BEGUN)
     except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as problem:  # bad dates are ValueErrors
         raise ConfigError(
             "run.config",
@@ -129,7 +129,7 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     )
     raise_all(errors)
     try:
-        return schema.JobConfig.model_validate(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
     except ValidationError as problem:
         raise_all(_unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: devices flush smaller ones
+BEGUN = "begun"  # validation context of a run that has begun
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _in_float32(value: float, info: ValidationInfo) -> float:
+    """Refuses what is zero or infinite in float32, in which devices compute; a begun run keeps what it has."""
+    if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
+        return value
+    becomes = "0" if abs(value) < 1 else "infinite"
+    raise ValueError(f"{value:g} is {becomes} in float32; from {SMALLEST_FLOAT32:.3g} to {LARGEST_FLOAT32:.3g} works")
+
+
+PositiveFloat32 = Annotated[Positive, AfterValidator(_in_float32)]
+NotNegativeFloat32 = Annotated[NotNegative, AfterValidator(_in_float32)]
 Count = Annotated[int, Field(ge=1)]
 Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
@@ -76,7 +90,7 @@ class LoraSettings(Section):
 
     kind: str = Field(default="lora", description="kind of adapter")
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
-    alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
+    alpha: PositiveFloat32 = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
     dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
@@ -92,7 +106,7 @@ class OptimSettings(Section):
     """The adapter's own optimizer and clock."""
 
     name: str = Field(default="adamw", description="the optimizer")
-    lr: Positive = Field(default=2e-4, description="largest learning rate")
+    lr: PositiveFloat32 = Field(default=2e-4, description="largest learning rate")
     schedule: str = Field(default="cosine", description="of the learning rate after the warm-up")
     warmup: NotNegative = Field(
         default=0.03,
@@ -102,13 +116,13 @@ class OptimSettings(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="where the schedule ends, as a share of lr"
     )
-    weight_decay: NotNegative = Field(
+    weight_decay: NotNegativeFloat32 = Field(
         default=0.0, description="decoupled, times the learning rate; sgd adds it to the gradient; 0 = off"
     )
-    clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
+    clip: NotNegativeFloat32 = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
     b1: Fraction | None = Field(default=None, description="decay of the first moment; adamw, lion: 0.9")
     b2: Fraction | None = Field(default=None, description="of the second moment; adamw: 0.999, lion: 0.99")
-    eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
+    eps: PositiveFloat32 | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
     momentum: Fraction | None = Field(default=None, description="of sgd: 0.0")
     options: dict[str, float] = Field(default={}, description="numbers of an optimizer from another package, by name")
 

@@ -34,8 +34,9 @@ def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     """The numbers of a step at a learning rate; what the settings leave open has the optimizer's default."""
     defaults = optimizer(settings.name).options
     given = {name: settings.option(name) for name in defaults}
-    options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
-    return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and the adapter fails at its first step
+        options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
+        return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
 
 
 def still(settings: OptimizerSettings) -> Hyper:

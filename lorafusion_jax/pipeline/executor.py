@@ -27,7 +27,7 @@ from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_fail
 from lorafusion_jax.pipeline.move import across, local, to_stage
 from lorafusion_jax.pipeline.programs import Verdict
 from lorafusion_jax.pipeline.spans import Spans
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage import Stage, Stepped
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: the device never waits for the host, memory stays bounded
@@ -42,15 +42,26 @@ class _Closed(NamedTuple):
 
 
 class StepResult:
-    """An optimizer step that was issued; reading it waits for the devices."""
+    """An optimizer step that was issued; reading it waits for the devices.
 
-    def __init__(self, closed: Sequence[Future[_Closed]]):
-        self._closed = tuple(closed)
+    Args:
+        adapter: its place among the adapters.
+        closed: its global batch on every stage.
+        stepped: what every stage did, in order of stages.
+    """
+
+    def __init__(self, adapter: int, closed: Sequence[Future[_Closed]], stepped: Sequence[Future[Stepped]]):
+        self._adapter, self._closed, self._stepped = adapter, tuple(closed), tuple(stepped)
 
     @property
     def closed(self) -> list[_Closed]:
         """In order of stages."""
-        return sorted((each.result() for each in self._closed), key=lambda each: each.stage)
+        return _in_order(self._closed)
+
+    @property
+    def stepped(self) -> list[Stepped]:
+        """In order of stages."""
+        return [each.result() for each in self._stepped]
 
     @property
     def loss(self) -> float:
@@ -62,7 +73,13 @@ class StepResult:
 
     @property
     def healthy(self) -> bool:
-        return bool(all(local(each.verdict.finite) == 1 for each in self.closed) and np.isfinite(self.loss))
+        """Whether every stage took the step; if not, see `Executor.put_back`."""
+        return all(bool(local(each.alive)[self._adapter]) for each in self.stepped)
+
+
+def _in_order(closed: Sequence[Future[_Closed]]) -> list[_Closed]:
+    """By stage: a sum over them must not depend on which of them closed first."""
+    return sorted((each.result() for each in closed), key=lambda each: each.stage)
 
 
 class _FailedEvent(Exception):
@@ -185,17 +202,29 @@ class Executor:
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages; the norm that clips its gradient spans them."""
         number = self._index[adapter]
-        slot = self._ended.pop(number)
-        result = StepResult(self._finished.pop(number))
+        slot, closed = self._ended.pop(number), self._finished.pop(number)
 
-        def run(place: int, stage: Stage) -> None:
-            verdicts = [across(each.verdict, stage.mesh) for each in result.closed]
+        def run(place: int, stage: Stage) -> Stepped:
+            verdicts = [across(each.verdict, stage.mesh) for each in _in_order(closed)]
             with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
-                record(stage.step(number, verdicts, numbers))
+                stepped = stage.step(number, verdicts, numbers)
+                record(stepped.alive)
+            return stepped
 
-        for place, stage in enumerate(self.stages):
-            self._on(place, slot, [adapter], partial(run, place, stage))
-        return result
+        stepped = [
+            self._on(place, slot, [adapter], partial(run, place, stage)) for place, stage in enumerate(self.stages)
+        ]
+        return StepResult(number, closed, stepped)
+
+    def put_back(self, adapter: str, result: StepResult) -> None:
+        """Gives an adapter on every stage what it had before a step that not every stage took.
+
+        A stage steps before it knows what the others are about to write, so that no stage waits for another. Nothing
+        that the adapter did since then counts: a stage that refused a step refuses all later ones on every stage.
+        """
+        for place, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
+            if stepped.before is not None:
+                self._on(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads something of every stage as it is after all that was given to it so far."""
@@ -250,13 +279,27 @@ class Executor:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """Name of the first leaf of an adapter whose gradient was not finite, with its layers and stage."""
-        spec = self.stages[0].spec(self._index[adapter])
-        for place, (stage, closed) in enumerate(zip(self.stages, result.closed, strict=True)):
-            bad = [n for n, good in zip(stage.leaf_names(spec), local(closed.finite), strict=True) if not good]
-            if bad:
-                here = stage.extent.layers_of(bad[0])
-                return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
+        """What of a refused step was not finite, with its stage and layers; None: only the loss."""
+        names = self.stages[0].leaf_names(self.stages[0].spec(self._index[adapter]))
+        found = [local(each.finite) for each in result.closed]
+        if bad := self._first_bad(names, found):
+            return f"gradient not finite ({bad})"
+        if not np.isfinite(result.loss):
+            return None
+        if not np.isfinite(result.grad_norm):
+            return "norm of the gradient not finite"
+        found = [local(each.finite) for each in result.stepped]
+        bad = self._first_bad([*names, "optimizer state"], found)
+        return f"the step would write numbers that are not finite ({bad})" if bad else None
+
+    def _first_bad(self, names: Sequence[str], finite: Sequence[np.ndarray]) -> str | None:
+        for place, (stage, own) in enumerate(zip(self.stages, finite, strict=True)):
+            bad = next((name for name, good in zip(names, own, strict=True) if not good), None)
+            if bad is None:
+                continue
+            here = stage.extent.layers_of(bad) if bad in stage.lora else None
+            layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
+            return bad + (f"{layers}, stage {place}" if len(self.stages) > 1 else "")
         return None
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[Array]:

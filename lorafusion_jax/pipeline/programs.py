@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     """What a stage knows of an adapter's finished global batch; float32 scalars."""
 
     squares: Array  # Σ gradient² over the stage
-    finite: Array  # 1 where every gradient is
+    finite: Array  # 1 where every gradient is, and no step of the adapter was refused here before
     loss: Array  # on the last stage; 0 elsewhere
 
 
@@ -77,7 +77,7 @@ class StagePrograms:
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
+    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None, alive: Array):
         """Takes an adapter's gradient out of the sums, added up over replicas.
 
         Returns:
@@ -89,24 +89,41 @@ class StagePrograms:
             self._steps[kind] = jax.jit(
                 partial(_finish, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
             )
-        return self._steps[kind](index, sums, loss)
+        return self._steps[kind](index, sums, loss, alive)
 
     def step(
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
     ):  # fmt: skip
-        """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now
-        and later: the adapter is not alive any more.
+        """Steps one adapter; no other adapter is touched.
+
+        The step is refused, now and later, if a gradient, the loss or the norm is not finite on any stage, or if this
+        stage would write a number that is not finite. What other stages would write is not known here: with several
+        stages, the arrays from before the step are left to the caller, see `put_back`.
 
         Returns:
-            (lora, optimizer, alive)
+            (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
+            adapter's weights before the step; None with one stage)
         """
-        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0)
+        alone = len(verdicts) == 1
+        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, alone)
         if kind not in self._steps:
+            donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(_step, spec, optim), donate_argnums=(1, 3), out_shardings=self._stage.everywhere
+                partial(_step, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
             )  # `alive` is a few bytes, and what others wait for to know that the step is done
         return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
+
+    def put_back(self, index: Any, lora: Leaves, own: Leaves, alive: Array):
+        """Gives an adapter earlier weights, and takes its life: no later step of it counts.
+
+        Returns:
+            (lora, alive)
+        """
+        kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
+        if kind not in self._steps:
+            self._steps[kind] = jax.jit(_put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
+        return self._steps[kind](index, lora, own, alive)
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
@@ -222,12 +239,12 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
     return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
-def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
+def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None, alive: Array):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
-    finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
+    finite = _finite_leaves(own)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
     total = jnp.zeros(()) if loss is None else loss[:, index].sum()
-    verdict = Verdict(squares, jnp.all(finite).astype(jnp.float32), total)
+    verdict = Verdict(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), total)
     return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
 
 
@@ -238,14 +255,32 @@ def _step(
     healthy = alive[index]
     for verdict in verdicts:
         healthy &= (verdict.finite == 1) & jnp.isfinite(verdict.loss)
-    if optim.clip > 0:  # by the norm over all stages
+    if optim.clip > 0:  # by the norm over all stages; one that overflows would make every gradient zero
         norm = jnp.sqrt(sum(verdict.squares for verdict in verdicts))
+        healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
     own = lv.take(lora, spec, index)
     changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
     moved = optax.apply_updates(own, changes)
+    finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
+    healthy &= jnp.all(finite)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
-    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy)
+    before = own if len(verdicts) > 1 else None
+    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy), finite, before
+
+
+def _put_back(index: Array, lora: Leaves, own: Leaves, alive: Array):
+    return lv.put(lora, index, own), alive.at[index].set(False)
+
+
+def _finite_leaves(leaves: Any) -> Array:
+    """Whether all of a leaf is finite, for each leaf in order of names."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
+
+
+def _all_finite(tree: Any) -> Array:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.bool_(True)
 
 
 def _own(rows: Any) -> Any:

@@ -36,6 +36,14 @@ class _Live(NamedTuple):
     dy: Array | None  # on the last stage, made by the head
 
 
+class Stepped(NamedTuple):
+    """What a stage did with the step of an adapter."""
+
+    alive: Array  # [A], whether the adapter's last step was taken; it is there when the step is done
+    finite: Array  # of what was to be written: per leaf in order of `leaf_names`, then the optimizer state
+    before: tuple[Leaves, Any] | None  # weights and optimizer state before the step; None with one stage
+
+
 class Stage:
     """One stage of the pipeline; every method dispatches and returns at once.
 
@@ -153,29 +161,31 @@ class Stage:
             (Verdict, finite per leaf in order of `leaf_names`)
         """
         self._gradients[index], verdict, finite, self.sums, self.loss = self.programs.finish(
-            self._specs[index], self._index[index], self.sums, self.loss
+            self._specs[index], self._index[index], self.sums, self.loss, self.alive
         )
         return verdict, finite
 
-    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> Array:
-        """Steps an adapter whose global batch is finished on every stage.
-
-        Returns:
-            Which adapters are alive [A]; it is there when the step is done.
-        """
+    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> Stepped:
+        """Steps an adapter whose global batch is finished on every stage."""
         spec, optim = self._specs[index], self._adapters[index].optim
-        self.lora, self.optimizers[spec.name], self.alive = self.programs.step(
+        state = self.optimizers[spec.name]
+        self.lora, self.optimizers[spec.name], self.alive, finite, own = self.programs.step(
             spec,
             optim,
             self._index[index],
             self.lora,
             self._gradients.pop(index),
-            self.optimizers[spec.name],
+            state,
             self.alive,
             verdicts,
             numbers,
         )
-        return self.alive
+        return Stepped(self.alive, finite, None if own is None else (own, state))
+
+    def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
+        """Undoes a step that another stage refused, and whatever the adapter did after it."""
+        own, self.optimizers[self._specs[index].name] = before
+        self.lora, self.alive = self.programs.put_back(self._index[index], self.lora, own, self.alive)
 
     def still(self, index: int) -> Hyper:
         """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
@@ -214,9 +224,9 @@ class Stage:
         lora, sums, loss, alive, optimizers = _copied((self.lora, self.sums, self.loss, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
-            gradient, verdict, _, sums, loss = self.programs.finish(spec, number, sums, loss)
+            gradient, verdict, _, sums, loss = self.programs.finish(spec, number, sums, loss, alive)
             verdicts = [verdict] * num_stages
-            lora, _, alive = self.programs.step(
+            lora, _, alive, _, _ = self.programs.step(
                 spec, optim, number, lora, gradient, optimizer, alive, verdicts, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, loss, alive))

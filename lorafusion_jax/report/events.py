@@ -16,6 +16,7 @@ Kind = Literal[
     "eval",  # an adapter was evaluated: eval_loss, eval_tokens
     "saved",  # a checkpoint is on disk
     "exported",  # an adapter folder is on disk
+    "export-failed",  # it could not be written, and the run goes on: code, what
     "adapter-done",
     "adapter-failed",
     "damaged",  # text: files that are not as they were written, and what the run does without them

@@ -24,7 +24,7 @@ from lorafusion_jax.report.log_file import read_rows as read_rows
 
 METRICS = ("step", "eval", "slot")
 SILENT = ("phase",)
-REPEATED = ("adapter-done", "adapter-failed", "exported")  # events that a resumed run tells again
+REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again
 CHUNK = 1 << 20
 
 

@@ -157,6 +157,9 @@ class Screen:
 
     _on_unchecked = _on_damaged
 
+    def _on_export_failed(self, event: Event) -> None:
+        self._line(f"{event.adapter}  step {event.step} not written: {event.values['what']}", style="bold red")
+
     def _row(self, event: Event) -> Row:
         return self._rows[event.adapter or ""]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -56,3 +56,21 @@ class Batches:
             for replica in self._replicas
         ]
         return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
+
+
+def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
+    """Turns the rows of some adapters into padding where they stand; the other rows stay as they are.
+
+    Args:
+        adapters: places among the stacked adapters.
+    """
+    if not adapters:
+        return batch
+    gone = np.isin(batch.row_adapter, list(adapters))
+    return batch._replace(
+        tokens=np.where(gone, 0, batch.tokens),
+        targets=np.where(gone, 0, batch.targets),
+        weights=np.where(gone, np.float32(0), batch.weights),
+        row_adapter=np.where(gone, -1, batch.row_adapter),
+        tile_adapter=np.where(np.isin(batch.tile_adapter, list(adapters)), -1, batch.tile_adapter),
+    )

@@ -1,8 +1,9 @@
 """Executes a plan: issues its events, steps the adapters whose global batch is complete, looks at results later.
 
-The devices always have the next microbatch queued. An adapter whose gradient is not finite keeps its last good weights
-and stops; nobody else notices. Once all have stopped, the rest of the plan would change nothing and is left out. To
-save, no further slot is let in until those in the pipeline are through.
+The devices always have the next microbatch queued. An adapter whose step would not be finite keeps its last good
+weights and stops. Its rows become padding where they stand, so the others compute what they would have computed, and a
+slot of such rows only is skipped. Once all adapters have stopped, the rest of the plan is left out. To save, no further
+slot is let in until those in the pipeline are through.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.processes import agreed
 from lorafusion_jax.report.events import Event, Kind, Listener
-from lorafusion_jax.training.batches import Batches
+from lorafusion_jax.training.batches import Batches, without
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
@@ -98,8 +99,12 @@ class Loop:
         self._rates = {a.name: learning_rates(a.optim, progress.adapters[a.name].num_steps) for a in config.adapters}
         self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
         self._slot_tokens = slot_tokens(plan, prepared)
-        last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
+        self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
+        ends = list(plan.batches_ending())
+        last = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self._index}
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
+        for name in self._failed():
+            self._meter.drop(name, progress.slot)
         self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
@@ -152,15 +157,25 @@ class Loop:
         return later
 
     def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
+        enters = event.kind == "forward" and event.stage == 0
+        if enters:  # all events of a slot know the same adapters as failed, in every process
+            self._left_out[event.slot] = self._failed()
+        failed, tokens = self._left_out[event.slot], self._slot_tokens[event.slot]
         if event.kind == "update":
             for name in event.adapters:
-                if self._executor.finish(event, name):
+                if name not in failed and self._executor.finish(event, name):
                     self._step(name, event.slot)
             return
-        if event.kind == "forward" and event.stage == 0:
-            self._executor.admit(event.slot, next(batches))
+        batch = next(batches) if enters else None
+        if failed.issuperset(tokens):
+            return
+        if batch is not None:
+            self._executor.admit(event.slot, without(batch, [self._index[name] for name in failed]))
             self._notice(self._executor.finished_slots())
-        self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
+        self._executor.issue(event, tuple(tokens))
+
+    def _failed(self) -> frozenset[str]:
+        return frozenset(name for name, adapter in self._progress.adapters.items() if adapter.status == "failed")
 
     def _notice(self, slots: list[int]) -> None:
         """Counts slots that are through and reads the results of steps that came with them."""
@@ -214,8 +229,10 @@ class Loop:
         with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
             loss, norm = step.result.loss, step.result.grad_norm
         if not step.result.healthy:
+            self._executor.put_back(step.adapter, step.result)
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
+            self._meter.drop(step.adapter, step.slots_done)
             self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
             self._hooks.finish(step.adapter, step.slots_done)
             return
@@ -238,9 +255,9 @@ class Loop:
         self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
 
     def _culprit(self, step: Taken) -> str:
-        bad = self._executor.not_finite(step.adapter, step.result)
         last = len(self._executor.stages) - 1
-        return f"gradient not finite ({bad})" if bad else "loss not finite" + (f" (stage {last})" if last else "")
+        bad = self._executor.not_finite(step.adapter, step.result)
+        return bad or "loss not finite" + (f" (stage {last})" if last else "")
 
     def _anybody_left(self) -> bool:
         """Whether an adapter still trains; processes find that out at the same slot."""

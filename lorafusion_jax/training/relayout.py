@@ -1,8 +1,8 @@
-"""What a begun run may change when it goes on: the devices it runs on, never what it computes."""
+"""What a begun run may change when it goes on: its devices and who still trains, never what an adapter computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lorafusion_jax.checkpoint.new_run import SHOWN, differences
 from lorafusion_jax.config.load import override_resolved
@@ -50,19 +50,54 @@ def check_settings(before: JobConfig | None, now: JobConfig) -> None:
         )
 
 
-def plan_for_mesh(plan: Plan, config: JobConfig, slot: int) -> Plan:
+def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
+    """Makes sure that adapters can be left out of what is left of a run.
+
+    Args:
+        adapters: name → status.
+
+    Raises:
+        ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train.
+    """
+    errors = []
+    for name in names:
+        if name not in adapters:
+            fix = f"--drop takes one of: {', '.join(adapters)}"
+            errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
+        elif adapters[name] == "done":
+            what = f"{name} is done: there is nothing left of it to drop."
+            errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
+    raise_all(errors)
+
+
+def plan_for_mesh(
+    plan: Plan, config: JobConfig, slot: int, *, drop: Sequence[str] = (), failed: Sequence[str] = ()
+) -> Plan:
     """The plan with which a run goes on from a slot, on the mesh of its configuration.
 
-    It is the same plan if every slot that is left has a microbatch for each replica and keeps the distance of that many
-    stages. Otherwise the slots before stay, so that every checkpoint up to `slot` is one of the new plan, too, and what
-    is left is planned again.
+    It is the same plan if nothing is dropped and every slot that is left has a microbatch for each replica and keeps
+    the distance of that many stages. Otherwise the slots before stay, so that every checkpoint up to `slot` is one of
+    the new plan, too, and what is left is planned again.
+
+    Args:
+        drop: adapters that are left out from here on.
+        failed: adapters that train no more. Their samples keep their places in the same plan, which keeps the numbers
+            of the others bitwise; a new plan leaves them out.
     """
     there = (config.mesh.stages, config.mesh.replicas)
-    if all(layout[1:] == there for layout in plan.layouts if layout.end > slot):
+    stays = all(layout[1:] == there for layout in plan.layouts if layout.end > slot)
+    stopped = dict(plan.stopped)
+    if stays and all(name in stopped for name in drop):
         return plan
     stages, replicas = there
     return replan(
-        plan, at_slot=slot, num_stages=stages, data_parallel=replicas, seed=plan.seed, **search_effort(config)
+        plan,
+        at_slot=slot,
+        cancel=[name for name in dict.fromkeys([*drop, *failed]) if name not in stopped],
+        num_stages=stages,
+        data_parallel=replicas,
+        seed=plan.seed,
+        **search_effort(config),
     )
 
 

@@ -18,7 +18,7 @@ from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
+from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, start_from, warm_start_digests
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
@@ -32,13 +32,13 @@ from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning
 from lorafusion_jax.training.evaluation import Evaluator
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
-from lorafusion_jax.training.export import AdapterExporter, start_from
-from lorafusion_jax.training.exports import Exports
+from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
-from lorafusion_jax.training.relayout import apply_resume_overrides, check_settings, plan_for_mesh
+from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -104,7 +104,12 @@ def train(
 
 
 def resume(
-    out: str | Path, overrides: Sequence[str] = (), *, listeners: Sequence[Listener] = (), verify_base: bool = False
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    listeners: Sequence[Listener] = (),
+    verify_base: bool = False,
 ) -> RunResult:
     """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
 
@@ -112,25 +117,37 @@ def resume(
         out: run folder.
         overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
             layout what is left is planned again and sums come in another order, so results are equal to rounding.
+        drop: adapters to leave out of what is left, e.g. failed ones. The rest is planned again without them, so
+            the results of the others are equal to rounding. An adapter that still trained counts as failed.
         listeners: called with every `Event`.
         verify_base: compares every byte of the base model, also of a large one.
 
     Raises:
         CheckpointError: no run folder, another process trains it, or plan, data or base model changed since.
-        ConfigError: a setting that a begun run cannot change.
+        ConfigError: a setting that a begun run cannot change, or an adapter that cannot be dropped.
     """
     folder = RunFolder(Path(out))
     with exclusive_run(folder):
-        return _go_on(folder, overrides, listeners, verify_base)
+        return _go_on(folder, overrides, drop, listeners, verify_base)
 
 
-def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[Listener], verify_base: bool) -> RunResult:
+def _go_on(
+    folder: RunFolder,
+    overrides: Sequence[str],
+    drop: Sequence[str],
+    listeners: Sequence[Listener],
+    verify_base: bool,
+) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
     written = folder.read_config()
     config = apply_resume_overrides(written, overrides)
     found = find_checkpoint(folder.state, _any_process)
-    if found.slot == before.num_slots:
-        return _finished(folder, before, Progress.of(found.position), listeners)
+    status = {adapter.name: "running" for adapter in config.adapters}
+    status |= {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
+    check_drop(drop, status)
+    if found.slot == before.num_slots and not (progress := Progress.of(found.position)).unwritten:
+        progress.drop(before.stopped)
+        return _finished(folder, before, progress, listeners)
     with fail_together():
         check_mesh(config)
         prepared = prepare(config)
@@ -138,9 +155,11 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], listeners: Sequence[List
         check_settings(folder.recorded_config(), written)
         base_files = _checked_base(record, config, verify_base)
         if found.slot is None:
+            read_warm_starts(config)  # names a folder that is not there any more
             check_warm_starts(record.get("warm_starts", {}), config)
         folder.check_record_file()
-        plan = plan_for_mesh(before, config, found.slot or 0)
+        failed = [name for name, what in status.items() if what == "failed"]
+        plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
     after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
     for notice in _notices(folder, found, record):
@@ -285,13 +304,13 @@ class _Run:
         self._executor = Executor(self._stages, [spec.name for spec in self._specs], self._spans)
         self._evaluator = Evaluator(self._config, self._prepared, self._executor)
         since = {name: adapter.step for name, adapter in self._progress.adapters.items()}
-        exporter = AdapterExporter(self._config, self._prepared, self._plan, self._folder, self._specs, since)
-        self._exports = Exports(exporter, self._executor, self._specs, self._tell)
+        writer = AdapterWriter(self._config, self._prepared, self._plan, self._folder, self._specs, since)
+        self._exports = ExportQueue(writer, self._executor, self._specs, self._tell)
         hooks = Hooks(
             save=self._save,
             evaluate=self._evaluate,
             finish=self._finish,
-            finished=self._exports.tell,
+            finished=self._exports.poll,
             bubble_share=self._spans.bubble_share,
         )
         self._announce()
@@ -331,9 +350,19 @@ class _Run:
             for adapter in self._config.adapters:
                 self._evaluate(adapter.name, 0, self._progress.slot)
             return
+        slot, unwritten = self._progress.slot, self._progress.unwritten
         for name, adapter in self._progress.adapters.items():  # a kill came between checkpoint and export
-            if adapter.step and _any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
-                self._exports.write(name, adapter.step)
+            if adapter in unwritten or not adapter.step:
+                continue
+            if _any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
+                self._exports.write(adapter, slot)
+        for adapter in self._progress.drop(self._plan.stopped):
+            values = {"reason": adapter.reason, "kept_step": adapter.step}
+            self._tell(Event(kind="adapter-failed", slot=slot, adapter=adapter.name, step=adapter.step, values=values))
+            self._finish(adapter.name, slot)
+        for adapter in unwritten:
+            adapter.status, adapter.reason = "done", ""
+            self._finish(adapter.name, slot)
 
     def _write(self, before: Plan | None) -> None:
         if before is None:
@@ -436,14 +465,14 @@ class _Run:
         self._phase("saving")
         started = time.perf_counter()
         with self._spans.pause("saving"):
-            self._exports.tell(wait=True)  # an adapter that the checkpoint calls done has its folder
+            self._exports.poll(wait=True)  # an adapter that the checkpoint calls done has its folder
             self._executor.settle()
             arrays = gather(self._stages)
             if is_first():
                 self._store.save(self._progress.slot, arrays, self._progress.position())
-            for name, adapter in self._progress.adapters.items():
+            for adapter in self._progress.adapters.values():
                 if adapter.status == "running" and adapter.step:
-                    self._exports.write(name, adapter.step)
+                    self._exports.write(adapter, self._progress.slot)
             meet("saved")
         self._tell(
             Event(
@@ -459,7 +488,7 @@ class _Run:
     def _finish(self, name: str, slots_done: int) -> None:
         adapter = self._progress.adapters[name]
         if adapter.step:
-            self._exports.begin(adapter, slots_done)
+            self._exports.submit(adapter, slots_done)
 
     def _timeline(self) -> None:
         timeline = self._spans.close(self._plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,22 @@ class Progress:
     slot: int = 0
     plan: str = ""
     seconds: float = 0.0
+
+    @property
+    def unwritten(self) -> list[AdapterProgress]:
+        """Adapters that took their last step and have no folder: writing it failed."""
+        return [own for own in self.adapters.values() if own.status == "failed" and own.step == own.num_steps]
+
+    def drop(self, stopped: Iterable[tuple[str, int]]) -> list[AdapterProgress]:
+        """Marks the adapters as failed that the plan leaves out from some slot on; returns those that still trained."""
+        dropped = [
+            (own, slot)
+            for own, slot in ((self.adapters[name], slot) for name, slot in stopped)
+            if own.status == "running"
+        ]
+        for own, slot in dropped:
+            own.status, own.reason = "failed", f"dropped by hand at slot {slot}"
+        return [own for own, _ in dropped]
 
     def position(self) -> dict[str, Any]:
         return asdict(self)

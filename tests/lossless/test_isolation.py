@@ -101,8 +101,10 @@ def step(two, grads, alive=(True, True)):
     programs, lora, _, configs = two
     spec, optim = programs._parts.specs[0], configs[0].optim
     optimizer = programs.init_optimizer(spec, optim, lora)
-    gradient, verdict, finite, sums, loss = programs.finish(spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]]))
-    after, optimizer, alive = programs.step(
+    gradient, verdict, finite, sums, loss = programs.finish(
+        spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]]), jnp.array(alive)
+    )
+    after, optimizer, alive, *_ = programs.step(
         spec, optim, np.int32(0), copy(lora), gradient, optimizer, jnp.array(alive), [verdict], hyper(optim, 1e-2)
     )
     return after, sums, loss, optimizer, alive, verdict, finite

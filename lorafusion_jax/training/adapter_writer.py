@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter
-from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -20,7 +19,7 @@ from scheduling import Plan
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-class AdapterExporter:
+class AdapterWriter:
     """Writes `adapters/<name>/step-…` folders of a run.
 
     Args:
@@ -41,24 +40,25 @@ class AdapterExporter:
         self._since = since
         self._written: set[Path] = set()
 
-    def __call__(self, name: str, step: int, own: Mapping[str, np.ndarray]) -> Path:
+    def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
         """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
 
         Args:
             own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank, and other leaves.
+            failure: why the adapter takes no step after this one; its folder says so.
         """
         target = self._folder.adapter_step(name, step)
-        if target.exists() and (step < self._since[name] or target in self._written):
+        if target.exists() and not failure and (step < self._since[name] or target in self._written):
             return target
         spec = next(spec for spec in self._specs if spec.name == name)
         new = not target.exists()
-        self._export(spec, step, own, target)
+        self._export(spec, step, own, target, failure)
         self._written.add(target)
         if new:
             self._folder.mark_latest(name, self._config.save.keep)
         return target
 
-    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path) -> None:
+    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
         export_adapter(
             {leaf: array[:, None] for leaf, array in own.items()},
             spec,
@@ -66,10 +66,10 @@ class AdapterExporter:
             self._config.base.model,
             target,
             replace=True,
-            finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step),
+            finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step, failure),
         )
 
-    def _describe(self, target: Path, adapter: AdapterConfig, step: int) -> None:
+    def _describe(self, target: Path, adapter: AdapterConfig, step: int, failure: str) -> None:
         base = base_directory(self._config)
         for file in TOKENIZER_FILES:
             if (base / file).is_file():
@@ -79,26 +79,18 @@ class AdapterExporter:
         record = of_run | {
             "adapter": adapter.model_dump(mode="json"),
             "step": step,
+            "failed": failure or None,
             "base": self._config.base.model,
             "data": self._prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        (target / "README.md").write_text(_card(adapter, step, self._config.base.model, self._plan), encoding="utf-8")
+        card = _card(adapter, step, self._config.base.model, self._plan, failure)
+        (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
-    """Replaces the initial weights of the adapters in `starts`.
-
-    Raises:
-        CheckpointError: `peft.other-base`, shapes of another model.
-    """
-    for index, arrays in starts.items():
-        lora = put_adapter(lora, index, arrays)
-    return lora
-
-
-def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan) -> str:
+def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan, failure: str) -> str:
     lora, optim = adapter.lora, adapter.optim
+    warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
     return f"""---
 base_model: {base}
 library_name: peft
@@ -107,7 +99,7 @@ tags: [lora]
 # {adapter.name}
 
 LoRA adapter of `{base}`, {step} optimizer steps. Trained with lorafusion-jax.
-
+{warning}
 | | |
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
