@@ -74,7 +74,7 @@ class ModelConfig:
         """Reads a model directory, a config.json or its dictionary.
 
         Raises:
-            CheckpointError: `model.not-found`; `model.bad-config`, values of wrong types or ranges; `model.unsupported`,
+            CheckpointError: `model.not-found`; `model.bad-config`, wrong types or ranges; `model.unsupported`,
                 an unknown architecture or options that this decoder lacks, all in one message.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))

@@ -266,7 +266,18 @@ def _parse_parquet(name: str, content: bytes) -> Rows:
         raise DataError(
             "data.bad-table", f"{name} is not a Parquet file.", where=name, why=str(problem).splitlines()[0]
         ) from None
-    return Rows(source=name, values=table.to_pylist())
+    return Rows(source=name, values=[_without_nulls(row) for row in table.to_pylist()])
+
+
+def _without_nulls(row: dict) -> dict:
+    """Takes keys without a value out of nested objects: tables give every object the keys of all."""
+    return {key: _pruned(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+
+
+def _pruned(value):
+    if isinstance(value, dict):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _open_hub(source: str) -> RawSource:
@@ -278,7 +289,7 @@ def _open_hub(source: str) -> RawSource:
             "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
         ) from None
     try:
-        rows = [dict(row) for row in datasets.load_dataset(name, split=split or "train")]
+        rows = [_without_nulls(row) for row in datasets.load_dataset(name, split=split or "train")]
     except Exception as problem:  # the hub client raises many kinds; each means that there are no rows
         raise DataError(
             "data.hub",

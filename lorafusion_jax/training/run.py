@@ -28,6 +28,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import agreed, is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
+from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
@@ -394,6 +395,7 @@ class _Run:
                     "layers": [stage.extent.count for stage in self._stages],
                     "keep": self._stages[0].keep,
                     "memory_warning": self._memory_warning(),
+                    "data_notes": data_notes(self._config, self._prepared),
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
                     "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,

@@ -95,3 +95,15 @@ def test_a_broken_config_of_the_model_is_refused(lorafusion, own_job, own_base, 
     change_config(own_base, **changes)
     outcome = run(lorafusion, own_job, command, monkeypatch)
     assert (outcome.code, outcome.errors) == (2, ["model.bad-config"])
+
+
+def test_columns_that_are_not_used_are_named_by_check_and_train(lorafusion, own_job, monkeypatch):
+    rows = [{"prompt": "cat", "completion": " dog", "note": "x", "id": 3}] * 4
+    for name in ("law.jsonl", "med.jsonl", "law_eval.jsonl"):
+        write_rows_to(own_job.folder / name, rows)
+    said = "law.jsonl: [data.unused-column] the columns 'note', 'id' are not used"
+    assert lorafusion("check", own_job.path).out.count(said) == 1
+    assert said in json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"][0]
+    outcome = run(lorafusion, own_job, ("train", "--out", "run"), monkeypatch)
+    assert outcome.code == 0
+    assert said in outcome.out
