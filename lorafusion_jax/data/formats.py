@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lorafusion_jax.data.messages import ROLES, BadRow, checked_text, parse_message, parse_messages, says_something
@@ -55,7 +56,7 @@ class Chat(NamedTuple):
 
     messages: list[dict]
     tools: list | None = None
-    variables: dict[str, Any] = {}
+    variables: Mapping[str, Any] = MappingProxyType({})
     muted: frozenset[int] = frozenset()
     answer_from: int = 0
 
@@ -293,7 +294,7 @@ def _system(row: dict, columns: dict[str, str], messages: list[dict]) -> list[di
         return []
     text = checked_text(text, f"'{columns['system']}'")
     if messages and messages[0]["role"] in ("system", "developer"):
-        if messages[0]["content"] != text:
+        if messages[0].get("content") != text:
             raise BadRow("data.two-systems", f"'{columns['system']}' differs from the message of the system")
         return []
     return [{"role": "system", "content": text}]

@@ -62,9 +62,9 @@ def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
         message["tool_calls"], content = _calls(content, place), None
     elif isinstance(message.get("function_call"), dict) and "tool_calls" not in message:
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    if content is not None or "tool_calls" not in message:  # a message that only calls tools has no content
-        content = checked_text(content, f"the content of message {place}")
-    return {"role": role, "content": content, **message}, learned
+    if content is None and "tool_calls" in message:
+        return {"role": role, **message}, learned
+    return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned
 
 
 def _learned(message: dict, role: str, place: int) -> bool | None:
@@ -99,7 +99,7 @@ def _joined_parts(parts: list, place: int) -> str:
 
 
 def says_something(message: dict) -> bool:
-    return bool((message["content"] or "").strip() or message.get("tool_calls"))
+    return bool(message.get("content", "").strip() or message.get("tool_calls"))
 
 
 def checked_text(value: object, name: str) -> str:

@@ -6,7 +6,6 @@ template they are written plainly: prompt, for instructions an empty line, answe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from lorafusion_jax.data.formats import Chat, Example, Pair, Text
 from lorafusion_jax.data.sources import Rows
-from lorafusion_jax.data.template import ChatTemplate, Rendered, TemplateProblem
+from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, TemplateProblem
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
@@ -74,7 +73,7 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
     rendered, bad = [], []
     for row, chat in enumerate(chats):
         try:
-            rendered.append(_render(chat, template, loss))
+            rendered.append(_by_template(chat, template, loss))
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
     if bad:
@@ -87,21 +86,6 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
             "{% generation %} around what the assistant says",
         )
     return rendered
-
-
-def _render(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
-    try:
-        return _by_template(chat, template, loss)
-    except TemplateProblem as problem:
-        if all(message["content"] is not None for message in chat.messages):
-            raise
-        first = problem
-    # some templates want a text even where a message only calls tools
-    filled = [message | {"content": message["content"] or ""} for message in chat.messages]
-    try:
-        return _by_template(chat._replace(messages=filled), template, loss)
-    except TemplateProblem:
-        raise first from None
 
 
 def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
@@ -146,7 +130,8 @@ def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
         for key in message
         if not (key in TIES and message["role"] in ("tool", "assistant"))
     } | {name for chat in chats for name in chat.variables}
-    unread = sorted(str(key) for key in keys if not re.search(rf"\b{re.escape(str(key))}\b", template.source))
+    source = template.source + ("".join(REASONING) if any(key in template.source for key in REASONING) else "")
+    unread = sorted(str(key) for key in keys if str(key) not in source)
     if not unread:
         return []
     names = ", ".join(f"'{key}'" for key in unread)

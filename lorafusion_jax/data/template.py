@@ -12,7 +12,7 @@ import hashlib
 import json
 import os.path
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from lorafusion_jax.errors import CheckpointError
 
 MARKS = re.compile(f"([{GENERATION_OPEN}{GENERATION_CLOSE}]|{MESSAGE_OPEN}[0-9]*{MESSAGE_CLOSE})")
 PROBE = "\ufdd4"  # a content that no template can mistake for something else
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 # whatever foreign template code can run into
 PROBLEMS = (
@@ -117,14 +117,13 @@ class ChatTemplate:
         ...     [{"role": "user", "content": "hi"}])
         'user: hi\\n'
         """
-        return _Conversation(self, messages, tools, variables).render(messages, ask=add_generation_prompt)
+        return self._attempt(messages, tools, variables, lambda conversation: conversation.whole(add_generation_prompt))
 
     def render_whole(
         self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
     ) -> Rendered:
         """Renders a conversation of which everything is learned; see `render`."""
-        conversation = _Conversation(self, messages, tools, variables)
-        return conversation.rendered(((0, len(conversation.text)),))
+        return self._attempt(messages, tools, variables, lambda chat: chat.rendered(((0, len(chat.text)),)))
 
     def render_answers(
         self,
@@ -148,10 +147,32 @@ class ChatTemplate:
         Raises:
             TemplateProblem: as `render`, or the answers cannot be told from their context.
         """
-        conversation = _Conversation(self, messages, tools, variables)
-        said = conversation.answers(last_only)
-        spans = [span for turn, own in said.items() if learned is None or learned[turn] for span in own]
-        return conversation.rendered(tuple(spans))
+
+        def answered(conversation: _Conversation) -> Rendered:
+            said = conversation.answers(last_only)
+            spans = [span for turn, own in said.items() if learned is None or learned[turn] for span in own]
+            return conversation.rendered(tuple(spans))
+
+        return self._attempt(messages, tools, variables, answered)
+
+    def _attempt[R](
+        self,
+        messages: Sequence[dict],
+        tools: list | None,
+        variables: Mapping[str, Any],
+        use: Callable[[_Conversation], R],
+    ) -> R:
+        """Where a message only calls tools, templates want no content (as transformers has it), null, or an empty one."""
+        last: TemplateProblem | None = None
+        for absent in ({}, {"content": None}, {"content": ""}):
+            try:
+                return use(_Conversation(self, [_normal(message, absent) for message in messages], tools, variables))
+            except TemplateProblem as problem:
+                last = problem
+                if all(message.get("content") is not None for message in messages):
+                    break
+        assert last is not None
+        raise last
 
 
 class _Conversation:
@@ -161,6 +182,9 @@ class _Conversation:
         self, template: ChatTemplate, messages: Sequence[dict], tools: list | None, variables: Mapping[str, Any]
     ):
         self._template, self._messages, self._tools, self._variables = template, list(messages), tools, variables
+
+    def whole(self, ask: bool) -> str:
+        return self.render(self._messages, ask=ask)
 
     def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
         """Renders messages of this conversation, with the text that asks for an answer, or with marks."""
@@ -293,6 +317,13 @@ class _Conversation:
         for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
             if name not in said:
                 raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
+
+
+def _normal(message: dict, absent: dict) -> dict:
+    """A message as transformers hands it to templates: no nulls, reasoning under both of its names."""
+    said = absent | {key: value for key, value in message.items() if value is not None}
+    thought = next((said[key] for key in REASONING if key in said), None)
+    return said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
 
 
 def check_template(template: ChatTemplate, where: str) -> None:
