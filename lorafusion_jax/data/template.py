@@ -162,7 +162,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         use: Callable[[_Conversation], R],
     ) -> R:
-        """Where a message only calls tools, templates want no content (as transformers has it), null, or an empty one."""
+        """Where a message only calls tools, templates want no content, as transformers has it, or null, or an empty one."""
         last: TemplateProblem | None = None
         for absent in ({}, {"content": None}, {"content": ""}):
             try:

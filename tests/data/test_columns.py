@@ -165,7 +165,7 @@ def test_a_row_of_which_nothing_is_learned_has_no_answer(load):
 
 @pytest.mark.parametrize("loss", ["auto", "completion"])
 def test_lists_of_messages_as_prompt_and_completion(load, tokenizer, loss):
-    row = {"prompt": chat("1+1?", "two", system="Be brief.") + [ASK], "completion": [ANSWER, ASK, ANSWER]}
+    row = {"prompt": [*chat("1+1?", "two", system="Be brief."), ASK], "completion": [ANSWER, ASK, ANSWER]}
     samples = load([row], loss=loss)
     assert learned(samples, tokenizer) == ["four<|end|>", "four<|end|>"]
     assert learned(load([row], loss="assistant"), tokenizer)[0] == "two<|end|>"
