@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 
-ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+# Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
+
+
+FLOAT32 = (1.1754943508222875e-38, 3.4028234663852886e38)  # smallest and largest normal number
+
+
+def _fits_float32(value: float) -> float:
+    """Values enter the computation as float32, where others would be 0 or infinite."""
+    if value and not FLOAT32[0] <= abs(value) <= FLOAT32[1]:
+        raise PydanticCustomError("float32", "a number that float32 can hold")
+    return value
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_fits_float32)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_fits_float32)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
 
@@ -64,7 +76,7 @@ class DataSettings(Section):
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(default=4096, description="tokens of one sample")
+    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(default=4096, description="tokens of one sample")
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="which tokens are learned; auto = answers, of plain text all"
@@ -200,13 +212,15 @@ class TrainSettings(Section):
     attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = Field(
         default=None, description="attention kernels; default what suits the device"
     )
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(
+    loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
-    plan_seconds: Positive = Field(default=1.0, description="effort of the planner's search, in seconds of one core")
+    plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
+        default=1.0, description="effort of the planner's search, in seconds of one core"
+    )
     log_every_s: NotNegative | None = Field(
         default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
     )

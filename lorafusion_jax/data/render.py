@@ -13,7 +13,7 @@ import numpy as np
 
 from lorafusion_jax.data.formats import Chat, Example, Pair, Text
 from lorafusion_jax.data.sources import Rows
-from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, TemplateProblem
+from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, TemplateLimit, TemplateProblem
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
@@ -38,7 +38,7 @@ def encode_examples(
         loss: assistant (every answer), completion (the last answer, or those of the row's completion) or all.
 
     Raises:
-        DataError: data.no-template, data.template (names the rows).
+        DataError: data.no-template, data.template, data.template-limit (with the rows).
     """
     template = tokenizer.chat_template
     if template is not None and not isinstance(examples[0], Text):
@@ -74,6 +74,14 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
     for row, chat in enumerate(chats):
         try:
             rendered.append(_by_template(chat, template, loss))
+        except TemplateLimit as problem:  # the next rows would take as long
+            raise DataError(
+                "data.template-limit",
+                f"{adapter}: the chat template takes too much time or memory.",
+                where=rows.places([row]),
+                why=str(problem),
+                fix="a shorter row, or another chat_template.jinja in the model's folder",
+            ) from None
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
     if bad:

@@ -26,11 +26,11 @@ GENERATION_OPEN, GENERATION_CLOSE = "\ufdd0", "\ufdd1"
 MESSAGE_OPEN, MESSAGE_CLOSE = "\ufdd2", "\ufdd3"  # around the number of the message that follows; none for no message
 RESERVED = re.compile("[\ufdd0-\ufdd3]")
 
-STEPS = 1_000_000  # loop iterations and calls of one render; a conversation of 1000 turns takes about 20 000
+STEPS = 300_000  # loop iterations and calls of one render; a conversation of 1000 turns takes about 20 000
 CHARACTERS = 50_000_000  # made by one render, all intermediate texts counted, ...
 CHARACTERS_PER_INPUT = 100  # ... and this many more for each character of the conversation
 CHARACTERS_PER_ITEM = 64  # what an item of a list or an object costs, in characters
-SECONDS = 10.0  # a far stop: what is charged bounds the time on any machine
+SECONDS = 5.0  # a far stop: what is charged bounds the time on any machine
 LARGEST_ARGUMENT = 1_000_000  # of widths, counts and the like
 LARGEST_NUMBER_BITS = 4096
 

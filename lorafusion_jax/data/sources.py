@@ -15,6 +15,7 @@ from pathlib import Path
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SHOWN_NAME = 100  # characters
 SHOWN = 5  # rows that a message names before it counts
 
 
@@ -81,7 +82,11 @@ def open_source(source: str, base_dir: Path) -> RawSource:
         return _open_hub(source)
     path = base_dir / source
     kind = KINDS.get(path.suffix.lower())
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except (OSError, ValueError):  # a name that no system takes
+        raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
+    if not found:
         raise DataError("data.missing-file", f"there is no data file {source}.", where=str(path), fix=_neighbour(path))
     if kind is None:
         raise DataError(

@@ -24,6 +24,7 @@ from lorafusion_jax.data.sandbox import (
     MESSAGE_CLOSE,
     MESSAGE_OPEN,
     RESERVED,
+    LimitError,
     Sandbox,
 )
 from lorafusion_jax.errors import CheckpointError
@@ -64,6 +65,10 @@ class Rendered:
 
 class TemplateProblem(ValueError):
     """The template cannot render these messages, or does not say where the answers are."""
+
+
+class TemplateLimit(TemplateProblem):
+    """The template takes more time or memory than a conversation can need."""
 
 
 class _Marked(NamedTuple):
@@ -162,14 +167,17 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         use: Callable[[_Conversation], R],
     ) -> R:
-        """Where a message only calls tools, templates want no content, as transformers has it, or null, or an empty one."""
+        """Where a message only calls tools, templates want no content (as in transformers), null, or an empty one."""
         last: TemplateProblem | None = None
+        complete = all(message.get("content") is not None for message in messages)
         for absent in ({}, {"content": None}, {"content": ""}):
             try:
                 return use(_Conversation(self, [_normal(message, absent) for message in messages], tools, variables))
             except TemplateProblem as problem:
                 last = problem
-                if all(message.get("content") is not None for message in messages):
+                if isinstance(problem, TemplateLimit) or all(
+                    message.get("content") is not None for message in messages
+                ):
                     break
         assert last is not None
         raise last
@@ -199,6 +207,8 @@ class _Conversation:
         try:
             sandbox, compiled, _ = _compiled(self._template.source)
             return sandbox.render(compiled, values, marked)
+        except LimitError as problem:
+            raise TemplateLimit(f"the template says: {problem}") from None
         except PROBLEMS as problem:
             raise TemplateProblem(f"the template says: {problem}") from None
 

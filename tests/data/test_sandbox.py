@@ -46,8 +46,8 @@ HOSTILE = {
     "doubled by a block": "{% set ns = namespace(x='a') %}{% for i in range(80) %}{% set y %}{{ ns.x }}{{ ns.x }}"
     "{% endset %}{% set ns.x = y %}{% endfor %}",
     "squared numbers": GROW.replace("START", "9").replace("STEP", "ns.x * ns.x").replace("| length", ""),
-    "macros that call themselves twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
+    "macros that call themselves twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "lipsum": "{{ lipsum(100000000) }}",
 }
@@ -72,7 +72,7 @@ def test_templates_that_cannot_be_compiled_are_refused(tmp_path, source):
 
 def test_a_template_without_end_is_an_error_of_the_rows(load, tmp_path):
     tokenizer = load_tokenizer(write_model(tmp_path / "m", template="{{ 'a' * 10 ** 11 }}"))
-    with pytest.raises(ValueError, match=r"data\.template\].*\n.*line 1"):
+    with pytest.raises(ValueError, match=r"data\.template-limit\].*\n.*line 1"):
         load([{"messages": chat("a", "b")}], tokenizer=tokenizer)
 
 
