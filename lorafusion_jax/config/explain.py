@@ -27,7 +27,6 @@ EXPECTED = {  # pydantic's findings in words of a job file
     "greater_than_equal": "{ge} or more",
     "less_than": "less than {lt}",
     "less_than_equal": "{le} or less",
-    "float32": "a number that float32 can hold, 1.2e-38 to 3.4e38",
     "literal_error": "{expected}",
     "string_type": "a text",
     "string_pattern_mismatch": "at most 100 letters, digits and . _ @ + -, the first a letter or digit",

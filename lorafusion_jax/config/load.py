@@ -79,10 +79,10 @@ def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         key: _section(source, (key,), model, values.get(key, {}), errors)
         for key, model in SHARED.items()
         if key != "batch"
-    }
-    shared["batch"] = None
-    for single in _expanded({"batch": values.get("batch", {})}, source, errors):
-        shared["batch"] = _section(source, ("batch",), SHARED["batch"], single["batch"], errors)
+    } | {"batch": None}
+    batch = None
+    for single in _batches(values.get("batch", {}), source, errors):
+        batch = shared["batch"] = _section(source, ("batch",), schema.BatchSettings, single, errors)
     for key, model in DEFAULTS.items():
         for single in _expanded({key: values.get(key, {})}, source, errors):
             _section(source, (key,), model, single[key], errors, partial=True)
@@ -92,8 +92,8 @@ def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
     entries = _entries(source, values, errors)
     valid = [(entry, adapter) for entry in entries if (adapter := _adapter(source, entry, errors)) is not None]
     adapters = [adapter for _, adapter in valid]
-    if shared["batch"] is not None:
-        errors += _lengths_fit(shared["batch"], adapters, source)
+    if batch is not None:
+        errors += _lengths_fit(batch, adapters, source)
     if shared["mesh"] is not None:
         errors += _mesh_fits(shared["mesh"], source)
     errors += _names_differ(entries, source) + _targets_exist(valid, source)
@@ -143,7 +143,9 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
         raise
 
 
-def _section(source: Source, keys, model: type[BaseModel], values, errors: list, *, partial: bool = False):
+def _section[M: BaseModel](
+    source: Source, keys: Keys, model: type[M], values: Any, errors: list, *, partial: bool = False
+) -> M | None:
     try:
         return model.model_validate(values if values is not None else {})
     except ValidationError as problem:
@@ -206,6 +208,14 @@ def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
         )
         return []
     return result
+
+
+def _batches(batch: Any, source: Source, errors: list) -> list[Any]:
+    """The shared section, once for each value of the only key that adapters may have their own of."""
+    if not isinstance(batch, dict) or not isinstance(batch.get("global_samples"), list):
+        return [batch]
+    swept = _expanded({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
+    return [batch | single["batch"] for single in swept]
 
 
 def _expanded(entry: dict, source: Source, errors: list) -> list[dict]:

@@ -181,8 +181,9 @@ class ModelConfig:
     def positions(self) -> int:
         """Positions that the model can tell apart; linear scaling of the rotary frequencies stretches them."""
         scaling = self.rope_scaling
-        stretched = scaling is not None and scaling.kind == "linear"
-        return int(self.max_positions * scaling.factor) if stretched else self.max_positions
+        if scaling is None or scaling.kind != "linear":
+            return self.max_positions
+        return int(self.max_positions * scaling.factor)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:

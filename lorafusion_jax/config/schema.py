@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
@@ -21,7 +20,7 @@ FLOAT32 = (1.1754943508222875e-38, 3.4028234663852886e38)  # smallest and larges
 def _fits_float32(value: float) -> float:
     """Values enter the computation as float32, where others would be 0 or infinite."""
     if value and not FLOAT32[0] <= abs(value) <= FLOAT32[1]:
-        raise PydanticCustomError("float32", "a number that float32 can hold")
+        raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value}")
     return value
 
 

@@ -175,9 +175,7 @@ class ChatTemplate:
                 return use(_Conversation(self, [_normal(message, absent) for message in messages], tools, variables))
             except TemplateProblem as problem:
                 last = problem
-                if isinstance(problem, TemplateLimit) or all(
-                    message.get("content") is not None for message in messages
-                ):
+                if complete or isinstance(problem, TemplateLimit):
                     break
         assert last is not None
         raise last
