@@ -42,6 +42,7 @@ SETTINGS = {
     "batch.global_samples=10000000000000000000": "config.override",
     "batch.capacity_tokens=1000000000000": "config.override",
     "batch.capacity_tokens=1" + "0" * 30: "config.override",
+    "batch.capacity_tokens=[64, 128]": "config.override",
     "train.plan_seconds=1e308": "config.override",
     "mesh.data=1000000000": "config.mesh",
     "mesh={stages: 100000, data: 100000, fsdp: 100000}": "config.mesh",
