@@ -43,7 +43,7 @@ adapters:
   - name: chat
     data: {train: data/chat.jsonl}
     lora: {rank: 32, alpha: 64}
-    optim: {lr: [1e-4, 2e-4]}      # a list makes several adapters: chat@lr=1e-4, chat@lr=2e-4
+    optim: {lr: [1e-4, 2e-4]}      # a list makes several adapters: chat-lr1e-4, chat-lr2e-4
     batch: {global_samples: 8}
     epochs: 3
 """

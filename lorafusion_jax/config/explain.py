@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError
 
@@ -28,7 +29,7 @@ EXPECTED = {  # pydantic's findings in words of a job file
     "less_than_equal": "{le} or less",
     "literal_error": "{expected}",
     "string_type": "a text",
-    "string_pattern_mismatch": "at most 100 letters, digits and . _ @ = + -, the first a letter or digit",
+    "string_pattern_mismatch": "at most 100 letters, digits and . _ @ + -, the first a letter or digit",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "tuple_type": "a list of numbers",
@@ -53,7 +54,8 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
     """Builds the error for one finding of pydantic below `section`."""
     location: Keys = detail["loc"]
-    keys = (*section, *(("batch", "global_samples") if location[:1] == ("global_samples",) else location))
+    adapters_own = location[:1] == ("global_samples",) and section != ("batch",)
+    keys = (*section, *(("batch", "global_samples") if adapters_own else location))
     if detail["type"] == "extra_forbidden":
         return unknown_key(source, keys, _fields(model, location[:-1]))
     if detail["type"] == "missing":
@@ -78,7 +80,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 
 
 def _expected(detail) -> str:
-    found = "null" if detail["input"] is None else repr(detail["input"])
+    found = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # raised by a validator of the schema
         return str(detail["ctx"]["error"])

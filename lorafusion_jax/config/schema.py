@@ -10,27 +10,23 @@ from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 
-ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+# Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: devices flush smaller ones
 BEGUN = "begun"  # validation context of a run that has begun
-
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _in_float32(value: float, info: ValidationInfo) -> float:
     """Refuses what is zero or infinite in float32, in which devices compute; a begun run keeps what it has."""
     if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
         return value
-    becomes = "0" if abs(value) < 1 else "infinite"
-    raise ValueError(f"{value:g} is {becomes} in float32; from {SMALLEST_FLOAT32:.3g} to {LARGEST_FLOAT32:.3g} works")
+    raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value:g}")
 
 
-PositiveFloat32 = Annotated[Positive, AfterValidator(_in_float32)]
-NotNegativeFloat32 = Annotated[NotNegative, AfterValidator(_in_float32)]
-Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_float32)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_float32)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
 
@@ -78,7 +74,7 @@ class DataSettings(Section):
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(default=4096, description="tokens of one sample")
+    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(default=4096, description="tokens of one sample")
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="which tokens are learned; auto = answers, of plain text all"
@@ -90,7 +86,7 @@ class LoraSettings(Section):
 
     kind: str = Field(default="lora", description="kind of adapter")
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
-    alpha: PositiveFloat32 = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
+    alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
     dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
@@ -106,7 +102,7 @@ class OptimSettings(Section):
     """The adapter's own optimizer and clock."""
 
     name: str = Field(default="adamw", description="the optimizer")
-    lr: PositiveFloat32 = Field(default=2e-4, description="largest learning rate")
+    lr: Positive = Field(default=2e-4, description="largest learning rate")
     schedule: str = Field(default="cosine", description="of the learning rate after the warm-up")
     warmup: NotNegative = Field(
         default=0.03,
@@ -116,13 +112,13 @@ class OptimSettings(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="where the schedule ends, as a share of lr"
     )
-    weight_decay: NotNegativeFloat32 = Field(
+    weight_decay: NotNegative = Field(
         default=0.0, description="decoupled, times the learning rate; sgd adds it to the gradient; 0 = off"
     )
-    clip: NotNegativeFloat32 = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
+    clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
     b1: Fraction | None = Field(default=None, description="decay of the first moment; adamw, lion: 0.9")
     b2: Fraction | None = Field(default=None, description="of the second moment; adamw: 0.999, lion: 0.99")
-    eps: PositiveFloat32 | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
+    eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
     momentum: Fraction | None = Field(default=None, description="of sgd: 0.0")
     options: dict[str, float] = Field(default={}, description="numbers of an optimizer from another package, by name")
 
@@ -214,13 +210,15 @@ class TrainSettings(Section):
     attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = Field(
         default=None, description="attention kernels; default what suits the device"
     )
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(
+    loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
-    plan_seconds: Positive = Field(default=1.0, description="effort of the planner's search, in seconds of one core")
+    plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
+        default=1.0, description="effort of the planner's search, in seconds of one core"
+    )
     log_every_s: NotNegative | None = Field(
         default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
     )

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from lorafusion_jax.checkpoint.base_files import commit_of
+from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
-from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
 from scheduling import AdapterJob, Plan, make_plan
 
 # Search effort is counted, not timed: the same job gives the same plan on a busy machine. A quiet core does about
@@ -22,6 +24,7 @@ from scheduling import AdapterJob, Plan, make_plan
 EVALUATIONS_PER_S = 36_000
 CLOCK_SLACK = 30
 ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
+MOST_SAMPLES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +66,28 @@ def base_directory(config: JobConfig) -> Path:
         CheckpointError: neither a directory nor a hub name that can be resolved.
     """
     direct = Path(config.directory) / config.base.model
-    if direct.is_dir():
+    if _is_directory(direct):
         return direct
     if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
         return _from_hub(config.base.model, config.base.revision)
     raise CheckpointError(
         "model.missing",
-        f"there is no model directory {direct}.",
+        f"there is no model directory {shortened(str(direct))}.",
         fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
     )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no system takes
+        return False
 
 
 def pin_base(config: JobConfig) -> JobConfig:
     """The same job with the hub model's commit as `base.revision`, so that a resumed run meets the same weights."""
     commit = commit_of(base_directory(config))
-    if commit is None or (Path(config.directory) / config.base.model).is_dir():
+    if commit is None or _is_directory(Path(config.directory) / config.base.model):
         return config
     return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
 
@@ -103,17 +113,25 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     Raises:
         DataError, CheckpointError, ErrorList: every problem of every adapter.
     """
-    tokenizer = load_tokenizer(base_directory(config))
+    directory = base_directory(config)
+    tokenizer, model = load_tokenizer(directory), read_shape(directory)
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
     for adapter in config.adapters:
         progress(f"reading {adapter.data.train}")
         try:
-            adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            data = adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            for samples in (data.train, data.eval):
+                if model is not None and samples is not None:
+                    errors += model_problems(
+                        samples, model, tokenizer=tokenizer, adapter=adapter.name, directory=directory
+                    )
         except ErrorList as problem:
             errors += problem.errors
         except LoraFusionError as problem:
             errors.append(problem)
+            if problem.code == "data.template-limit":  # the template is that of all adapters
+                break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
 
@@ -135,10 +153,23 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
     A function of the adapter's own seed and size, so company cannot change it.
+
+    Raises:
+        ConfigError: `config.too-many-samples`, before anything is drawn.
     """
-    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in range(adapter.epochs)]
-    order = np.concatenate(epochs)
-    return order if max_steps is None else order[: max_steps * adapter.global_samples]
+    wanted = adapter.epochs * num_samples
+    if max_steps is not None:
+        wanted = min(wanted, max_steps * adapter.global_samples)
+    if wanted > MOST_SAMPLES:
+        raise ConfigError(
+            "config.too-many-samples",
+            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {wanted} samples.",
+            why=f"a plan holds at most {MOST_SAMPLES} of an adapter",
+            fix="fewer epochs, or train.max_steps",
+        )
+    drawn = range(-(-wanted // num_samples))
+    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in drawn]
+    return np.concatenate(epochs)[:wanted]
 
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:

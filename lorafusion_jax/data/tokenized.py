@@ -15,8 +15,8 @@ import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
-from lorafusion_jax.data.formats import Layout, Saying, detect_layout, read_sayings
-from lorafusion_jax.data.render import encode_sayings
+from lorafusion_jax.data.formats import Layout, detect_layout, parse_examples
+from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.sources import RawSource, Rows, open_source, parse_rows
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
@@ -44,6 +44,8 @@ class DataReport:
         uncut: lengths at 50, 90, 98 and 100 % of the rows before cutting.
         template_hash: the chat template that was used, `plain` where none was.
         data_hash: of the source's content.
+        notes: what of the rows is not in the tokens, each with a code: columns that are not used, text that the chat
+            template leaves out.
     """
 
     source: str
@@ -60,6 +62,7 @@ class DataReport:
     uncut: tuple[int, ...]
     template_hash: str
     data_hash: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +129,7 @@ def load_samples(
     stored = cache.load(entry)
     if stored is not None:
         arrays, report = stored
-        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut")}
+        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut", "notes")}
         return TokenizedSet(**arrays, report=DataReport(**{**report, **lists, "source": source}))
     samples = _tokenize(raw, settings, tokenizer, adapter)
     cache.store(entry, samples)
@@ -137,12 +140,20 @@ def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adap
     rows = parse_rows(raw)
     layout = detect_layout(rows, format=settings.format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
-    sayings: list[Saying] = read_sayings(rows, layout, adapter=adapter, need_answer=loss != "all")
-    encoded = encode_sayings(sayings, tokenizer, rows=rows, adapter=adapter, loss=loss)
-    for sample in encoded:
+    examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all")
+    encoded = encode_examples(examples, tokenizer, rows=rows, adapter=adapter, loss=loss)
+    for sample in encoded.samples:
         sample.mask[:1] = False  # nothing comes before the first token
-    fit = _fit(encoded, settings, rows, adapter)
+    fit = _fit(encoded.samples, settings, rows, adapter)
     return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+
+
+def _unused(layout: Layout) -> list[str]:
+    if not layout.unused:
+        return []
+    names = ", ".join(f"'{column}'" for column in layout.unused)
+    columns = f"the column {names} is" if len(layout.unused) == 1 else f"the columns {names} are"
+    return [f"[data.unused-column] {columns} not used; data.columns can give a column a role"]
 
 
 def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
@@ -229,8 +240,9 @@ def _round_up(tokens: int) -> int:
 
 
 def _collect(
-    fit: _Fit, encoded: Sequence[Encoded], layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
+    fit: _Fit, rendered: EncodedRows, layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
 ) -> TokenizedSet:
+    encoded = rendered.samples
     tokens = np.concatenate([encoded[row].tokens[: fit.limit] for row in fit.kept])
     mask = np.concatenate([encoded[row].mask[: fit.limit] for row in fit.kept])
     lengths = np.array([min(len(encoded[row].tokens), fit.limit) for row in fit.kept])
@@ -250,6 +262,7 @@ def _collect(
         uncut=tuple(int(length) for length in uncut),
         template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
         data_hash=raw.digest[:16],
+        notes=(*_unused(layout), *rendered.notes),
     )
     return TokenizedSet(
         tokens=tokens,

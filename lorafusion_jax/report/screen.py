@@ -100,6 +100,8 @@ class Screen:
             *([f"  {devices}"] if devices else ()),
         ):
             self._line(text, always=True)
+        for note in () if event.slot else values.get("data_notes", ()):
+            self._line(f"  {note}", always=True, style="yellow")
         if warning := values.get("memory_warning"):
             self._line(f"  {warning}", always=True, style="bold yellow")
 

@@ -28,6 +28,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import agreed, is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
+from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
@@ -187,15 +188,15 @@ def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
-        notices.append(Event(kind="damaged", slot=slot, values={"text": text}))
+        notices.append(FilesDamaged(slot=slot, text=text))
     lacking = unchecked(record)
     if found.unchecked:
         own = f"the checkpoint {folder.state / str(found.slot)}"
         lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
     if lacking:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"not checked: {lacking}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"other versions: {versions}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
     return notices
 
 
@@ -423,6 +424,7 @@ class _Run:
                     "layers": [stage.extent.count for stage in self._stages],
                     "keep": self._stages[0].keep,
                     "memory_warning": self._memory_warning(),
+                    "data_notes": data_notes(self._config, self._prepared),
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
                     "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,

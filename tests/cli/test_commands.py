@@ -34,7 +34,7 @@ def test_init_prints_a_job_file_that_checks(lorafusion, tmp_path, tiny_base):
     path.write_text(outcome.out)
     checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
     assert checked.code == 0, checked.err
-    assert list(json.loads(checked.out)["adapters"]) == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+    assert list(json.loads(checked.out)["adapters"]) == ["law", "chat-lr1e-4", "chat-lr2e-4"]
     assert json.loads(checked.out)["warnings"] == []
 
 
