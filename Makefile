@@ -31,7 +31,7 @@ gpu-test:
 
 # Needs no GPU, but jax's CUDA plugin and ptxas (nvidia-cuda-nvcc) in the active environment: without them it says so.
 ptxas:
-	$(PYTHON) benchmarks/ptxas_report.py
+	$(PYTHON) -m benchmarks.ptxas_report
 
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready

@@ -1,6 +1,6 @@
 """Makes the table, the plot and Perfetto traces of `end_to_end.py`'s results.
 
-    python benchmarks/end_to_end_report.py results/end_to_end.jsonl --timelines results --out benchmarks/results
+    python -m benchmarks.end_to_end_report RUN/end_to_end.jsonl --timelines RUN --out RUN
 
 `end_to_end.py` does it at its end by itself; this is for results that were joined or noted down by hand since. The
 table leaves out what a row cannot know, the plot (`end_to_end_plot.py`) has published figures beside ours.
@@ -12,13 +12,9 @@ import argparse
 import csv
 import json
 import math
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
 from scheduling import Pause, Span, Timeline, to_perfetto
 from scheduling.comparison import host_wait_s

@@ -1,26 +1,22 @@
 """What the simulator predicts for 1 to 256 GPUs, and where adding more stops paying: one command, a table and a plot.
 
-    python benchmarks/scaling.py           # two minutes on one core
-    python benchmarks/scaling.py --quick   # 8B alone, two batch sizes, prints only
+    python -m benchmarks.scaling           # two minutes on one core
+    python -m benchmarks.scaling --quick   # 8B alone, two batch sizes, prints only
 
 Nothing here is measured on that many GPUs. Rates of one H200 and of its links are (see ASSUMPTIONS); the rest follows
-from the plans themselves, which are made in full and verified. Writes benchmarks/results/scaling.csv and scaling.png.
+from the plans themselves, which are made in full and verified. Writes scaling.csv and scaling.png to RESULTS.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -40,7 +36,7 @@ from scheduling import (
     stages_from_parts,
 )
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "scaling_2026-11-22"
 GPUS = (1, 2, 4, 8, 16, 64, 256)
 HOST = 8  # GPUs
 NVLINK, NETWORK = 369e9, 50e9  # bytes per second and GPU

@@ -28,7 +28,7 @@ def count_bytes(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["kernel_bytes.py", "--out", str(tmp_path), "--cases", *CASES, *arguments])
         monkeypatch.setattr(kernel_bytes, "made_with", lambda: {"device": "cpu"})
         kernel_bytes.main()
-        return lines(tmp_path / "kernels_bytes.jsonl")
+        return lines(tmp_path / "bytes.jsonl")
 
     return run
 
@@ -55,7 +55,7 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
         killed = False
 
         def __init__(self, command, **options):
-            assert "kernels_ops.jsonl" not in [file.name for file in tmp_path.iterdir()]  # of an earlier run
+            assert "ops.jsonl" not in [file.name for file in tmp_path.iterdir()]  # of an earlier run
 
         def wait(self, timeout=None):
             if timeout:
@@ -64,7 +64,7 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
         def kill(self):
             Hangs.killed = True
 
-    (tmp_path / "kernels_ops.jsonl").write_text("{}\n")
+    (tmp_path / "ops.jsonl").write_text("{}\n")
     monkeypatch.setattr(kernels.subprocess, "Popen", Hangs)
     options = argparse.Namespace(out=tmp_path, only=[], variants=[], matching="", tiny=True)
     assert not kernels.run_section("ops", options, 1.0)
@@ -75,7 +75,18 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
     ("chosen", "rows"), [((), 15), (("--variants", "frozen", "xla", "--matching", "^frozen|A4_p0$"), 2)]
 )
 def test_the_command_fails_where_time_runs_out_and_names_the_rows(tmp_path, chosen, rows):
-    command = [sys.executable, kernels.__file__, "--tiny", "--sections", "ops", "--budget", "1", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kernels",
+        "--tiny",
+        "--sections",
+        "ops",
+        "--budget",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert f"MISSING: no time was left for\n  ops, 256x256->512: {rows} of {rows} rows: all" in done.stdout

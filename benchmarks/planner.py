@@ -1,9 +1,9 @@
 """Plans against bounds, the exact solver, a reference solver and other orders of work: one command, tables and plots.
 
-    python benchmarks/scheduling.py            # everything, about ten minutes on two cores
-    python benchmarks/scheduling.py workloads  # one part: workloads heldout growth exact bubbles timeline
+    python -m benchmarks.scheduling            # everything, about ten minutes on two cores
+    python -m benchmarks.scheduling workloads  # one part: workloads heldout growth exact bubbles timeline
 
-Writes benchmarks/results/scheduling_<part>.csv, plots beside it, and the conditions of the run.
+Writes <part>.csv to RESULTS, plots beside it, and the conditions of the run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file has the name of the package that it measures
-
-from scheduling import (  # noqa: E402
+from scheduling import (
     AdapterJob,
     batch_by_batch,
     default_cost_model,
@@ -38,13 +36,13 @@ from scheduling import (  # noqa: E402
     simulate,
     timeline_html,
 )
-from scheduling.packing.greedy import greedy  # noqa: E402
-from scheduling.packing.milp import solve_exactly  # noqa: E402
-from scheduling.packing.problem import make_problem  # noqa: E402
-from scheduling.types import Limits  # noqa: E402
+from scheduling.packing.greedy import greedy
+from scheduling.packing.milp import solve_exactly
+from scheduling.packing.problem import make_problem
+from scheduling.types import Limits
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS = HERE / "results" / "planner_2026-11-22"
 LIMITS = {"capacity_tokens": 6144, "num_stages": 4}
 TARGET = {8: 1.045, 16: 1.018}
 LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread of tokens
@@ -134,7 +132,7 @@ def growth() -> list[dict]:
     """One-pass plans from a thousand to a million samples, each in its own process (for its memory)."""
     rows = []
     for adapters, batches in ((4, 4), (8, 20), (64, 25), (64, 250)):
-        command = [sys.executable, str(Path(__file__)), "_grow", str(adapters), str(batches)]
+        command = [sys.executable, "-m", "benchmarks.planner", "_grow", str(adapters), str(batches)]
         row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         print(row)
         rows.append(row)
@@ -222,7 +220,7 @@ def bubbles() -> list[dict]:
 
 
 def timeline() -> list[dict]:
-    """The page that `scheduling_timeline.png` shows."""
+    """The page that `timeline.png` shows."""
     jobs = [
         replace(job, name=name) for job, name in zip(workload(16, "het"), ("news", "chat", "wiki", "law"), strict=True)
     ]
@@ -231,7 +229,7 @@ def timeline() -> list[dict]:
     other = simulate(alone, _costs(4), program=one_forward_one_backward(alone, flush=True))
     note = f"What limits this plan: {plan_statistics(plan, _costs(4)).hint}"
     page = timeline_html(ours, note=note, compare=replace(other, title="one adapter after another"))
-    (RESULTS / "scheduling_timeline.html").write_text(page)
+    (RESULTS / "timeline.html").write_text(page)
     return []
 
 
@@ -320,12 +318,12 @@ def _plots(part: str, rows: list[dict]) -> None:
         return
     axes.legend()
     for suffix in ("svg", "png"):
-        figure.savefig(RESULTS / f"scheduling_{part}.{suffix}", dpi=110)
+        figure.savefig(RESULTS / f"{part}.{suffix}", dpi=110)
     plt.close(figure)
 
 
 def _conditions(part: str, seconds: float) -> None:
-    path = RESULTS / "scheduling_conditions.json"
+    path = RESULTS / "conditions.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known[part] = {
         "date": date.today().isoformat(),
@@ -347,7 +345,7 @@ def main(names: list[str]) -> None:
         print(f"== {name}")
         rows, seconds = _timed(PARTS[name])
         if rows:
-            with (RESULTS / f"scheduling_{name}.csv").open("w", newline="") as file:
+            with (RESULTS / f"{name}.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, rows[0], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import tarfile
 
 import pytest
@@ -21,7 +22,15 @@ time.sleep(float(seconds))
 def cell(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return lambda name, gpus, seconds, sleeps: Cell(name=name, gpus=gpus, seconds=seconds, command=f"{script} {sleeps}")
+
+    class Script(Cell):
+        @property
+        def argv(self):
+            return [sys.executable, *self.command.split()]
+
+    return lambda name, gpus, seconds, sleeps: Script(
+        name=name, gpus=gpus, seconds=seconds, command=f"{script} {sleeps}"
+    )
 
 
 def test_cells_share_the_gpus_and_one_that_hangs_costs_itself_alone(tmp_path, cell):
@@ -41,7 +50,7 @@ def test_cells_share_the_gpus_and_one_that_hangs_costs_itself_alone(tmp_path, ce
 def test_every_cell_is_a_benchmark_that_exists():
     from benchmarks.campaign import ROOT
 
-    assert all((ROOT / "benchmarks" / each.command.split()[0]).exists() for each in CELLS)
+    assert all((ROOT / "benchmarks" / f"{each.command.split()[0]}.py").exists() for each in CELLS)
     assert len({each.name for each in CELLS}) == len(CELLS)
 
 

@@ -17,7 +17,7 @@ from benchmarks.end_to_end_report import COLUMNS, from_perfetto, without_repeate
 from scheduling import Timeline
 from scheduling.comparison import host_wait_s
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 VARIANTS = ("ours", "mlora", "single_xla")  # the first two share their programs
 
@@ -27,9 +27,10 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("end_to_end")
     small = "--model tiny --layers 2 --adapters 2 --stages 2 --capacity 256 --slots 6 --no-profile"
     subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "end_to_end.py", *small.split(), "--variants", *VARIANTS, "--out", out],
+        [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *VARIANTS, "--out", out],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         check=True,
+        cwd=ROOT,
     )
     return out
 
@@ -89,7 +90,7 @@ def test_it_ends_with_table_plot_and_traces(folder, rows):
     ],
 )
 def test_published_waits_for_the_host_are_those_of_the_traces(name, waits_ms, seconds):
-    trace = RESULTS / f"end_to_end_h200_2026-11-22h_timeline_{name}.perfetto.json"
+    trace = RESULTS / f"end_to_end_h200_2026-11-22h/end_to_end_timeline_{name}.perfetto.json"
     timeline = from_perfetto(json.loads(trace.read_text()))
     assert [1e3 * wait for wait in host_wait_s(timeline)] == pytest.approx(waits_ms, abs=0.05)
     assert timeline.duration_s == pytest.approx(seconds, abs=0.05)
@@ -135,7 +136,7 @@ def test_the_plot_takes_the_newest_rows_in_any_order(tmp_path):
 
 
 def test_published_baselines_are_complete():
-    file = RESULTS / "end_to_end_h200_2026-11-22h.jsonl"
+    file = RESULTS / "end_to_end_h200_2026-11-22h" / "end_to_end.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     published = {
         model: {bar.name: bar.tokens_per_s for bar in groups_of(comparable(rows, model), model)["mix"] if bar.published}
