@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
 
-.PHONY: demo test test-oldest lint format gpu-test ptxas lock clean
+.PHONY: demo test test-oldest lint format tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -20,6 +20,14 @@ lint: .venv/.ready
 format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every published table and plot, from the raw rows in benchmarks/results.
+tables: .venv/.ready
+	@$(BIN)/python -m benchmarks.tables
+
+# Every published table and plot, from the raw rows in benchmarks/results.
+tables: .venv/.ready
+	@$(BIN)/python -m benchmarks.tables
 
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready

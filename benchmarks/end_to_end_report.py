@@ -38,9 +38,6 @@ def main() -> None:
 
 def report(results: Path, timelines: Path | None, out: Path) -> None:
     """Writes table, plot (where there is matplotlib) and traces beside each other, named as the results."""
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
-    write_csv(rows, out / f"{results.stem}.csv")
     for file in sorted(timelines.glob("timeline_*.json")) if timelines else []:
         trace = to_perfetto(Timeline.from_json(file.read_text()))
         (out / f"{results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
@@ -48,12 +45,22 @@ def report(results: Path, timelines: Path | None, out: Path) -> None:
         timeline = from_perfetto(json.loads(file.read_text()))
         late = f"{max(host_wait_s(timeline)) * 1e3:.1f} ms of {timeline.duration_s:.1f} s"
         print(f"{file.name}: the worst stage waited {late} for the host")
+    write(results, out / results.stem)
+
+
+def write(results: Path, out: Path) -> list[Path]:
+    """Writes OUT.csv and OUT.png; returns what was written."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
+    table, plot = out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.png")
+    write_csv(rows, table)
     if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
-        return
+        return [table]
     from benchmarks.end_to_end_plot import draw
 
-    draw(rows, out / f"{results.stem}.png")
+    draw(rows, plot)
+    return [table, plot]
 
 
 def from_perfetto(trace: dict[str, Any]) -> Timeline:

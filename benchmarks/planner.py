@@ -1,13 +1,14 @@
 """Plans against bounds, the exact solver, a reference solver and other orders of work: one command, tables and plots.
 
-    python -m benchmarks.scheduling            # everything, about ten minutes on two cores
-    python -m benchmarks.scheduling workloads  # one part: workloads heldout growth exact bubbles timeline
+    python -m benchmarks.planner --out benchmarks/results/planner_2026-11-24    # everything, ten minutes on two cores
+    python -m benchmarks.planner bubbles batch_sizes --out FOLDER               # some parts
 
-Writes <part>.csv to RESULTS, plots beside it, and the conditions of the run.
+Writes <part>.csv, plots beside it, and the conditions of the run.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +27,8 @@ import numpy as np
 
 from scheduling import (
     AdapterJob,
+    Plan,
+    Timeline,
     batch_by_batch,
     default_cost_model,
     formula_bound,
@@ -35,15 +39,19 @@ from scheduling import (
     plan_statistics,
     simulate,
     timeline_html,
+    tuned,
 )
 from scheduling.packing.greedy import greedy
 from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import make_problem
+from scheduling.pipeline import Program
 from scheduling.types import Limits
 
+Order = Callable[[Plan], Program]
+
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "planner_2026-11-22"
 LIMITS = {"capacity_tokens": 6144, "num_stages": 4}
+CAPACITIES = (2048, 2560, 3072, 3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 TARGET = {8: 1.045, 16: 1.018}
 LENGTHS = {"xsum": (540, 380), "cnn": (950, 430), "wiki": (1900, 900)}  # mean and spread of tokens
 
@@ -132,7 +140,7 @@ def growth() -> list[dict]:
     """One-pass plans from a thousand to a million samples, each in its own process (for its memory)."""
     rows = []
     for adapters, batches in ((4, 4), (8, 20), (64, 25), (64, 250)):
-        command = [sys.executable, "-m", "benchmarks.planner", "_grow", str(adapters), str(batches)]
+        command = [sys.executable, "-m", "benchmarks.planner", "--out", ".", "--grow", str(adapters), str(batches)]
         row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         print(row)
         rows.append(row)
@@ -189,37 +197,84 @@ def exact() -> list[dict]:
 
 
 def bubbles() -> list[dict]:
-    """Predicted idle time of 4 stages: ours, and other orders of the same work (70B on H100 rates)."""
+    """Predicted idle time of 4 stages: ours, and other orders of the same work (70B on H100 rates).
+
+    Orders are in our capacity, and once more in the capacity that suits each best. `bubble_share` is of the steady
+    time; `idle_share` counts fill and drain, too.
+    """
     rows = []
     for name in ("xsum", "cnn", "wiki", "mix", "het"):
         jobs = workload(16, name)
-        ours, alone, turns = (
-            make_plan(jobs, **LIMITS),
-            one_after_another(jobs, **LIMITS),
-            batch_by_batch(jobs, **LIMITS),
-        )
-        timelines = {
-            "ours": simulate(ours, _costs(4)),
-            "batch by batch, no flush": simulate(turns, _costs(4)),
-            "one adapter at a time, no flush": simulate(alone, _costs(4)),
-            "one adapter at a time, 1F1B with flush": simulate(
-                alone, _costs(4), program=one_forward_one_backward(alone, flush=True)
+        alone, turns = one_after_another(jobs, **LIMITS), batch_by_batch(jobs, **LIMITS)
+        orders = {
+            "ours": (make_plan(jobs, **LIMITS), None),
+            "batch by batch, no flush": (turns, None),
+            "batch by batch, no flush, own capacity": (quickest(batch_by_batch, jobs), None),
+            "one adapter at a time, no flush": (alone, None),
+            "one adapter at a time, 1F1B with flush": (alone, flushed),
+            "one adapter at a time, 1F1B with flush, own capacity": (
+                quickest(one_after_another, jobs, flushed), flushed
             ),
-            "one adapter at a time, GPipe": simulate(alone, _costs(4), program=forward_then_backward(alone)),
-        }
-        rows += [
-            {"workload": name, "order": order, "bubble_share": round(timeline.bubble_share, 4)}
-            | {"fill_drain_share": round(timeline.fill_drain_s / timeline.duration_s, 4)}
-            | {"idle_share": round(statistics.mean(timeline.idle_share), 4), "seconds": round(timeline.duration_s, 2)}
-            for order, timeline in timelines.items()
-        ]
+            "one adapter at a time, GPipe": (alone, forward_then_backward),
+        }  # fmt: skip
+        rows += [{"workload": name, "order": order} | idle(*each) for order, each in orders.items()]
     for order in dict.fromkeys(row["order"] for row in rows):
-        shares = [row["bubble_share"] for row in rows if row["order"] == order]
-        print(f"{order}: bubbles {statistics.mean(shares):.3f} on average, at most {max(shares):.3f}")
+        shares = [row["idle_share"] for row in rows if row["order"] == order]
+        print(f"{order}: idle {statistics.mean(shares):.3f} on average, at most {max(shares):.3f}")
     return rows
 
 
-def timeline() -> list[dict]:
+def idle(plan: Plan, order: Order | None) -> dict:
+    predicted = simulated(plan, order)
+    return {
+        "capacity_tokens": plan.capacity_tokens,
+        "density": round(plan.density, 4),
+        "bubble_share": round(predicted.bubble_share, 4),
+        "fill_drain_share": round(predicted.fill_drain_s / predicted.duration_s, 4),
+        "idle_share": round(statistics.mean(predicted.idle_share), 4),
+        "seconds": round(predicted.duration_s, 2),
+    }
+
+
+def simulated(plan: Plan, order: Order | None) -> Timeline:
+    return simulate(plan, _costs(4), program=order(plan)) if order else simulate(plan, _costs(4))
+
+
+def flushed(plan: Plan) -> Program:
+    return one_forward_one_backward(plan, flush=True)
+
+
+def quickest(make: Callable[..., Plan], jobs: list[AdapterJob], order: Order | None = None) -> Plan:
+    """The plan with the capacity that a user of this order would choose: the shortest predicted time."""
+    longest = max(max(job.sample_tokens) for job in jobs)
+    plans = [make(jobs, capacity_tokens=size, num_stages=4) for size in CAPACITIES if size >= longest]
+    return min(plans, key=lambda plan: simulated(plan, order).duration_s)
+
+
+def batch_sizes() -> list[dict]:
+    """How full microbatches are by global batch, one stage: together, and one adapter after another.
+
+    Each in the capacity that is quickest by predicted time (8B on H200 rates).
+    """
+    costs = default_cost_model("h200", num_stages=1, parameters=8e9, num_layers=32, hidden_size=4096)
+    rows = []
+    for name in ("xsum", "cnn", "wiki", "mix", "het"):
+        for size in (8, 16, 32, 64):
+            jobs = _drawn(name, size, [2026, size, sum(map(ord, name))])
+            plans = {
+                "together": make_plan(jobs, capacity_tokens=8192, num_stages=1, search_evaluations=20_000),
+                "one_after_another": tuned(
+                    one_after_another, jobs, capacities=CAPACITIES, cost_model=costs, num_stages=1
+                ),
+            }
+            rows.append({"workload": name, "global_batch": size})
+            for order, plan in plans.items():
+                rows[-1][f"{order}_capacity"] = plan.capacity_tokens
+                rows[-1][f"{order}_density"] = round(plan.density, 4)
+    return rows
+
+
+def timeline() -> str:
     """The page that `timeline.png` shows."""
     jobs = [
         replace(job, name=name) for job, name in zip(workload(16, "het"), ("news", "chat", "wiki", "law"), strict=True)
@@ -228,9 +283,7 @@ def timeline() -> list[dict]:
     ours = replace(simulate(plan, _costs(4)), title="together (predicted: H100 rates, 70B in 4 stages)")
     other = simulate(alone, _costs(4), program=one_forward_one_backward(alone, flush=True))
     note = f"What limits this plan: {plan_statistics(plan, _costs(4)).hint}"
-    page = timeline_html(ours, note=note, compare=replace(other, title="one adapter after another"))
-    (RESULTS / "timeline.html").write_text(page)
-    return []
+    return timeline_html(ours, note=note, compare=replace(other, title="one adapter after another"))
 
 
 def _costs(stages: int):
@@ -280,50 +333,8 @@ def _small(seed: int) -> tuple[list[AdapterJob], Limits]:
     return jobs, Limits(capacity_tokens=capacity, num_stages=stages, data_parallel=replicas)
 
 
-def _plots(part: str, rows: list[dict]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    if part == "workloads":
-        places = np.arange(len(rows))
-        series = (("reference_slots", "reference solver"), ("first_plan_slots", "first plan"), ("slots", "plan"))
-        for shift, (key, label) in zip((-0.27, 0, 0.27), series, strict=True):
-            axes.bar(places + shift, [row[key] / row["bound"] for row in rows], 0.27, label=label)
-        axes.set_xticks(places, [f"{row['workload']}\ng{row['global_batch']}" for row in rows])
-        axes.set(
-            ylim=(0.95, 1.65), ylabel="slots / plain lower bound", title="Shared workloads, capacity 6144, 4 stages"
-        )
-    elif part == "growth":
-        for key, label in (("us_per_sample", "first plan, wall"), ("cpu_us_per_sample", "first plan, processor time")):
-            axes.loglog([row["samples"] for row in rows], [row[key] for row in rows], "o-", label=label)
-        axes.set(xlabel="samples", ylabel="µs per sample", ylim=(5, 100), title="Planning time per sample")
-    elif part == "heldout":
-        for size in TARGET:
-            ratios = sorted(row["slots"] / row["bound"] for row in rows if row["global_batch"] == size)
-            axes.plot(np.linspace(0, 100, len(ratios)), ratios, label=f"g{size} (target {TARGET[size]} in total)")
-        axes.set(xlabel="% of workloads", ylabel="slots / plain lower bound", title="Held-out workloads")
-    elif part == "bubbles":
-        orders = list(dict.fromkeys(row["order"] for row in rows))
-        names = list(dict.fromkeys(row["workload"] for row in rows))
-        for index, order in enumerate(orders):
-            shares = [100 * row["bubble_share"] for row in rows if row["order"] == order]
-            axes.bar(np.arange(len(names)) + (index - 2) * 0.17, shares, 0.17, label=order)
-        axes.set_xticks(np.arange(len(names)), names)
-        axes.set(ylabel="predicted bubbles, % of steady time", title="4 stages, 4 adapters, g16", ylim=(0, 95))
-    else:
-        plt.close(figure)
-        return
-    axes.legend()
-    for suffix in ("svg", "png"):
-        figure.savefig(RESULTS / f"{part}.{suffix}", dpi=110)
-    plt.close(figure)
-
-
-def _conditions(part: str, seconds: float) -> None:
-    path = RESULTS / "conditions.json"
+def _conditions(part: str, seconds: float, folder: Path) -> None:
+    path = folder / "conditions.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known[part] = {
         "date": date.today().isoformat(),
@@ -336,25 +347,41 @@ def _conditions(part: str, seconds: float) -> None:
     path.write_text(json.dumps(known, indent=1) + "\n")
 
 
-PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bubbles, timeline)}
+PARTS = {part.__name__: part for part in (workloads, heldout, growth, exact, bubbles, batch_sizes, timeline)}
 
 
-def main(names: list[str]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    for name in names or PARTS:
-        print(f"== {name}")
-        rows, seconds = _timed(PARTS[name])
-        if rows:
-            with (RESULTS / f"{name}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            _plots(name, rows)
-        _conditions(name, seconds)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default all: {' '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--grow", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.grow:
+        return _grow(*options.grow)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; parts: {' '.join(PARTS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.parts or PARTS:
+        print(f"== {part}")
+        found, seconds = _timed(PARTS[part])
+        if isinstance(found, str):
+            (options.out / f"{part}.html").write_text(found)
+        else:
+            write(part, found, options.out)
+        _conditions(part, seconds, options.out)
+    return None
+
+
+def write(part: str, rows: list[dict], folder: Path) -> None:
+    """The table and its plot."""
+    with (folder / f"{part}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    from benchmarks.planner_plots import draw
+
+    draw(part, rows, folder)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["_grow"]:
-        _grow(int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        main(sys.argv[1:])
+    main()

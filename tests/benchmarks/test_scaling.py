@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from benchmarks.scaling import RESULTS, best, with_efficiency, write
+from benchmarks.published import RESULTS, SCALING
+from benchmarks.scaling import best, with_efficiency, write
 
 
 def read(folder):
@@ -16,7 +17,7 @@ def test_a_small_table_has_the_columns_and_figures_of_the_whole_one(tmp_path):
     write(with_efficiency([best("8B", 4, 8, gpus) for gpus in (1, 2, 8)]), tmp_path)
     whole = {
         line["gpus"]: line
-        for line in read(RESULTS)
+        for line in read(RESULTS / SCALING)
         if (line["model"], line["adapters"]) == ("8B", "4") and line["global_batch"] == "8"
     }
     for line in read(tmp_path):
