@@ -8,6 +8,7 @@ import pytest
 from benchmarks import published, tables
 from benchmarks.published import RESULTS, pairs
 
+LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
 SCRIPTS = {file.stem for file in Path(tables.__file__).parent.glob("*.py")}
 
 
@@ -66,3 +67,17 @@ def test_every_run_has_a_folder_that_names_its_script():
 def test_published_runs_exist():
     names = [*published.KERNEL_FILES, published.END_TO_END, published.PLANNER, published.ORDERS, published.SCALING]
     assert [name for name in names if not (RESULTS / name).exists()] == []
+
+
+def entries():
+    return LOG.split("\n## ")[1:]
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.splitlines()[0][:40])
+def test_an_entry_of_the_log_is_short_and_names_rows_that_exist(entry):
+    lines = [line for line in entry.splitlines() if line]
+    assert len(lines) <= 10
+    assert "?" in lines[0]
+    assert entry.count("**Result.**") == entry.count("**Consequence.**") == 1
+    names = re.findall(r"`(results/[\w./-]+)`", entry)
+    assert [name for name in names if not (RESULTS.parent / name).exists()] == []
