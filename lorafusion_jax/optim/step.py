@@ -66,7 +66,7 @@ def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.Gradien
     return _checked(settings.name, _per_layer(built) if kind.per_layer else built)
 
 
-def clipped(gradient: chex.ArrayTree, norm: chex.Numeric, largest: chex.Numeric) -> chex.ArrayTree:
+def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> Tree:
     """Scales a gradient down to a global norm of `largest`, as optax.clip_by_global_norm does.
 
     The norm is given, because it spans pipeline stages.
