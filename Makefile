@@ -25,10 +25,6 @@ format: .venv/.ready
 tables: .venv/.ready
 	@$(BIN)/python -m benchmarks.tables
 
-# Every published table and plot, from the raw rows in benchmarks/results.
-tables: .venv/.ready
-	@$(BIN)/python -m benchmarks.tables
-
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
 	@.venv-oldest/bin/python -m pytest $(PARALLEL)
