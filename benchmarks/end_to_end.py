@@ -1,9 +1,9 @@
 """Whole training runs at real size on random weights: ours beside every baseline, in one program and one run.
 
-    python benchmarks/end_to_end.py --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
-    python benchmarks/end_to_end.py --model 32b --stages 2 --out results                         # two
-    python benchmarks/end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16 --out results
-    python benchmarks/end_to_end.py --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
+    python -m benchmarks.end_to_end --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
+    python -m benchmarks.end_to_end --model 32b --stages 2 --out results                         # two
+    python -m benchmarks.end_to_end --model 70b --stages 4 --capacity 6144 --batch 16 --out results
+    python -m benchmarks.end_to_end --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
 
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
@@ -34,7 +34,6 @@ import gzip
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -45,9 +44,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end_inputs import (

@@ -68,7 +68,7 @@ def run(
     kinds: Sequence[str] = (), matching: str = "",
 ) -> None:  # fmt: skip
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-    recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
+    recorder = Recorder(out / f"{section}.jsonl", budget_s)
     recorder.add(conditions=conditions())
     sections = {
         "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds, matching=matching),

@@ -1,26 +1,22 @@
 """What the simulator predicts for 1 to 256 GPUs, and where adding more stops paying: one command, a table and a plot.
 
-    python benchmarks/scaling.py           # two minutes on one core
-    python benchmarks/scaling.py --quick   # 8B alone, two batch sizes, prints only
+    python -m benchmarks.scaling --out benchmarks/results/scaling_2026-11-24   # two minutes on one core
+    python -m benchmarks.scaling --quick   # 8B alone, two batch sizes, prints only
 
 Nothing here is measured on that many GPUs. Rates of one H200 and of its links are (see ASSUMPTIONS); the rest follows
-from the plans themselves, which are made in full and verified. Writes benchmarks/results/scaling.csv and scaling.png.
+from the plans themselves, which are made in full and verified. Writes scaling.csv, scaling.png and what they assume.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
 
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -40,7 +36,6 @@ from scheduling import (
     stages_from_parts,
 )
 
-RESULTS = Path(__file__).parent / "results"
 GPUS = (1, 2, 4, 8, 16, 64, 256)
 HOST = 8  # GPUs
 NVLINK, NETWORK = 369e9, 50e9  # bytes per second and GPU
@@ -291,7 +286,11 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, help="folder of the run")
+    options = parser.parse_args()
+    quick = options.quick
+    if not quick and options.out is None:
+        parser.error("--out names the folder for the table")
     rows = []
     for adapters in (4, 16):
         for global_batch in (8, 64) if quick else BATCHES:
@@ -304,12 +303,12 @@ def main() -> None:
     rows = with_efficiency(sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
     if quick:
         return
-    write(rows, RESULTS)
+    write(rows, options.out)
 
 
 def write(rows: list[dict], folder: Path) -> None:
     """The table, what it assumes, and the plot."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())
         writer.writeheader()

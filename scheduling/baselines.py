@@ -98,7 +98,8 @@ def tuned(
     ...       num_stages=1).capacity_tokens
     2048
     """
-    plans, refused = [], None
+    plans: list[Plan] = []
+    refused: PlanError | None = None
     for capacity in sorted(capacities):
         try:
             plans.append(make(jobs, capacity_tokens=capacity, **settings))

@@ -39,11 +39,11 @@ def plan_digest(plan: Plan) -> str:
 
 def plan_from_json(text: str) -> Plan:
     try:
-        data = json.loads(text)
+        data: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    found = _schema_of(data)
+    if found != SCHEMA:
         raise PlanError("plan.schema", f"this is not a plan of version {SCHEMA}, but {found!r}", fix="plan again")
     try:
         plan = Plan(
@@ -105,6 +105,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"an adapter's name is {value!r}")
     return value
+
+
+def _schema_of(data: Any) -> Any:
+    try:
+        return data.get("schema")
+    except AttributeError:
+        return type(data).__name__
 
 
 def _whole(settings: dict[str, Any], name: str) -> int:

@@ -60,7 +60,7 @@ def slot_squares(plan: Plan) -> list[int]:
     True
     """
     lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    found = []
+    found: list[int] = []
     for slot in plan.slots:
         squares = 0
         for part in slot.replicas:

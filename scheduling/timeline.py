@@ -50,7 +50,7 @@ class Timeline:
     spans: tuple[Span, ...]
     num_stages: int
     title: str = ""
-    slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     tokens: int = 0
     host: tuple[Span, ...] = ()
     pauses: tuple[Pause, ...] = ()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,19 +44,13 @@ class AdapterJob:
     max_batches: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise PlanError("plan.name", f"an adapter's name must be a non-empty string, not {self.name!r}")
+        _check_name(self.name)
         object.__setattr__(self, "sample_tokens", _checked_lengths(self.name, self.sample_tokens))
         for field in ("global_batch", "epochs", "max_batches"):
             value = getattr(self, field)
             if value is not None or field != "max_batches":
                 object.__setattr__(self, field, _checked_count(self.name, field, value))
-        if not isinstance(self.weight, (int, float)) or not (math.isfinite(self.weight) and self.weight > 0):
-            raise PlanError(
-                "plan.weight",
-                f"{self.name}: weight must be a positive number, not {self.weight!r}",
-                fix="weight: 1.0 (pause or cancel an adapter instead of giving it no weight)",
-            )
+        _check_weight(self.name, self.weight)
 
     @property
     def num_samples(self) -> int:
@@ -243,7 +237,7 @@ class Plan:
         return plan_from_json(text)
 
 
-def _checked_lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+def _checked_lengths(name: str, lengths: Sequence[object]) -> tuple[int, ...]:
     array = np.asarray(lengths)
     if array.ndim != 1 or array.size == 0:
         raise PlanError("plan.no-samples", f"{name}: no samples", fix="remove the adapter or give it data")
@@ -259,7 +253,31 @@ def _checked_lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(array.tolist())
 
 
-def _checked_count(name: str, field: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise PlanError("plan.name", f"an adapter's name must be a non-empty string, not {name!r}")
+
+
+def _check_weight(name: str, weight: object) -> None:
+    if not isinstance(weight, (int, float)) or not (math.isfinite(weight) and weight > 0):
+        raise PlanError(
+            "plan.weight",
+            f"{name}: weight must be a positive number, not {weight!r}",
+            fix="weight: 1.0 (pause or cancel an adapter instead of giving it no weight)",
+        )
+
+
+def _checked_count(name: str, field: str, value: object) -> int:
+    count = as_whole(value)
+    if count is None or count < 1:
         raise PlanError("plan.count", f"{name}: {field} must be a whole number of at least 1, not {value!r}")
-    return int(value)
+    return count
+
+
+def as_whole(value: object) -> int | None:
+    """Returns a whole number as int; None for anything else, true and false included."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return int(value)
+    return int(cast("np.integer[Any]", value)) if isinstance(value, np.integer) else None

@@ -37,7 +37,7 @@ def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compar
     return template
 
 
-def _data(timeline: Timeline, colors: dict[str, str]) -> dict:
+def _data(timeline: Timeline, colors: dict[str, str]) -> dict[str, object]:
     names = adapter_names(timeline)
     index_of = {name: index for index, name in enumerate(names)}
     spans = _ends(timeline.spans, MOST_SPANS)

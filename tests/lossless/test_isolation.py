@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,7 +140,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, pois
     }
     state = programs.init_optimizer(programs._parts.specs[0], configs[0].optim, lora)
     after, _, _, kept, alive, verdict, finite = step(two, bad)
-    jax.tree.map(np.testing.assert_array_equal, (after, kept), (lora, state))
+    chex.assert_trees_all_equal((after, kept), (lora, state))
     np.testing.assert_array_equal(alive, [False, True])
     assert float(verdict.finite) == 0.0
     assert np.asarray(finite).tolist() == [True, False]  # in order of names: lora_a, lora_b
@@ -148,6 +149,6 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, pois
 def test_an_adapter_that_is_not_alive_takes_no_further_step(two):
     _, lora, grads, _ = two
     after, sums, _, _, alive, _, _ = step(two, grads, alive=(False, True))
-    jax.tree.map(np.testing.assert_array_equal, after, lora)
+    chex.assert_trees_all_equal(after, lora)
     np.testing.assert_array_equal(alive, [False, True])
     assert not any(np.any(leaf[:, :, 0]) for leaf in sums.values())

@@ -4,6 +4,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,7 @@ def test_timing_a_step_leaves_weights_as_they_are(middle):
     stage.run_alone(batch)  # some gradients are zero: B is
     before = jax.tree.map(np.asarray, stage.lora)
     assert profile._update_seconds(stage, 2) > 0
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, stage.lora))
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, stage.lora))
 
 
 LOADS = [profile.Load(None, 128, squares) for squares in (4096, 16384)]  # type: ignore[arg-type]
