@@ -188,15 +188,15 @@ def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
-        notices.append(FilesDamaged(slot=slot, text=text))
+        notices.append(Event(kind="damaged", slot=slot, values={"text": text}))
     lacking = unchecked(record)
     if found.unchecked:
         own = f"the checkpoint {folder.state / str(found.slot)}"
         lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
     if lacking:
-        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
+        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"not checked: {lacking}"}))
     if (versions := other_versions(record)) is not None:
-        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"other versions: {versions}"}))
     return notices
 
 
