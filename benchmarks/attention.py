@@ -28,11 +28,11 @@ from lorafusion_jax.models import Segments, attention  # noqa: E402
 from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward  # noqa: E402
 from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward  # noqa: E402
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows  # noqa: E402
-from pallas_kernels.attention.blocks import key_blocks, query_blocks  # noqa: E402
-from pallas_kernels.attention.common import TILE, Units  # noqa: E402
-from pallas_kernels.attention.dkv import KEYS, dkv  # noqa: E402
-from pallas_kernels.attention.dq import dq  # noqa: E402
-from pallas_kernels.attention.forward import forward  # noqa: E402
+from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks  # noqa: E402
+from pallas_kernels.attention.hopper.common import TILE, Units  # noqa: E402
+from pallas_kernels.attention.hopper.dkv import KEYS, dkv  # noqa: E402
+from pallas_kernels.attention.hopper.dq import dq  # noqa: E402
+from pallas_kernels.attention.hopper.forward import forward  # noqa: E402
 from pallas_kernels.device import num_sms  # noqa: E402
 from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
+
 import pallas_kernels as pk  # noqa: E402
-from pallas_kernels import mlp  # noqa: E402
-from pallas_kernels.chunks import make_chunks  # noqa: E402
-from pallas_kernels.gate import silu_gate  # noqa: E402
-from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
+from pallas_kernels.linear.chunks import make_chunks  # noqa: E402
+from pallas_kernels.mlp import api as mlp  # noqa: E402
+from pallas_kernels.mlp.hopper.gate import (  # noqa: E402
     BackwardInputs,
     GateConfig,
     WideGateConfig,
@@ -35,7 +35,8 @@ from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
     gate_forward,
     wide_gate_backward,
 )
-from pallas_kernels.tuning.config import gate_blocks  # noqa: E402
+from pallas_kernels.mlp.hopper.gate.config import gate_blocks  # noqa: E402
+from pallas_kernels.mlp.xla import silu_gate  # noqa: E402
 from pallas_kernels.tuning.timing import time_calls  # noqa: E402
 
 TOKENS, WIDTH, HIDDEN, ADAPTERS, RANK, TILE = 8192, 4096, 14336, 4, 16, 128

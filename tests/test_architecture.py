@@ -24,7 +24,9 @@ MAY_IMPORT = {  # besides the standard library
 }
 NO_JAX = (
     "scheduling",
+    "pallas_kernels.config_store",
     "pallas_kernels.cost_ops",
+    "pallas_kernels.policy",
     "lorafusion_jax.errors",
     "lorafusion_jax.config",
     "lorafusion_jax.data",

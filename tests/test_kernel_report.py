@@ -128,7 +128,7 @@ def test_tables_are_written_where_a_frozen_row_is_missing(tmp_path, lost):
 
 
 def test_the_default_is_slower_than_xla_in_published_rows_that_are_told_of_and_no_others():
-    """`README.md` and `tuning/choice.py` name them; new results change this list, and those words."""
+    """`README.md` and `pallas_kernels/policy.py` name them; new results change this list, and those words."""
     with (RESULTS / "kernels_h200_ops.csv").open(newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["variant"] == "default"]
     slower = {
