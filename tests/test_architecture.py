@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 MAY_IMPORT = {  # besides the standard library
     "scheduling": {"scheduling", "numpy", "scipy"},
-    "pallas_kernels": {"pallas_kernels", "jax", "numpy"},
+    "pallas_kernels": {"pallas_kernels", "jax", "jaxtyping", "numpy"},
 }
 NO_JAX = (
     "scheduling",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
@@ -37,14 +38,14 @@ class Saved(NamedTuple):
 
 
 def attention_forward(
-    q_THC: jax.Array,
-    k_TKC: jax.Array,
-    v_TKC: jax.Array,
-    first_T: jax.Array,
-    end_T: jax.Array,
+    q_THC: Float[Array, "T H C"],
+    k_TKC: Float[Array, "T K C"],
+    v_TKC: Float[Array, "T K C"],
+    first_T: Int[Array, " T"],
+    end_T: Int[Array, " T"],
     *,
     config: AttentionConfig | None = None,
-) -> tuple[jax.Array, Saved]:
+) -> tuple[Float[Array, "T H C"], Saved]:
     """o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and what backward needs.
 
     Args:
@@ -62,8 +63,8 @@ def attention_forward(
 
 
 def attention_backward(
-    saved: Saved, do_THC: jax.Array, *, config: AttentionConfig | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    saved: Saved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
+) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Gradients of q, k and v, the same bits in every run: sums have a fixed order and there are no atomics.
 
     Args:

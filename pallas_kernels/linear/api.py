@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
@@ -21,16 +23,16 @@ from pallas_kernels.problem import Operands, Static, select_projection
 
 
 def lora_linear(
-    x: jax.Array,
-    w: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "K R"],
+    b: Float[Array, "R N"],
     *,
-    scale: jax.Array | float,
+    scale: ArrayLike,
     dropout: Dropout | None = None,
-    bias: jax.Array | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
+    bias: Float[Array, " N"] | None = None,
+    implementation: Implementation | str | None = None,
+) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of one adapter.
 
     y = x W + scale * (drop(x) A) B (+ bias), with x, W, S = drop(x) A and scale B in the type of x, sums in float32
@@ -41,7 +43,7 @@ def lora_linear(
             gradients come in the type of their own array. R may be 0: the frozen layer alone.
         scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
         dropout: rates and keys with one adapter, row keys for every row of x.
-        implementation: a backend's name; None takes the one that measured fastest.
+        implementation: a backend's name, built in or registered; None takes the one that measured fastest.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -73,17 +75,17 @@ def lora_linear(
 
 
 def multi_lora_linear(
-    x: jax.Array,
-    w: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "A K R"],
+    b: Float[Array, "A R N"],
     *,
-    tile_adapter: jax.Array,
-    scale: jax.Array,
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
-    bias: jax.Array | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
+    bias: Float[Array, " N"] | None = None,
+    implementation: Implementation | str | None = None,
+) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of each row's adapter.
 
     y[t] = x[t] W + scale[k] * (drop(x[t]) A[k]) B[k] (+ bias),  k = adapter of row t's tile
@@ -100,7 +102,7 @@ def multi_lora_linear(
             to a and b).  Traced values cannot be checked: what is outside counts as -1.
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
-        implementation: a backend's name; None takes the one that measured fastest.
+        implementation: a backend's name, built in or registered; None takes the one that measured fastest.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -121,17 +123,17 @@ def multi_lora_linear(
 
 
 def multi_lora_linears(
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    as_: Sequence[jax.Array | None],
-    bs: Sequence[jax.Array | None],
+    x: Float[Array, "*B K"],
+    ws: Sequence[Float[Array, "K _"]],
+    as_: Sequence[Float[Array, "A K _"] | None],
+    bs: Sequence[Float[Array, "A _ _"] | None],
     *,
-    tile_adapter: jax.Array,
-    scale: jax.Array,
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
-    biases: Sequence[jax.Array | None] | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, ...]:
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
+    implementation: Implementation | str | None = None,
+) -> tuple[Float[Array, "*B _"], ...]:
     """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
 
     y_i[t] = x[t] W_i + scale[k] * (drop(x[t]) A_i[k]) B_i[k] (+ bias_i)

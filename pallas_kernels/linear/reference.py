@@ -5,24 +5,24 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask
 from pallas_kernels.tiles import row_adapter, rows_per_tile
 
 
 def reference_multi_lora_linear(
-    x: jax.Array,
-    w: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "A K R"],
+    b: Float[Array, "A R N"],
     *,
-    tile_adapter: jax.Array,
-    scale: jax.Array,
+    tile_adapter: Int[Array, " tiles"],
+    scale: Float[Array, " A"],
     dropout: Dropout | None = None,
-    bias: jax.Array | None = None,
-) -> jax.Array:
+    bias: Float[Array, " N"] | None = None,
+) -> Float[Array, "*B N"]:
     """Evaluates the layer row by row in the dtype of its arguments.
 
     y[t] = x[t] W + scale[k] * (drop(x[t]) A[k]) B[k] (+ bias),  k = adapter of row t

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper, num_sms
@@ -27,18 +29,18 @@ from pallas_kernels.problem import Operands, Static, linear_shape
 
 
 def multi_lora_mlp(
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    as_: Sequence[jax.Array | None],
-    bs: Sequence[jax.Array | None],
+    x: Float[Array, "*B D"],
+    ws: Sequence[Float[Array, "_ _"]],
+    as_: Sequence[Float[Array, "A _ _"] | None],
+    bs: Sequence[Float[Array, "A _ _"] | None],
     *,
-    tile_adapter: jax.Array,
-    scale: jax.Array,
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     down_dropout: Dropout | None = None,
-    biases: Sequence[jax.Array | None] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
+    implementation: Implementation | str | None = None,
+) -> Float[Array, "*B D"]:
     """Applies down(silu(gate(x)) · up(x)) with LoRA on every projection that has it.
 
     lin_i(z)[t] = z[t] W_i + scale[k] * (drop(z[t]) A_i[k]) B_i[k] (+ bias_i),  k = adapter of row t's tile
@@ -106,8 +108,8 @@ def _fused_call(
         _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout)
     except ValueError as problem:
         raise ValueError(f"the projection behind the gate: {problem}") from None
-    shapes = (linear_shape(static, each) for each in (ops, down))
-    if not policy.mlp_is_fused(*shapes, implementation, hopper=is_hopper(), num_sms=num_sms()):
+    gate_up_shape, down_shape = linear_shape(static, ops), linear_shape(static, down)
+    if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, hopper=is_hopper(), num_sms=num_sms()):
         return None
     if vjp.passes().unsupported_reason(static, ops, down) is not None:
         return None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+def silu_gate(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
     """silu(gate) · up of two [..., F], cast back to the dtype of gate. Backward keeps both inputs and nothing else."""
     return _forward(gate, up)[0]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper
@@ -16,8 +17,9 @@ from pallas_kernels.policy import NormImplementation
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, *, eps: float, implementation: NormImplementation | None = None
-) -> jax.Array:
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float,
+    implementation: NormImplementation | None = None,
+) -> Float[Array, "*B D"]:  # fmt: skip
     """Normalises the last axis in float32 and casts back.
 
     y = weight · x / sqrt(mean(x²) + eps)
@@ -42,13 +44,13 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: jax.Array,
-    delta: jax.Array,
-    weight: jax.Array,
+    x: Float[Array, "*B D"],
+    delta: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
     *,
     eps: float,
     implementation: NormImplementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """Adds and normalises: (s, y) with s = x + delta and y = rms_norm(s).
 
     Args:
@@ -69,8 +71,9 @@ def add_rms_norm(
 
 
 def rms_norm_with_residual(
-    x: jax.Array, weight: jax.Array, *, eps: float, implementation: NormImplementation | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float,
+    implementation: NormImplementation | None = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:  # fmt: skip
     """(x, rms_norm(x)): the start of a residual branch. The two gradients of x are added in the norm's own pass.
 
     Args, Raises: as in `rms_norm`.

@@ -63,6 +63,7 @@ def test_a_traced_tile_of_an_adapter_that_does_not_exist_is_nobodys(backend):
     assert (got[TILE : 3 * TILE] != run(jnp.array([0, 1, 2, 0]))[TILE : 3 * TILE]).any()
 
 
+@pytest.mark.wrong_types
 def test_values_out_of_range_are_named():
     x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
 
@@ -82,6 +83,7 @@ def test_values_out_of_range_are_named():
             call(rate=(0.1, rate))
 
 
+@pytest.mark.wrong_types
 def test_what_is_no_array_is_named():
     x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((8, 4)), jnp.zeros((4, 6))
     rest = {"tile_adapter": jnp.array([0]), "scale": jnp.ones(1)}
@@ -93,6 +95,7 @@ def test_what_is_no_array_is_named():
         pk.multi_lora_linears(x, [w, w], [a[None]] * 2, [b[None], b.tolist()], **rest)
 
 
+@pytest.mark.wrong_types
 def test_float64_is_refused_as_sums_are_in_float32():
     with jax.enable_x64(True):
         x, w, a, b = (jnp.ones(shape, jnp.float64) for shape in ((4, 8), (8, 6), (8, 4), (4, 6)))
@@ -100,6 +103,7 @@ def test_float64_is_refused_as_sums_are_in_float32():
             pk.lora_linear(x, w, a, b, scale=1.0)
 
 
+@pytest.mark.wrong_types
 def test_the_shapes_of_one_adapter_are_told_as_they_were_given():
     x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((8, 4)), jnp.zeros((4, 6))
     with pytest.raises(ValueError, match=r"^a has shape \(9, 4\), expected \(8, 4\)$"):

@@ -256,6 +256,7 @@ def test_vmap_is_refused():
         jax.vmap(layer)(jnp.stack([arguments["x"]] * 2))
 
 
+@pytest.mark.wrong_types
 def test_names_and_shapes_are_checked():
     arguments, _ = draw(table=TABLE)
     x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
@@ -273,6 +274,7 @@ def test_names_and_shapes_are_checked():
         pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=rest["scale"], implementation="pallas_triton")
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_no_rows_and_scales_of_other_shapes(backend):
     arguments, _ = draw(table=TABLE)
@@ -307,6 +309,7 @@ def test_scale_gets_a_zero_gradient(backend):
     assert not jax.grad(loss)(arguments["scale"]).any()
 
 
+@pytest.mark.wrong_types
 def test_what_is_of_another_kind_is_named():
     x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
     table, scale = jnp.array([0, 1]), jnp.array([2.0, 1.0])
@@ -331,6 +334,7 @@ def test_what_is_of_another_kind_is_named():
             call(tile_adapter=wrong)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_takes_lists_and_one_adapter_takes_one_rate(backend):
     arguments, _ = draw(table=TABLE, rates=[0.0, 0.1, 0.5])

@@ -111,6 +111,7 @@ def test_policies_can_keep_what_enters_the_gate():
     assert kept == (rows, F)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("name", ["ws", "as_", "bs", "biases"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_gate_up_and_down_are_expected_everywhere(name, count):
@@ -120,6 +121,7 @@ def test_gate_up_and_down_are_expected_everywhere(name, count):
         ours("xla")(arguments, arguments["x"], arguments["as_"], arguments["bs"])
 
 
+@pytest.mark.wrong_types
 def test_names_and_shapes_are_checked():
     arguments, _ = draw_mlp()
     given = [arguments[name] for name in ("x", "as_", "bs")]
@@ -133,6 +135,7 @@ def test_names_and_shapes_are_checked():
             ours("xla")({**arguments, "ws": ws}, *given)
 
 
+@pytest.mark.wrong_types
 def test_a_gate_of_one_column_is_not_stretched_over_up():
     arguments, _ = draw_mlp()
     x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))
@@ -194,6 +197,7 @@ def test_what_the_gate_kernels_cannot_serve_is_served_otherwise(changes):
     assert "lora_gate" not in lowered(**changes)
 
 
+@pytest.mark.wrong_types
 def test_errors_of_the_last_projection_name_it():
     arguments, _ = draw_mlp()
     x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))

@@ -124,11 +124,13 @@ def test_kernels_lower_for_cuda(width):
     assert kernels_of(text) == ["rms_norm", "rms_norm_backward"]
 
 
+@pytest.mark.wrong_types
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="none of"):
         rms_norm(jnp.ones((2, 4)), jnp.ones(4), eps=1e-5, implementation="cuda")
 
 
+@pytest.mark.wrong_types
 def test_shapes_and_dtypes_that_do_not_fit_are_refused_before_a_kernel_reads_beyond_them():
     x, w = jnp.ones((8, 32)), jnp.ones(32)
     wrong = {
