@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ _HOMES: dict[NormImplementation, str] = {
 }
 
 
+@runtime_checkable
 class NormBackend(Protocol):
     """The two functions of an implementation; see `norm.xla`."""
 
