@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pallas_kernels.backend import Implementation as Implementation
     from pallas_kernels.device import compiler_options as compiler_options
     from pallas_kernels.dropout import Dropout as Dropout
     from pallas_kernels.dropout import fold_key as fold_key
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from pallas_kernels.linear.api import multi_lora_linear as multi_lora_linear
     from pallas_kernels.linear.api import multi_lora_linears as multi_lora_linears
     from pallas_kernels.mlp.api import multi_lora_mlp as multi_lora_mlp
+    from pallas_kernels.policy import Implementation as Implementation
 
 _HOMES = {  # name: file
     "Dropout": "dropout",

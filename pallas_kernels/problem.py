@@ -62,6 +62,13 @@ class Operands:
     def with_lora(self) -> tuple[int, ...]:
         return tuple(i for i, a in enumerate(self.as_) if a is not None)
 
+    def lora(self, i: int) -> tuple[jax.Array, jax.Array]:
+        """A and B of a projection that has LoRA."""
+        a, b = self.as_[i], self.bs[i]
+        assert a is not None, i
+        assert b is not None, i
+        return a, b
+
 
 def select_projection(ops: Operands, i: int) -> Operands:
     """The call with a single one of its projections."""

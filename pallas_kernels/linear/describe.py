@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels.device import interprets
 from pallas_kernels.dropout import Dropout
@@ -97,7 +98,7 @@ def _check_values(ops: Operands, num_adapters: int) -> None:
 
 def _known(array: Any) -> np.ndarray | None:
     """The numbers of an array that this process holds whole; None while tracing, or where there is but a shape."""
-    abstract = isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct)
+    abstract = isinstance(array, Tracer | jax.ShapeDtypeStruct)
     if abstract or not getattr(array, "is_fully_addressable", True):
         return None
     return np.asarray(array)

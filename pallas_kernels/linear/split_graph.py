@@ -43,7 +43,7 @@ class RankLayout:
 
 
 def rank_layout(ops: Operands) -> RankLayout:
-    ranks = {i: padded_rank(ops.as_[i].shape[2]) for i in ops.with_lora}
+    ranks = {i: padded_rank(ops.lora(i)[0].shape[2]) for i in ops.with_lora}
     offsets, start = {}, 0
     for i in sorted(ranks, key=lambda i: -ranks[i]):  # largest first: every offset is a multiple of its rank
         offsets[i] = start
@@ -98,7 +98,7 @@ class Prepared:
 
     def bank_a(self) -> jax.Array:
         """[A (+ 1), K, R of all projections], the dropout scale folded in: serves S and dx alike."""
-        pieces = [self._bank(self.ops.as_[i], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
+        pieces = [self._bank(self.ops.lora(i)[0], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
         rest = self.layout.total - sum(self.layout.ranks.values())
         bank = jnp.pad(jnp.concatenate(pieces, axis=2), ((0, 0), (0, 0), (0, rest)))
         if self.ops.dropout is not None:
@@ -107,14 +107,14 @@ class Prepared:
 
     def transposed_bank_a(self, multiple: int = 1) -> jax.Array:
         """[A + 1, R of all projections rounded up, K]: the same for Hopper's passes over x."""
-        pieces = [self._bank(self.ops.as_[i], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
+        pieces = [self._bank(self.ops.lora(i)[0], self.layout.ranks[i], axis=2) for i in self.layout.offsets]
         dropout, total = self.ops.dropout, -(-self.layout.total // multiple) * multiple
         factor = jnp.ones_like(self.ops.scale) if dropout is None else inverse_keep(dropout.rate)
         return passes.load().transposed_bank(pieces, factor, total, self.ops.x.dtype, interpret=self.static.interpret)
 
     def bank_b(self, i: int) -> jax.Array:
         """[A (+ 1), R, N] of one projection, its scale folded in: serves y and dS alike."""
-        bank = self._bank(self.ops.bs[i], self.layout.ranks[i], axis=1)
+        bank = self._bank(self.ops.lora(i)[1], self.layout.ranks[i], axis=1)
         return self._finish(bank.astype(jnp.float32) * self.ops.scale[:, None, None])
 
     def _finish(self, bank: jax.Array) -> jax.Array:
@@ -186,7 +186,7 @@ def output_side(prepared: Prepared, i: int, s: jax.Array, dy: jax.Array) -> tupl
 
 def output_gradient(prepared: Prepared, i: int, partials_CNR: jax.Array, chunk_adapter: jax.Array) -> jax.Array:
     """Adds up partial sums of dB, without the padded ranks."""
-    own = [(0, prepared.ops.bs[i].shape[1])]
+    own = [(0, prepared.ops.lora(i)[1].shape[1])]
     (db_ARN,) = _sum(prepared, partials_CNR, chunk_adapter, prepared.ops.scale, own, transposed=True)
     return db_ARN
 
@@ -215,7 +215,7 @@ def input_gradients(prepared: Prepared, partials_CKR: jax.Array, chunks: Chunks)
     """Adds up partial sums of dA by projection, without the padded ranks."""
     ops, layout = prepared.ops, prepared.layout
     factor = jnp.ones_like(ops.scale) if ops.dropout is None else inverse_keep(ops.dropout.rate)
-    parts = [(start, ops.as_[i].shape[2]) for i, start in layout.offsets.items()]
+    parts = [(start, ops.lora(i)[0].shape[2]) for i, start in layout.offsets.items()]
     das = _sum(prepared, partials_CKR, chunks.adapter, factor, parts, transposed=False)
     return dict(zip(layout.offsets, das, strict=True))
 

@@ -9,6 +9,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def backward(
     """Returns dx, and dA and dB (float32) by projection number."""
     del bits
     ops = _known(static, ops)
-    dx_TK = sum(_matmul(dy, w.astype(dy.dtype).T) for dy, w in zip(dys, ops.ws, strict=True))
+    dx_TK: Any = sum(_matmul(dy, w.astype(dy.dtype).T) for dy, w in zip(dys, ops.ws, strict=True))
     das, dbs = {}, {}
     if ops.with_lora:
         keep = _keep_tiles(static, ops)
@@ -76,8 +77,9 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
 def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.Array:
     """y = x W (+ bias) + scale S B."""
     y_TN = _matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
-    if ops.biases[i] is not None:
-        y_TN = y_TN + ops.biases[i].astype(y_TN.dtype)
+    bias = ops.biases[i]
+    if bias is not None:
+        y_TN = y_TN + bias.astype(y_TN.dtype)
     if s_IJR is not None:
         scaled_IJR = (s_IJR.astype(jnp.float32) * _of_tiles(static, ops, ops.scale)).astype(s_IJR.dtype)
         low_IJN = _batched("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
@@ -101,7 +103,7 @@ def _da(static: Static, ops: Operands, ds_IJR: jax.Array, dropped_IJK: jax.Array
 
 def _finish_dx(static: Static, ops: Operands, low_IJK: jax.Array, keep_IJK: jax.Array | None) -> jax.Array:
     """Masks and scales the low-rank part of dx."""
-    if keep_IJK is not None:
+    if keep_IJK is not None and ops.dropout is not None:
         low_IJK = jnp.where(keep_IJK, low_IJK * _of_tiles(static, ops, inverse_keep(ops.dropout.rate)), 0.0)
     return _select(static, ops, low_IJK).astype(ops.x.dtype)
 

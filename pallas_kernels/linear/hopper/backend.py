@@ -162,7 +162,8 @@ def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
             prepared, ops.x, ops.ws[i], s, prepared.bank_b(i), _forward_config(prepared, i),
             transposed=False, low_offset=layout.offsets[i],
         )  # fmt: skip
-    return y if ops.biases[i] is None else y + ops.biases[i].astype(y.dtype)
+    bias = ops.biases[i]
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def _gemm(prepared: Prepared, lhs, rhs, low, bank, config: GemmConfig, *, transposed, low_offset=0, bits=None):

@@ -106,7 +106,7 @@ def fit_pass[C: (DownConfig, DsdbConfig, DaConfig)](config: C, rank: int, item: 
         _halves(config.blocks_per_chunk, 1) if isinstance(config, DsdbConfig) else (None,),
         range(config.num_stages, 0, -1),
     )
-    room = shared_memory_bytes()
+    room, smaller = shared_memory_bytes(), config
     for rows, width, blocks, stages in sizes:
         of_chunk = {} if blocks is None else {"blocks_per_chunk": blocks}
         smaller = dataclasses.replace(config, block_t=rows, num_stages=stages, **{columns: width}, **of_chunk)

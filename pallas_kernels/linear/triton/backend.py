@@ -6,6 +6,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
     prepared = prepare(padded_static, padded)
     rows = padded.x.shape[0]
     dys = tuple(_pad_to(dy.astype(ops.x.dtype), (rows, w.shape[1])) for dy, w in zip(dys, padded.ws, strict=True))
-    das, dbs, fused, dx = {}, {}, None, 0.0
+    das, dbs, fused = {}, {}, None
+    dx: Any = 0.0
     if ops.with_lora:
         partials = {}
         for i in ops.with_lora:
@@ -78,7 +80,8 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout, static = prepared.ops, prepared.layout, prepared.static
     if i not in layout.ranks:
         y = jnp.matmul(ops.x, ops.ws[i], precision=_precision(ops.x.dtype))
-        return y if ops.biases[i] is None else y + ops.biases[i]
+        bias = ops.biases[i]
+        return y if bias is None else y + bias
     num_in, num_out = ops.ws[i].shape
     given = static.config.forward
     item = ops.x.dtype.itemsize
@@ -137,7 +140,7 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
 
     return static, Operands(
         x=_pad_to(ops.x, (padded_rows, padded_in)),
-        ws=tuple(w.astype(dtype) for w in each(ops.ws, lambda w, n: (padded_in, n))),
+        ws=tuple(_pad_to(w, (padded_in, n)).astype(dtype) for w, n in zip(ops.ws, widths, strict=True)),
         as_=each(ops.as_, lambda a, n: (a.shape[0], padded_in, a.shape[2])),
         bs=each(ops.bs, lambda b, n: (b.shape[0], b.shape[1], n)),
         biases=each(ops.biases, lambda b, n: (n,)),
