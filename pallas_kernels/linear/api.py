@@ -80,7 +80,7 @@ def multi_lora_linear(
     a: Float[Array, "A K R"],
     b: Float[Array, "A R N"],
     *,
-    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int] | None,
     scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
@@ -99,7 +99,8 @@ def multi_lora_linear(
         w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in
             `lora_linear`.
         tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
-            to a and b).  Traced values cannot be checked: what is outside counts as -1.
+            to a and b).  Traced values cannot be checked: what is outside counts as -1.  None: every row belongs to
+            adapter 0.
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
@@ -128,7 +129,7 @@ def multi_lora_linears(
     as_: Sequence[Float[Array, "A K _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
-    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int] | None,
     scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,

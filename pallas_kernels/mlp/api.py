@@ -34,7 +34,7 @@ def multi_lora_mlp(
     as_: Sequence[Float[Array, "A _ _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
-    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int],
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int] | None,
     scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     down_dropout: Dropout | None = None,

@@ -9,7 +9,8 @@ the last one, so their latency is hidden.  Without dropout they are one more wgm
 the product is formed in pieces in the epilogue, masked with packed keep bits whose order is the accumulator's own
 register layout, and added.
 
-M rows · C contracted features · N out features · R padded rank · A adapters
+GEMM letters: M rows · C contracted features · N columns of the result (T, K and N of the layer forward; T, N and K
+backward) · R padded rank · A adapters
 """
 
 from __future__ import annotations

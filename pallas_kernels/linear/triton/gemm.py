@@ -3,7 +3,8 @@
 forward:   y  = x W + S B[k]                 (scale folded into B)
 backward:  dx = dY W^T + mask * (dS A[k]^T)   (dropout scale folded into A)
 
-M rows · C contracted features · N out features · R padded rank · A adapters
+GEMM letters: M rows · C contracted features · N columns of the result (T, K and N of the layer forward; T, N and K
+backward) · R padded rank · A adapters
 """
 
 from __future__ import annotations
