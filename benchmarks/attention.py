@@ -24,11 +24,11 @@ from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward
 from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
-from pallas_kernels.attention.blocks import key_blocks, query_blocks
-from pallas_kernels.attention.common import TILE, Units
-from pallas_kernels.attention.dkv import KEYS, dkv
-from pallas_kernels.attention.dq import dq
-from pallas_kernels.attention.forward import forward
+from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
+from pallas_kernels.attention.hopper.common import TILE, Units
+from pallas_kernels.attention.hopper.dkv import KEYS, dkv
+from pallas_kernels.attention.hopper.dq import dq
+from pallas_kernels.attention.hopper.forward import forward
 from pallas_kernels.device import num_sms
 from pallas_kernels.tuning.timing import time_calls
 

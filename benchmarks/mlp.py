@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from pallas_kernels import mlp
-from pallas_kernels.chunks import make_chunks
-from pallas_kernels.gate import silu_gate
-from pallas_kernels.mosaic_gpu.gate import (
+from pallas_kernels.linear.chunks import make_chunks
+from pallas_kernels.mlp import api as mlp
+from pallas_kernels.mlp.hopper.gate import (
     BackwardInputs,
     GateConfig,
     WideGateConfig,
@@ -33,7 +32,8 @@ from pallas_kernels.mosaic_gpu.gate import (
     gate_forward,
     wide_gate_backward,
 )
-from pallas_kernels.tuning.config import gate_blocks
+from pallas_kernels.mlp.hopper.gate.config import gate_blocks
+from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.tuning.timing import time_calls
 
 TOKENS, WIDTH, HIDDEN, ADAPTERS, RANK, TILE = 8192, 4096, 14336, 4, 16, 128

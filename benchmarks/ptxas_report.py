@@ -38,7 +38,7 @@ LINEAR_CASES = (  # backend, rank, adapters, rate, spill bytes that are known an
 )
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 ATTENTION_SPILLS = 248  # dk and dv
-PRODUCT = "kernel_mosaic_gpu_kernel"  # of `mosaic_gpu/gemm.py`
+PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
 def main() -> int:

@@ -20,11 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 MAY_IMPORT = {  # besides the standard library
     "scheduling": {"scheduling", "numpy", "scipy"},
-    "pallas_kernels": {"pallas_kernels", "jax", "numpy"},
+    "pallas_kernels": {"pallas_kernels", "jax", "jaxtyping", "numpy"},
 }
 NO_JAX = (
     "scheduling",
+    "pallas_kernels.config_store",
     "pallas_kernels.cost_ops",
+    "pallas_kernels.policy",
     "lorafusion_jax.errors",
     "lorafusion_jax.config",
     "lorafusion_jax.data",

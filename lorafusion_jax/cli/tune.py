@@ -184,7 +184,7 @@ def check_table(path: Path) -> None:
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
     """The layers whose kernels a run of this job calls: every projection, and siblings with their ranks together."""
     from pallas_kernels.arg_specs import LinearSpec
-    from pallas_kernels.split_graph import padded_rank
+    from pallas_kernels.policy import padded_rank
 
     width, inner = model.hidden_size, model.intermediate_size
     heads, key_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
+from pallas_kernels.policy import AttentionImplementation, Implementation
 
 # Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
@@ -204,10 +205,10 @@ class TrainSettings(Section):
         default=None,
         description="layers compiled into one program; default all of a stage up to 8, else 1 (fsdp: 4)",
     )
-    implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = Field(
+    implementation: Implementation | None = Field(
         default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
     )
-    attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = Field(
+    attention: AttentionImplementation | None = Field(
         default=None, description="attention kernels; default what suits the device"
     )
     loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(

@@ -6,21 +6,19 @@ Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention import why_not
+from pallas_kernels.attention import unsupported_reason
+from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 
 from .attention_clean import Backward, Forward, cleaned
 from .attention_cudnn import cudnn_backward, cudnn_forward, on_hopper
-from .attention_cudnn import why_not as cudnn_why_not
+from .attention_cudnn import unsupported_reason as cudnn_unsupported_reason
 from .attention_pallas import pallas_backward, pallas_forward
 from .attention_xla import xla_backward, xla_forward
 from .segments import Segments
-
-AttentionImplementation = Literal["xla", "cudnn", "pallas_mosaic_gpu"]
 
 
 def attention(
@@ -67,9 +65,9 @@ def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementatio
     Ours against cuDNN on an H200, forward and backward, isolated: 0.60 against 1.21 ms for 14 documents in 8192 rows
     and 32 heads (benchmarks/results/attention_h200_2026-11-21/).
     """
-    if on_hopper() and not why_not(q, k):
+    if on_hopper() and not unsupported_reason(q, k):
         return "pallas_mosaic_gpu"
-    return "cudnn" if on_hopper(or_later=True) and not cudnn_why_not(q) else "xla"
+    return "cudnn" if on_hopper(or_later=True) and not cudnn_unsupported_reason(q) else "xla"
 
 
 # forward: (q, k, v, segments) -> o [T, H·C] and what backward needs; backward: (that, do [T, H, C]) -> dq, dk, dv.

@@ -22,7 +22,7 @@ def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments
     Raises:
         NotImplementedError: dtype, head width or device is out of its reach.
     """
-    if reason := why_not(q_THC):
+    if reason := unsupported_reason(q_THC):
         raise NotImplementedError(f"cuDNN packed attention {reason}")
     o_BTHC, pullback = jax.vjp(partial(_attention, segments), q_THC[None], k_TKC[None], v_TKC[None])
     o_BTHC, pullback = kept((o_BTHC, pullback))
@@ -54,14 +54,14 @@ def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC:
     return out[0] if isinstance(out, tuple | list) else out
 
 
-def why_not(q_THC: jax.Array) -> str:
-    """Why cuDNN cannot serve these queries, whatever the device; empty if it can."""
+def unsupported_reason(q_THC: jax.Array) -> str | None:
+    """Why cuDNN cannot serve these queries, whatever the device; None if it can."""
     C = q_THC.shape[-1]
     if q_THC.dtype not in _DTYPES:
         return f"wants bfloat16 or float16, not {q_THC.dtype}"
     if C % 8 or C > 256:
         return f"wants a head width that is a multiple of 8 and at most 256, not {C}"
-    return ""
+    return None
 
 
 def on_hopper(*, or_later: bool = False) -> bool:

@@ -134,11 +134,11 @@ class DecoderLayer(nnx.Module):
         self, x_TD: Float[Array, "T D"], inputs: LayerInputs, implementation: AttentionImplementation | None = None
     ) -> Float[Array, "T D"]:
         if self.half == "mlp":
-            x_TD, h_TD = self.post_attention_layernorm.beside(x_TD)
+            x_TD, h_TD = self.post_attention_layernorm.rms_norm_with_residual(x_TD)
             return x_TD + self.mlp(h_TD, inputs.lora)
-        x_TD, h_TD = self.input_layernorm.beside(x_TD)
+        x_TD, h_TD = self.input_layernorm.rms_norm_with_residual(x_TD)
         o_TD = self.self_attn(h_TD, inputs, implementation)
         if self.half == "attention":
             return x_TD + o_TD
-        x_TD, h_TD = self.post_attention_layernorm.of_sum(x_TD, checkpoint_name(o_TD, "o_out"))
+        x_TD, h_TD = self.post_attention_layernorm.add_rms_norm(x_TD, checkpoint_name(o_TD, "o_out"))
         return x_TD + self.mlp(h_TD, inputs.lora)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import Literal
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
@@ -22,6 +22,7 @@ from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent, Half
 from lorafusion_jax.pipeline.layout import half_of_linear, layer_shapes, linear_shapes, stage_layers
+from pallas_kernels import policy
 
 Keep = Literal["everything", "gemm_inputs", "nothing"]
 KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
@@ -39,10 +40,6 @@ NOT_MODELLED = (
     "host memory",
 )
 FLOAT32 = 4
-ATTENTION_ROWS, ATTENTION_WIDTHS = 128, (64, 128)  # what our attention asks for
-# Where nobody names the kernels they run the MLP as one op from here on; the same numbers as in their own choice.
-MLP_ROWS, MLP_FEATURES, MLP_RANK, MLP_WAVE, MLP_WAVE_WITH_DROPOUT = 2048, 1024, 64, 0.85, 0.8
-HOPPER_SMS = 132
 SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -386,50 +383,46 @@ def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
 
 
 def _attention_is_ours(problem: MemoryProblem) -> bool:
-    """Whether our own kernels run attention: dtype, head width and rows are such that they serve."""
-    if problem.attention != "pallas_mosaic_gpu" and not (problem.hopper and problem.attention is None):
+    """Whether our own kernels run attention: they are wanted, and serve these sizes."""
+    if problem.attention != policy.HOPPER and not (problem.hopper and problem.attention is None):
         return False
     m = problem.model
-    served = m.head_dim in ATTENTION_WIDTHS and m.num_heads % m.num_kv_heads == 0
-    return served and problem.item == 2 and problem.capacity_tokens % ATTENTION_ROWS == 0
+    sizes = {"rows": problem.capacity_tokens, "heads": m.num_heads, "key_heads": m.num_kv_heads, "width": m.head_dim}
+    return policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
 
 
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:
-    """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up.
+    """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up."""
+    if not problem.packed_bits:
+        return False
+    gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
+    if max(gate_up.joint_rank, down.joint_rank) > policy.MAX_RANK:
+        return False  # a named backend serves some of these, as far as shared memory allows: not counted on
+    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper)
 
-    They do where all of its projections have LoRA of moderate rank, and shapes and dtype are such that they serve.
-    """
-    if not problem.packed_bits or problem.item != 2 or problem.implementation not in (None, "pallas_mosaic_gpu"):
-        return False
-    ranks = [[bank_rank(problem.adapters, name) for name in SITES[site]] for site in ("gate_up", "down")]
-    if not all(all(site) and _power_of_two(sum(map(_padded, site))) <= MLP_RANK for site in ranks):
-        return False
-    T, D, F = problem.capacity_tokens, problem.model.hidden_size, problem.model.intermediate_size
-    if problem.tile_tokens % 64 or D % 128 or F % 256:
-        return False
-    wave = MLP_WAVE_WITH_DROPOUT if any(spec.dropout for spec in problem.adapters) else MLP_WAVE
-    return problem.implementation is not None or (
-        T >= MLP_ROWS and min(D, F) >= MLP_FEATURES and min(_wave(T, D), _wave(T, F)) >= wave
+
+def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
+    """The call of a site, as the kernels' policy sees it."""
+    shapes = linear_shapes(problem.model)
+    return policy.LinearShape(
+        rows=problem.capacity_tokens,
+        in_features=shapes[SITES[site][0]][0],
+        out_features=tuple(shapes[name][1] for name in SITES[site]),
+        ranks=tuple(bank_rank(problem.adapters, name) for name in SITES[site]),
+        tile=problem.tile_tokens,
+        adapters=len(problem.adapters),
+        dropout=any(spec.dropout for spec in problem.adapters),
+        dtype=_dtype(problem),
     )
 
 
-def _wave(rows: int, columns: int) -> float:
-    """Share of a Hopper GPU's time that the output tiles of a product keep busy."""
-    rounds = -(-rows // 128) * -(-columns // 256) / HOPPER_SMS
-    return rounds / ceil(rounds)
-
-
-def _padded(rank: int) -> int:
-    return max(16, _power_of_two(rank))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+def _dtype(problem: MemoryProblem) -> str:
+    return "bfloat16" if problem.item == 2 else "float32"
 
 
 def _together(problem: MemoryProblem, rank: int) -> int:
     """Columns of S: the kernels make one array for all projections of a site, in a power of two."""
-    return _padded(rank) if problem.packed_bits else rank
+    return policy.padded_rank(rank) if problem.packed_bits else rank
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

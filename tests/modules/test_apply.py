@@ -241,6 +241,7 @@ def test_a_context_of_other_adapters_is_refused(x):
         model(x)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("table", [[0, 2], [0, -2], [0.5], ["law"]])
 def test_a_table_names_adapters_that_there_are(table):
     with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
