@@ -1,4 +1,4 @@
-"""What training minimises: token losses per adapter.
+"""What training minimises: token losses by row and by adapter.
 
 The names are looked up when they are used, so that `lorafusion_jax.objective.chunks` can be imported without jax.
 """
@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lorafusion_jax.objective.loss import adapter_hits as adapter_hits
     from lorafusion_jax.objective.loss import adapter_losses as adapter_losses
+    from lorafusion_jax.objective.loss import token_losses as token_losses
 
-__all__ = ["adapter_hits", "adapter_losses"]
+__all__ = ["adapter_losses", "token_losses"]
 
 
 def __getattr__(name: str):
