@@ -417,11 +417,11 @@ class Bench:
         loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
-                stage.run_alone(to_stage(loads[0], stage.mesh))
+                stage.time_passes(to_stage(loads[0], stage.mesh))
             with jax.profiler.trace(folder):
                 for load in loads:
                     for stage in stages:
-                        stage.run_alone(to_stage(load, stage.mesh))
+                        stage.time_passes(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
 

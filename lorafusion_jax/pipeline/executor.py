@@ -24,8 +24,8 @@ from jax import Array, process_count
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
-from lorafusion_jax.pipeline.move import across, local, to_stage
-from lorafusion_jax.pipeline.programs import Verdict
+from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
+from lorafusion_jax.pipeline.programs import BatchSummary
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from scheduling.pipeline import Event
@@ -33,36 +33,36 @@ from scheduling.pipeline import Event
 AHEAD = 1  # slots queued beyond those in the pipeline: the device never waits for the host, memory stays bounded
 
 
-class _Closed(NamedTuple):
+class _ClosedBatch(NamedTuple):
     """An adapter's global batch, finished on one stage."""
 
     stage: int
-    verdict: Verdict
+    summary: BatchSummary
     finite: Array  # per leaf
 
 
 class StepResult:
     """An optimizer step that was issued; reading it waits for the devices."""
 
-    def __init__(self, closed: Sequence[Future[_Closed]]):
+    def __init__(self, closed: Sequence[Future[_ClosedBatch]]):
         self._closed = tuple(closed)
 
     @property
-    def closed(self) -> list[_Closed]:
+    def closed(self) -> list[_ClosedBatch]:
         """In order of stages."""
         return sorted((each.result() for each in self._closed), key=lambda each: each.stage)
 
     @property
     def loss(self) -> float:
-        return float(sum(float(local(each.verdict.loss)) for each in self.closed))
+        return float(sum(float(to_local(each.summary.loss)) for each in self.closed))
 
     @property
     def grad_norm(self) -> float:
-        return float(np.sqrt(sum(float(local(each.verdict.squares)) for each in self.closed)))
+        return float(np.sqrt(sum(float(to_local(each.summary.squares)) for each in self.closed)))
 
     @property
     def healthy(self) -> bool:
-        return bool(all(local(each.verdict.finite) == 1 for each in self.closed) and np.isfinite(self.loss))
+        return bool(all(to_local(each.summary.finite) == 1 for each in self.closed) and np.isfinite(self.loss))
 
 
 class _FailedEvent(Exception):
@@ -84,7 +84,7 @@ class Executor:
     """Runs the events of a plan.
 
     Methods return at once unless they say that they wait. Stages belong to their threads while events are under way:
-    `settle` before touching them from outside.
+    `wait_dispatched` before touching them from outside.
 
     Args:
         stages: in order.
@@ -100,9 +100,9 @@ class Executor:
         self._arrived: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
         self._running: deque[tuple[int, Future[Array]]] = deque()  # slots and the result of their last event
         self._adapters: dict[int, Sequence[str]] = {}  # of the slots under way
-        self._through: list[int] = []  # finished slots that nobody has asked for yet
-        self._finished: dict[int, list[Future[_Closed]]] = {}  # adapter -> one of each stage that has finished it
-        self._ended: dict[int, int] = {}  # adapter -> the slot that completed its global batch
+        self._completed: list[int] = []  # finished slots that nobody has asked for yet
+        self._closing: dict[int, list[Future[_ClosedBatch]]] = {}  # adapter -> one of each stage that has finished it
+        self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
         self._failing = threading.Lock()
 
@@ -126,7 +126,7 @@ class Executor:
                     done.result()
 
     def _try_out(self, stage: Stage, batch: Any) -> None:
-        stage.run_alone(batch)
+        stage.time_passes(batch)
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
@@ -167,31 +167,31 @@ class Executor:
         elif event.kind == "backward":
             self._running.append((event.slot, done))
 
-    def finish(self, event: Event, adapter: str) -> bool:
+    def close_batch(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event; True once it is closed on all stages."""
         number = self._index[adapter]
         event = event._replace(adapters=(adapter,))  # others may end in this slot, too
-        self._ended[number] = event.slot
+        self._last_slot[number] = event.slot
 
-        def run() -> _Closed:
+        def run() -> _ClosedBatch:
             with self._recorded(event) as record:
-                verdict, finite = self.stages[event.stage].finish(number)
-                record(verdict.squares)
-            return _Closed(event.stage, verdict, finite)
+                summary, finite = self.stages[event.stage].close_batch(number)
+                record(summary.squares)
+            return _ClosedBatch(event.stage, summary, finite)
 
-        self._finished.setdefault(number, []).append(self._on(event.stage, event.slot, [adapter], run))
-        return len(self._finished[number]) == len(self.stages)
+        self._closing.setdefault(number, []).append(self._on(event.stage, event.slot, [adapter], run))
+        return len(self._closing[number]) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages; the norm that clips its gradient spans them."""
         number = self._index[adapter]
-        slot = self._ended.pop(number)
-        result = StepResult(self._finished.pop(number))
+        slot = self._last_slot.pop(number)
+        result = StepResult(self._closing.pop(number))
 
         def run(place: int, stage: Stage) -> None:
-            verdicts = [across(each.verdict, stage.mesh) for each in result.closed]
+            summaries = [transfer(each.summary, stage.mesh) for each in result.closed]
             with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
-                record(stage.step(number, verdicts, numbers))
+                record(stage.step(number, summaries, numbers))
 
         for place, stage in enumerate(self.stages):
             self._on(place, slot, [adapter], partial(run, place, stage))
@@ -201,7 +201,7 @@ class Executor:
         """Reads something of every stage as it is after all that was given to it so far."""
         return [self._on(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
 
-    def settle(self) -> None:
+    def wait_dispatched(self) -> None:
         """Waits until everything is handed to the devices: the stages' arrays may be read, and wait for themselves."""
         for place in range(len(self.stages)):
             with self.blaming(place, None):
@@ -239,9 +239,9 @@ class Executor:
                 cause, stage, slot, adapters, keep=next((each.keep for each in self.stages), None)
             ) from cause
 
-    def finished_slots(self) -> list[int]:
+    def completed_slots(self) -> list[int]:
         """Slots that were found to be through since the last call, in order."""
-        slots, self._through = self._through, []
+        slots, self._completed = self._completed, []
         return slots
 
     def wait_all(self) -> None:
@@ -253,7 +253,7 @@ class Executor:
         """Name of the first leaf of an adapter whose gradient was not finite, with its layers and stage."""
         spec = self.stages[0].spec(self._index[adapter])
         for place, (stage, closed) in enumerate(zip(self.stages, result.closed, strict=True)):
-            bad = [n for n, good in zip(stage.leaf_names(spec), local(closed.finite), strict=True) if not good]
+            bad = [n for n, good in zip(stage.leaf_names(spec), to_local(closed.finite), strict=True) if not good]
             if bad:
                 here = stage.extent.layers_of(bad[0])
                 return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
@@ -263,7 +263,7 @@ class Executor:
         """Σ weight · token loss of each adapter in a held-out microbatch, [A] on the last stage."""
 
         def run(stage: Stage, before: Future[Array] | None) -> Array:
-            x = None if before is None else across(before.result(), stage.mesh)
+            x = None if before is None else transfer(before.result(), stage.mesh)
             return stage.evaluate(to_stage(rows, stage.mesh), x)
 
         done: Future[Array] | None = None
@@ -278,7 +278,7 @@ class Executor:
             done.result().block_until_ready()
         self._running.popleft()
         self._adapters.pop(slot, None)
-        self._through.append(slot)
+        self._completed.append(slot)
 
     def _on[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
         """Runs work on a stage's thread, after all that was given to it before."""
@@ -302,14 +302,14 @@ class Executor:
             batches = self._batches.pop(event.slot) if last else self._batches[event.slot]
             result = stage.forward(event.slot, batches[event.stage], x)
             record(result)
-            return result if last else across(result, self.stages[event.stage + 1].mesh)
+            return result if last else transfer(result, self.stages[event.stage + 1].mesh)
 
     def _backward(self, event: Event, needed: Future[Array] | None) -> Array:
         dy = None if needed is None else needed.result()
         with self._recorded(event) as record:
             dx = self.stages[event.stage].backward(event.slot, dy)
             record(dx)
-            return across(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
+            return transfer(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
 
     @contextmanager
     def _recorded(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:

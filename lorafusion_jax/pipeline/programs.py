@@ -37,7 +37,7 @@ LAYERS = "layers."  # in front of the names of trainable leaves
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
-class Verdict(NamedTuple):
+class BatchSummary(NamedTuple):
     """What a stage knows of an adapter's finished global batch; float32 scalars."""
 
     squares: Array  # Σ gradient² over the stage
@@ -77,23 +77,23 @@ class StagePrograms:
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
+    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
         """Takes an adapter's gradient out of the sums, added up over replicas.
 
         Returns:
-            (gradient, Verdict, finite per leaf in order of names, sums and loss with the adapter's part cleared)
+            (gradient, BatchSummary, finite per leaf in order of names, sums and loss with the adapter's part cleared)
         """
-        kind = ("finish", spec.kind, spec.rank, spec.targets)
+        kind = ("close", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(_finish, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
+                partial(_close_batch, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
             )
         return self._steps[kind](index, sums, loss)
 
     def step(
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
-        alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
+        alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now
         and later: the adapter is not alive any more.
@@ -106,7 +106,7 @@ class StagePrograms:
             self._steps[kind] = jax.jit(
                 partial(_step, spec, optim), donate_argnums=(1, 3), out_shardings=self._stage.everywhere
             )  # `alive` is a few bytes, and what others wait for to know that the step is done
-        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
+        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
@@ -222,24 +222,24 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
     return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
-def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
+def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
     finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
     total = jnp.zeros(()) if loss is None else loss[:, index].sum()
-    verdict = Verdict(squares, jnp.all(finite).astype(jnp.float32), total)
-    return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
+    summary = BatchSummary(squares, jnp.all(finite).astype(jnp.float32), total)
+    return own, summary, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
 
 
 def _step(
     spec: AdapterSpec, optim: OptimSettings, index: Array, lora: Leaves, gradient: Leaves, optimizer: Any,
-    alive: Array, verdicts: tuple[Verdict, ...], numbers: Hyper,
+    alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     healthy = alive[index]
-    for verdict in verdicts:
-        healthy &= (verdict.finite == 1) & jnp.isfinite(verdict.loss)
+    for summary in summaries:
+        healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
     if optim.clip > 0:  # by the norm over all stages
-        norm = jnp.sqrt(sum(verdict.squares for verdict in verdicts))
+        norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         gradient = clipped(gradient, norm, numbers.clip)
     own = lv.take(lora, spec, index)
     changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)

@@ -20,11 +20,11 @@ from lorafusion_jax.pipeline.extent import Extent, Piece
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.move import everywhere
+from lorafusion_jax.pipeline.move import replicate
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
+from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms
 
-ALONE = -1  # the slot of a pass that belongs to no plan
+NO_SLOT = -1  # the slot of a pass that belongs to no plan
 
 
 class _Live(NamedTuple):
@@ -65,8 +65,8 @@ class Stage:
         groups = _groups(weights.extent.pieces, block)
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]
         firsts = [weights.extent.pieces[group[0]].layer for group in groups]
-        self._numbers = [everywhere(np.int32(first), mesh) for first in firsts]  # of each block's first layer
-        self._index = [everywhere(np.int32(number), mesh) for number in range(len(adapters))]
+        self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # of each block's first layer
+        self._index = [replicate(np.int32(number), mesh) for number in range(len(adapters))]
         self._adapter = jax.jit(lv.at, out_shardings=mesh.everywhere)
         self._normal = jax.jit(_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
         self._live: dict[int, _Live] = {}
@@ -75,7 +75,7 @@ class Stage:
         self.sums: Leaves = {}
         self.optimizers: dict[str, Any] = {}
         self.loss: Array | None = None
-        self.alive: Array = everywhere(np.ones(len(adapters), bool), mesh)
+        self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
 
     @property
     def extent(self) -> Extent:
@@ -91,9 +91,9 @@ class Stage:
     def start(self, lora: dict[str, np.ndarray]) -> None:
         """Takes initial weights of all layers of the model, [L, A, K, R]; everything else is as new, too."""
         self._live, self._gradients = {}, {}
-        self.alive = everywhere(np.ones(len(self._adapters), bool), self.mesh)
+        self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
         own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
-        self.lora = everywhere(own, self.mesh)
+        self.lora = replicate(own, self.mesh)
         rows, whole = self.mesh.by_replica, self.mesh.everywhere
         shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
 
@@ -146,18 +146,18 @@ class Stage:
             )
         return gradient
 
-    def finish(self, index: int) -> tuple[Verdict, Array]:
+    def close_batch(self, index: int) -> tuple[BatchSummary, Array]:
         """Closes an adapter's global batch: its gradient leaves the sums and waits for `step`.
 
         Returns:
-            (Verdict, finite per leaf in order of `leaf_names`)
+            (BatchSummary, finite per leaf in order of `leaf_names`)
         """
-        self._gradients[index], verdict, finite, self.sums, self.loss = self.programs.finish(
+        self._gradients[index], summary, finite, self.sums, self.loss = self.programs.close_batch(
             self._specs[index], self._index[index], self.sums, self.loss
         )
-        return verdict, finite
+        return summary, finite
 
-    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> Array:
+    def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Array:
         """Steps an adapter whose global batch is finished on every stage.
 
         Returns:
@@ -172,7 +172,7 @@ class Stage:
             self._gradients.pop(index),
             self.optimizers[spec.name],
             self.alive,
-            verdicts,
+            summaries,
             numbers,
         )
         return self.alive
@@ -181,7 +181,7 @@ class Stage:
         """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
         return still(self._adapters[index].optim)
 
-    def run_alone(self, batch: Microbatch) -> tuple[float, float]:
+    def time_passes(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, on random numbers where they would send something.
 
         Not on zeros: products of zeros draw so little power that an H200 keeps a higher clock. Stages of a 70B model
@@ -194,10 +194,10 @@ class Stage:
         received = None if self.weights.head is not None else self.noise(batch)
         jax.block_until_ready((sent, received))
         began = time.perf_counter()
-        jax.block_until_ready(self.forward(ALONE, batch, sent))
+        jax.block_until_ready(self.forward(NO_SLOT, batch, sent))
         forward_s = time.perf_counter() - began
         began = time.perf_counter()
-        jax.block_until_ready(self.backward(ALONE, received))
+        jax.block_until_ready(self.backward(NO_SLOT, received))
         return forward_s, time.perf_counter() - began
 
     def compile_steps(self, num_stages: int) -> None:
@@ -214,10 +214,10 @@ class Stage:
         lora, sums, loss, alive, optimizers = _copied((self.lora, self.sums, self.loss, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
-            gradient, verdict, _, sums, loss = self.programs.finish(spec, number, sums, loss)
-            verdicts = [verdict] * num_stages
+            gradient, summary, _, sums, loss = self.programs.close_batch(spec, number, sums, loss)
+            summaries = [summary] * num_stages
             lora, _, alive = self.programs.step(
-                spec, optim, number, lora, gradient, optimizer, alive, verdicts, hyper(optim, 0.0)
+                spec, optim, number, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, loss, alive))
 
@@ -243,7 +243,7 @@ class Stage:
         return self._adapter(self.lora, self._index[index])
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
-        """Leaves of one adapter in the order in which `finish` reports them."""
+        """Leaves of one adapter in the order in which `close_batch` reports them."""
         return lv.own_names(self.lora, spec)
 
 

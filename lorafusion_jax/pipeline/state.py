@@ -15,7 +15,7 @@ from jax.tree_util import DictKey
 
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.extent import Extent
-from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
+from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
 
@@ -47,10 +47,10 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     for stage in stages:
         mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
-        stage.lora = everywhere(_of_stage(extent, arrays["lora"]), mesh)
+        stage.lora = replicate(_of_stage(extent, arrays["lora"]), mesh)
         stage.sums = to_stage({name: leaf[mine][:, extent.layers_of(name)] for name, leaf in sums.items()}, mesh)
-        stage.optimizers = everywhere(_of_stage(extent, arrays["optimizers"]), mesh)
-        stage.alive = everywhere(np.asarray(arrays["alive"]), mesh)
+        stage.optimizers = replicate(_of_stage(extent, arrays["optimizers"]), mesh)
+        stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.loss is not None:
             stage.loss = to_stage(loss[mine], mesh)
 

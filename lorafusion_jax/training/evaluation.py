@@ -10,7 +10,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch, assemble, num_segments, pieces_of_evaluation
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.move import local
+from lorafusion_jax.pipeline.move import to_local
 from scheduling import AdapterJob, Plan, Slot, make_plan
 
 
@@ -35,9 +35,9 @@ class Evaluator:
             for slot in plan.slots:
                 # Every stage has work, and no stage gathers what the next has not taken yet.
                 if len(under_way) > len(self._executor.stages):
-                    total += float(local(under_way.popleft().result())[index])
+                    total += float(to_local(under_way.popleft().result())[index])
                 under_way.append(self._executor.evaluate(self._rows(plan, slot), [name]))
-            total += sum(float(local(each.result())[index]) for each in under_way)
+            total += sum(float(to_local(each.result())[index]) for each in under_way)
         return total / max(tokens, 1), tokens
 
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:

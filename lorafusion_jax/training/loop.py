@@ -24,7 +24,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
-from lorafusion_jax.pipeline.processes import agreed
+from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.report.events import Event, Kind, Listener
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.meter import Meter
@@ -123,7 +123,7 @@ class Loop:
                 self._drain()
                 todo = todo if self._anybody_left() else []
                 self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
-                stopped = agreed(self._stop.is_set())
+                stopped = any_process(self._stop.is_set())
                 if todo and not stopped:
                     self._save()
                     continue
@@ -154,12 +154,12 @@ class Loop:
     def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
         if event.kind == "update":
             for name in event.adapters:
-                if self._executor.finish(event, name):
+                if self._executor.close_batch(event, name):
                     self._step(name, event.slot)
             return
         if event.kind == "forward" and event.stage == 0:
             self._executor.admit(event.slot, next(batches))
-            self._notice(self._executor.finished_slots())
+            self._notice(self._executor.completed_slots())
         self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
 
     def _notice(self, slots: list[int]) -> None:
@@ -173,7 +173,7 @@ class Loop:
 
     def _drain(self) -> None:
         self._executor.wait_all()
-        self._notice(self._executor.finished_slots())
+        self._notice(self._executor.completed_slots())
         while self._taken:
             self._look()
 
@@ -254,7 +254,7 @@ class Loop:
             return True
         wanted = self._stop.is_set()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
-        return agreed(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
+        return any_process(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
 
     def _save(self) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds

@@ -25,7 +25,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, pin_base, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.processes import agreed, is_first, meet
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.report.events import Event, Listener
@@ -99,7 +99,7 @@ def train(
         folder.must_be_new(plan)
         base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-    meet("no folder yet")  # before the first process makes it
+    barrier("no folder yet")  # before the first process makes it
     return _Run(config, prepared, plan, folder, record, _heard(listeners, lambda: Recorder(folder.path))).go()
 
 
@@ -159,7 +159,7 @@ def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
 
 
 def _any_process(damaged: bool) -> bool:
-    return agreed(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
+    return any_process(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
 
 
 def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
@@ -275,7 +275,7 @@ class _Run:
                 return self._run(resume=slot is not None)
 
     def _run(self, *, resume: bool) -> RunResult:
-        meet("folder is there")
+        barrier("folder is there")
         if not is_first():
             self._plan = self._folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         self._store.check_space(
@@ -437,14 +437,14 @@ class _Run:
         started = time.perf_counter()
         with self._spans.pause("saving"):
             self._exports.tell(wait=True)  # an adapter that the checkpoint calls done has its folder
-            self._executor.settle()
+            self._executor.wait_dispatched()
             arrays = gather(self._stages)
             if is_first():
                 self._store.save(self._progress.slot, arrays, self._progress.position())
             for name, adapter in self._progress.adapters.items():
                 if adapter.status == "running" and adapter.step:
                     self._exports.write(name, adapter.step)
-            meet("saved")
+            barrier("saved")
         self._tell(
             Event(
                 kind="saved",
