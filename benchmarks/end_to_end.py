@@ -381,7 +381,7 @@ class Bench:
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
         Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
-        if variant.frozen and not np.isfinite(np.asarray(stages[-1].loss)).all():  # no step that would notice
+        if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step that would notice
             raise FloatingPointError("the loss of the frozen base is not finite")
         measured = timeline.spans
         tokens = (

@@ -7,7 +7,7 @@ import itertools
 
 from lorafusion_jax.config.read import Keys
 
-SWEPT = ("lora", "optim", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
+SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
 LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list itself and never a sweep
 
 

@@ -57,6 +57,11 @@ class StepResult:
         return float(sum(float(to_local(each.summary.loss)) for each in self.closed))
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric that an objective of the run has; those of other objectives are 0."""
+        return {name: float(to_local(total)) for name, total in self.closed[-1].summary.metrics.items()}
+
+    @property
     def grad_norm(self) -> float:
         return float(np.sqrt(sum(float(to_local(each.summary.squares)) for each in self.closed)))
 
@@ -189,7 +194,7 @@ class Executor:
         result = StepResult(self._closing.pop(number))
 
         def run(place: int, stage: Stage) -> None:
-            summaries = [transfer(each.summary, stage.mesh) for each in result.closed]
+            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in result.closed]
             with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
                 record(stage.step(number, summaries, numbers))
 
@@ -259,14 +264,14 @@ class Executor:
                 return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
         return None
 
-    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[Array]:
-        """Σ weight · token loss of each adapter in a held-out microbatch, [A] on the last stage."""
+    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
+        """Sums of loss and metrics of each adapter in a held-out microbatch, [A] on the last stage."""
 
-        def run(stage: Stage, before: Future[Array] | None) -> Array:
+        def run(stage: Stage, before: Future[Any] | None) -> Any:
             x = None if before is None else transfer(before.result(), stage.mesh)
             return stage.evaluate(to_stage(rows, stage.mesh), x)
 
-        done: Future[Array] | None = None
+        done: Future[Any] | None = None
         for place, stage in enumerate(self.stages):
             done = self._on(place, None, adapters, partial(run, stage, done))
         assert done is not None

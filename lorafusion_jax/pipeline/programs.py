@@ -32,6 +32,7 @@ from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Parts, Weights
 from pallas_kernels import compiler_options
 
+Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
 ROWS, WHOLE = P(REPLICAS), P()
 LAYERS = "layers."  # in front of the names of trainable leaves
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
@@ -43,6 +44,12 @@ class BatchSummary(NamedTuple):
     squares: Array  # Σ gradient² over the stage
     finite: Array  # 1 where every gradient is
     loss: Array  # on the last stage; 0 elsewhere
+    metrics: dict[str, Array]  # of any objective of the run, on the last stage; empty elsewhere
+
+    @property
+    def without_metrics(self) -> BatchSummary:
+        """What a step looks at; the same on every stage."""
+        return self._replace(metrics={})
 
 
 class StagePrograms:
@@ -75,13 +82,13 @@ class StagePrograms:
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
-        self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
+        self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
+    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, totals: Totals | None):
         """Takes an adapter's gradient out of the sums, added up over replicas.
 
         Returns:
-            (gradient, BatchSummary, finite per leaf in order of names, sums and loss with the adapter's part cleared)
+            (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
         kind = ("close", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
@@ -89,7 +96,7 @@ class StagePrograms:
             self._steps[kind] = jax.jit(
                 partial(_close_batch, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
             )
-        return self._steps[kind](index, sums, loss)
+        return self._steps[kind](index, sums, totals)
 
     def step(
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
@@ -188,19 +195,19 @@ class StagePrograms:
         frozen, inputs, number = given
         return self._parts.layer(frozen, lora, x, inputs, number)
 
-    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, loss: Array):
+    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
         table, batch = _gathered(table, self._table_axis), _own(batch)
 
-        def total(x: Array):
-            losses = self._parts.losses(norm, table, x, batch)
-            return jnp.sum(losses), losses
+        def loss(x: Array):
+            totals = self._parts.totals(norm, table, x, batch)
+            return jnp.sum(totals["loss"]), totals
 
-        dx, losses = jax.grad(total, has_aux=True)(x[0])
-        return dx[None], losses[None], loss + losses
+        dx, totals = jax.grad(loss, has_aux=True)(x[0])
+        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals)
 
-    def _losses(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
-        losses = self._parts.losses(norm, _gathered(table, self._table_axis), x[0], _own(batch))
-        return losses if self._stage.replicas == 1 else lax.psum(losses, REPLICAS)
+    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
+        totals = self._parts.totals(norm, _gathered(table, self._table_axis), x[0], _own(batch))
+        return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _whole(self, weights: Weights) -> Weights:
         return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
@@ -222,13 +229,15 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
     return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
-def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
+def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, totals: Totals | None):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
     finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
-    total = jnp.zeros(()) if loss is None else loss[:, index].sum()
-    summary = BatchSummary(squares, jnp.all(finite).astype(jnp.float32), total)
-    return own, summary, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
+    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
+    loss = mine.pop("loss", jnp.zeros(()))
+    summary = BatchSummary(squares, jnp.all(finite).astype(jnp.float32), loss, mine)
+    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    return own, summary, finite, lv.clear(sums, index), cleared
 
 
 def _step(

@@ -14,6 +14,7 @@ from jax import Array
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.optim.step import Hyper, hyper, still
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.extent import Extent, Piece
@@ -22,7 +23,7 @@ from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms
+from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms, Totals
 
 NO_SLOT = -1  # the slot of a pass that belongs to no plan
 
@@ -74,7 +75,7 @@ class Stage:
         self.lora: Leaves = {}
         self.sums: Leaves = {}
         self.optimizers: dict[str, Any] = {}
-        self.loss: Array | None = None
+        self.totals: Totals | None = None  # on the last stage
         self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
 
     @property
@@ -99,13 +100,15 @@ class Stage:
 
         def zeros_and_optimizers(lora: Leaves):
             sums = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
-            loss = None if self.weights.head is None else jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
+            empty = jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
+            names = ("loss", *metric_names(self._parts.chosen))
+            totals = None if self.weights.head is None else dict.fromkeys(names, empty)
             settings = zip(self._specs, self._adapters, strict=True)
-            return sums, loss, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
+            return sums, totals, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
 
         # One program, not one for each adapter and two more.
         new = jax.jit(zeros_and_optimizers, out_shardings=(rows, rows, whole))(self.lora)
-        self.sums, self.loss, self.optimizers = new
+        self.sums, self.totals, self.optimizers = new
 
     def changing(self) -> list[Any]:
         """All arrays that training changes."""
@@ -130,7 +133,7 @@ class Stage:
         if weights.head is None:
             self._live[slot] = _Live(inputs, xs, kept, None)
             return here
-        dy, losses, self.loss = programs.head(weights.norm, weights.head, here, batch, self.loss)
+        dy, losses, self.totals = programs.head(weights.norm, weights.head, here, batch, self.totals)
         self._live[slot] = _Live(inputs, xs, kept, dy)
         return losses
 
@@ -152,8 +155,8 @@ class Stage:
         Returns:
             (BatchSummary, finite per leaf in order of `leaf_names`)
         """
-        self._gradients[index], summary, finite, self.sums, self.loss = self.programs.close_batch(
-            self._specs[index], self._index[index], self.sums, self.loss
+        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.close_batch(
+            self._specs[index], self._index[index], self.sums, self.totals
         )
         return summary, finite
 
@@ -211,29 +214,29 @@ class Stage:
             for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
         }
         optimizers = {index: self.optimizers[self._specs[index].name] for index in kinds.values()}
-        lora, sums, loss, alive, optimizers = _copied((self.lora, self.sums, self.loss, self.alive, optimizers))
+        lora, sums, totals, alive, optimizers = _copied((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
-            gradient, summary, _, sums, loss = self.programs.close_batch(spec, number, sums, loss)
-            summaries = [summary] * num_stages
+            gradient, summary, _, sums, totals = self.programs.close_batch(spec, number, sums, totals)
+            summaries = [summary.without_metrics] * num_stages
             lora, _, alive = self.programs.step(
                 spec, optim, number, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
-        jax.block_until_ready((lora, sums, loss, alive))
+        jax.block_until_ready((lora, sums, totals, alive))
 
     def noise(self, batch: Microbatch) -> Array:
         """Activations of a microbatch, normally distributed."""
         return self._normal((*batch.tokens.shape, self._parts.model.hidden_size), self._parts.dtype)
 
-    def evaluate(self, batch: Microbatch, x: Array | None) -> Array:
-        """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""
+    def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
+        """Runs a held-out microbatch, dropout off; the last stage returns sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
-        return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
+        return here if weights.head is None else programs.totals(weights.norm, weights.head, here, batch)
 
     def adapter(self, index: int) -> Leaves:
         """A copy of one adapter's weights, at the padded rank; later steps leave it alone.

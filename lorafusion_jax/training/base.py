@@ -12,6 +12,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
@@ -54,6 +55,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
         CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
+    objectives = tuple(adapter.objective.chosen for adapter in config.adapters)
+    for each in objectives:
+        check_loss(each)
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
     model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
@@ -69,7 +73,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
         weights[-1].head = transfer(weights[-1].head, meshes[-1])
-    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
+    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype, objectives=objectives)
     keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
     return [
         Stage(

@@ -212,7 +212,7 @@ class Loop:
         if adapter.status == "failed":  # the devices had dropped it already
             return
         with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
-            loss, norm = step.result.loss, step.result.grad_norm
+            loss, norm, metrics = step.result.loss, step.result.grad_norm, step.result.metrics
         if not step.result.healthy:
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
@@ -220,7 +220,9 @@ class Loop:
             self._hooks.finish(step.adapter, step.slots_done)
             return
         adapter.step = step.step
-        self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
+        own = self._config.adapters[self._index[adapter.name]].objective.chosen.objective.metrics
+        values = {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens}
+        self._tell("step", step, values | {name: metrics[name] for name in own})
         if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
             self._meter.pause()

@@ -421,14 +421,15 @@ class _Run:
             return
         self._phase(f"evaluating {name}")
         with self._spans.pause(f"evaluating {name}"):
-            loss, tokens = self._evaluator(name)
+            found = self._evaluator(name)
         self._tell(
             Event(
                 kind="eval",
                 slot=slots_done,
                 adapter=name,
                 step=step,
-                values={"eval_loss": loss, "eval_tokens": tokens},
+                values={"eval_loss": found.loss, "eval_tokens": found.tokens}
+                | {f"eval_{key}": value for key, value in found.metrics.items()},
             )
         )
 

@@ -101,14 +101,12 @@ def step(two, grads, alive=(True, True)):
     programs, lora, _, configs = two
     spec, optim = programs._parts.specs[0], configs[0].optim
     optimizer = programs.init_optimizer(spec, optim, lora)
-    closed = programs.close_batch(spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]]))
-    gradient, summary, finite, sums, loss = closed
-        spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]])
-    )
+    closed = programs.close_batch(spec, np.int32(0), copy(grads), {"loss": jnp.array([[1.0, 2.0]])})
+    gradient, summary, finite, sums, totals = closed
     after, optimizer, alive = programs.step(
         spec, optim, np.int32(0), copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
-    return after, sums, loss, optimizer, alive, summary, finite
+    return after, sums, totals["loss"], optimizer, alive, summary, finite
 
 
 def test_a_step_touches_its_own_adapter_only(two):
