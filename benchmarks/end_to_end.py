@@ -372,7 +372,7 @@ class Bench:
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
-                compiled.append(event.values["seconds"])
+                compiled.append(event.seconds)
 
         if variant.together and self.options.trace:
             self.trace(batches, stages)

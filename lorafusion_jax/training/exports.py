@@ -15,7 +15,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.processes import is_first
 from lorafusion_jax.pipeline.state import adapter_arrays
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import AdapterDone, AdapterExported, Listener
 from lorafusion_jax.training.behind import Behind
 from lorafusion_jax.training.export import AdapterExporter
 from lorafusion_jax.training.state import AdapterProgress
@@ -40,10 +40,9 @@ class Exports:
         own = self._weights(name)
 
         def told(path: Path | None) -> None:
-            this = partial(Event, slot=slots_done, adapter=name, step=step)
-            self._listener(this(kind="exported", values={"path": str(path)}))
+            self._listener(AdapterExported(slot=slots_done, adapter=name, step=step, path=str(path)))
             if done:
-                self._listener(this(kind="adapter-done"))
+                self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
         self._side.begin(lambda: self._exporter(name, step, own()) if is_first() else None, told)
 

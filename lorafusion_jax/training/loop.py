@@ -25,7 +25,14 @@ from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.processes import any_process
-from lorafusion_jax.report.events import Event, Kind, Listener
+from lorafusion_jax.report.events import (
+    AdapterFailed,
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    SlotDone,
+    StepTaken,
+)
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
@@ -129,7 +136,7 @@ class Loop:
                     continue
                 break
         done = self._progress.slot
-        self._emit(Event(kind="slot", slot=done, values=self._figures(done)))
+        self._emit(self._figures(done))
         self._save()
         if todo:
             raise Interrupted
@@ -178,11 +185,12 @@ class Loop:
             self._look()
 
     def _compile(self) -> None:
-        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
+        slot = self._progress.slot
+        self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
         self._executor.warm_up(self._batches.empty())
-        values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
-        self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
+        seconds = round(time.perf_counter() - began, 3)
+        self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
         self._meter.pause()
 
     def _step(self, name: str, slot: int) -> None:
@@ -216,13 +224,31 @@ class Loop:
         if not step.result.healthy:
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
-            self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
+            self._emit(
+                AdapterFailed(
+                    slot=step.slots_done,
+                    adapter=step.adapter,
+                    step=step.step,
+                    reason=adapter.reason,
+                    kept_step=adapter.step,
+                )
+            )
             self._hooks.finish(step.adapter, step.slots_done)
             return
         adapter.step = step.step
         own = self._config.adapters[self._index[adapter.name]].objective.chosen.objective.metrics
-        values = {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens}
-        self._tell("step", step, values | {name: metrics[name] for name in own})
+        self._emit(
+            StepTaken(
+                slot=step.slots_done,
+                adapter=step.adapter,
+                step=step.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=step.lr,
+                loss_tokens=step.loss_tokens,
+                metrics={name: metrics[name] for name in own},
+            )
+        )
         if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
             self._meter.pause()
@@ -235,9 +261,6 @@ class Loop:
         every = self._config.train.eval_every_steps
         last = step == self._progress.adapters[name].num_steps
         return self._prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
-
-    def _tell(self, kind: Kind, step: Taken, values: dict) -> None:
-        self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
 
     def _culprit(self, step: Taken) -> str:
         bad = self._executor.not_finite(step.adapter, step.result)
@@ -264,14 +287,14 @@ class Loop:
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._meter.pause()
 
-    def _figures(self, slots_done: int) -> dict:
-        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share()}
+    def _figures(self, slots_done: int) -> SlotDone:
+        return SlotDone(slot=slots_done, **self._meter.snapshot(slots_done), bubble_share=self._hooks.bubble_share())
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(Event(kind="slot", slot=slots_done, values=self._figures(slots_done)))
+            self._emit(self._figures(slots_done))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -28,7 +28,20 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import (
+    AdapterEvaluated,
+    CheckSkipped,
+    FilesDamaged,
+    Listener,
+    PhaseBegun,
+    RunEvent,
+    RunFinished,
+    RunInterrupted,
+    RunMoved,
+    RunStarted,
+    RunStopped,
+    StateSaved,
+)
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
@@ -78,7 +91,7 @@ def train(
         config: from `load_config`.
         out: run folder, new.
         plan: executed exactly; made here when absent.
-        listeners: called with every `Event`.
+        listeners: called with every `RunEvent`.
         verify_base: notes a digest of every byte of the base model, also of a large one.
 
     Raises:
@@ -90,9 +103,9 @@ def train(
     tell = _fan_out(listeners if is_first() else ())
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
-        prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
+        prepared = prepare(config, progress=lambda text: tell(PhaseBegun(text=text)))
         if plan is None:
-            tell(Event(kind="phase", values={"text": "planning"}))
+            tell(PhaseBegun(text="planning"))
             plan = plan_training(config, prepared)
         else:
             _check_plan(plan, config, prepared)
@@ -112,7 +125,7 @@ def resume(
         out: run folder.
         overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
             layout what is left is planned again and sums come in another order, so results are equal to rounding.
-        listeners: called with every `Event`.
+        listeners: called with every `RunEvent`.
         verify_base: compares every byte of the base model, also of a large one.
 
     Raises:
@@ -168,15 +181,15 @@ def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
-        notices.append(Event(kind="damaged", slot=slot, values={"text": text}))
+        notices.append(FilesDamaged(slot=slot, text=text))
     lacking = unchecked(record)
     if found.unchecked:
         own = f"the checkpoint {folder.state / str(found.slot)}"
         lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
     if lacking:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"not checked: {lacking}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"other versions: {versions}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
     return notices
 
 
@@ -189,9 +202,13 @@ def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequ
     return result
 
 
-def _end(result: RunResult, peak_bytes: int | None) -> Event:
-    values = {"exit_code": result.exit_code, "seconds": round(result.seconds, 3), "peak_bytes": peak_bytes}
-    return Event(kind="finished", slot=len(result.plan.slots), values=values)
+def _end(result: RunResult, peak_bytes: int | None) -> RunFinished:
+    return RunFinished(
+        slot=len(result.plan.slots),
+        exit_code=result.exit_code,
+        seconds=round(result.seconds, 3),
+        peak_bytes=peak_bytes,
+    )
 
 
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
@@ -231,7 +248,7 @@ def _heard(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> l
 
 
 def _fan_out(listeners: Sequence[Listener]) -> Listener:
-    def tell(event: Event) -> None:
+    def tell(event: RunEvent) -> None:
         for listener in listeners:
             listener(event)
 
@@ -313,12 +330,11 @@ class _Run:
         try:
             yield
         except Interrupted:
-            self._tell(Event(kind="interrupted", slot=self._progress.slot))
+            self._tell(RunInterrupted(slot=self._progress.slot))
             raise
         except BaseException as problem:
-            values = {"code": _code(problem), "what": _what(problem)}
             with suppress(OSError):  # a full disk cannot take the note either
-                self._tell(Event(kind="stopped", slot=self._progress.slot, values=values))
+                self._tell(RunStopped(slot=self._progress.slot, code=_code(problem), what=_what(problem)))
             raise
 
     def _begin(self, resume: bool) -> None:
@@ -345,16 +361,13 @@ class _Run:
         slot = self._progress.slot
         self._folder.write_move(self._plan, slot)
         self._tell(
-            Event(
-                kind="moved",
+            RunMoved(
                 slot=slot,
-                values={
-                    "stages": self._plan.num_stages,
-                    "replicas": self._plan.data_parallel,
-                    "slots_left": self._plan.num_slots - slot,
-                    "slots_left_before": before.num_slots - slot,
-                    "plan": self._plan.digest,
-                },
+                stages=self._plan.num_stages,
+                replicas=self._plan.data_parallel,
+                slots_left=self._plan.num_slots - slot,
+                slots_left_before=before.num_slots - slot,
+                plan=self._plan.digest,
             )
         )
 
@@ -385,30 +398,27 @@ class _Run:
         trainable = sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
         frozen = ModelConfig.from_hf(base_directory(self._config)).num_parameters  # a tied table lies on two stages
         self._tell(
-            Event(
-                kind="started",
+            RunStarted(
                 slot=self._progress.slot,
-                values={
-                    "device": device.device_kind,
-                    "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
-                    "layers": [stage.extent.count for stage in self._stages],
-                    "keep": self._stages[0].keep,
-                    "memory_warning": self._memory_warning(),
-                    "slots": len(self._plan.slots),
-                    "density": round(self._plan.density, 4),
-                    "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,
-                    "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
-                    "taken": {name: adapter.step for name, adapter in self._progress.adapters.items()},
-                    "failed": {
-                        name: adapter.reason
-                        for name, adapter in self._progress.adapters.items()
-                        if adapter.status == "failed"
-                    },
-                    "capacity_tokens": self._plan.capacity_tokens,
-                    "trainable": trainable,
-                    "plan": self._plan.digest,
-                    "frozen": frozen,
+                device=device.device_kind,
+                mesh=self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
+                layers=[stage.extent.count for stage in self._stages],
+                keep=self._stages[0].keep,
+                memory_warning=self._memory_warning(),
+                slots=len(self._plan.slots),
+                density=round(self._plan.density, 4),
+                predicted_bubble_share=predicted_bubbles(self._config, self._plan) if is_first() else None,
+                adapters={name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
+                taken={name: adapter.step for name, adapter in self._progress.adapters.items()},
+                failed={
+                    name: adapter.reason
+                    for name, adapter in self._progress.adapters.items()
+                    if adapter.status == "failed"
                 },
+                capacity_tokens=self._plan.capacity_tokens,
+                trainable=trainable,
+                plan=self._plan.digest,
+                frozen=frozen,
             )
         )
 
@@ -423,13 +433,13 @@ class _Run:
         with self._spans.pause(f"evaluating {name}"):
             found = self._evaluator(name)
         self._tell(
-            Event(
-                kind="eval",
+            AdapterEvaluated(
                 slot=slots_done,
                 adapter=name,
                 step=step,
-                values={"eval_loss": found.loss, "eval_tokens": found.tokens}
-                | {f"eval_{key}": value for key, value in found.metrics.items()},
+                eval_loss=found.loss,
+                eval_tokens=found.tokens,
+                metrics={f"eval_{key}": value for key, value in found.metrics.items()},
             )
         )
 
@@ -447,13 +457,10 @@ class _Run:
                     self._exports.write(name, adapter.step)
             barrier("saved")
         self._tell(
-            Event(
-                kind="saved",
+            StateSaved(
                 slot=self._progress.slot,
-                values={
-                    "path": str(self._folder.state / str(self._progress.slot)),
-                    "seconds": round(time.perf_counter() - started, 3),
-                },
+                path=str(self._folder.state / str(self._progress.slot)),
+                seconds=round(time.perf_counter() - started, 3),
             )
         )
 
@@ -469,7 +476,7 @@ class _Run:
                 self._folder.write_timeline(timeline.to_json())
 
     def _phase(self, text: str) -> None:
-        self._tell(Event(kind="phase", values={"text": text}))
+        self._tell(PhaseBegun(text=text))
 
 
 def _peak_bytes() -> int | None:

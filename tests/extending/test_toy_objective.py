@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.report.recorder import read_rows
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
 # A chosen answer should be likelier than a rejected one, token by token; `anchor` keeps the chosen one likely.
 SOURCE = """
 from dataclasses import dataclass
@@ -103,24 +105,7 @@ def job(toy, tmp_path, write_rows, write_job):
 
 def write_pairs(folder: Path, name: str, count: int) -> str:
     draw = random.Random(name)
-    words = [
-        "adapter",
-        "base",
-        "batch",
-        "cache",
-        "file",
-        "graph",
-        "kernel",
-        "layer",
-        "loss",
-        "mask",
-        "model",
-        "norm",
-        "plan",
-        "rank",
-        "row",
-        "shard",
-    ]
+    words = ("adapter", "base", "batch", "cache", "file", "graph", "kernel", "layer", "loss", "mask", "model", "norm")
 
     def text() -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, 12)))
