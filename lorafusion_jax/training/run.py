@@ -175,7 +175,7 @@ def _any_process(damaged: bool) -> bool:
     return any_process(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
 
 
-def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
+def _notices(folder: RunFolder, found: Found, record: dict) -> list[RunEvent]:
     """What a user should know of the folder that the run goes on from."""
     notices, slot = [], found.slot or 0
     if found.damaged:
