@@ -39,11 +39,10 @@ class Batches:
             for a in config.adapters
             for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
         }
+        samples = {name: len(data.order) for name, data in prepared.adapters.items()}
         self._weights = {
-            (a.name, batch): _weights(a, count, len(prepared.adapters[a.name].order) - batch * a.global_samples)
-            for a in config.adapters
+            (name, batch): _weights(config.adapter(name), batch, count, samples[name])
             for (name, batch), count in self.loss_tokens.items()
-            if name == a.name
         }
 
     def of(self, slot: int) -> Microbatch:
@@ -93,7 +92,8 @@ def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tupl
     return num_segments(most), (max(samples, 1), max(widths))
 
 
-def _weights(adapter: AdapterConfig, loss_tokens: int, samples_left: int) -> Weights:
+def _weights(adapter: AdapterConfig, batch: int, loss_tokens: int, num_samples: int) -> Weights:
     if adapter.objective.chosen.of_samples:
-        return Weights(1.0, 1.0 / min(adapter.global_samples, samples_left))
+        left = num_samples - batch * adapter.global_samples  # the last batch may be short
+        return Weights(1.0, 1.0 / min(adapter.global_samples, left))
     return Weights(1.0 / loss_tokens)
