@@ -97,7 +97,7 @@ def job(toy, tmp_path, write_rows, write_job):
             own = {"name": name, "data": data, "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, **OWN[name]}
             entries.append(own | (changes if name == "pref" else {}))
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
-        batch = {"capacity_tokens": 256, "tile_tokens": 16}
+        batch = {"capacity_tokens": 512, "tile_tokens": 16}
         return str(write_job(entries, **({"optim": optim, "batch": batch} | (sections or {}))))
 
     return make
@@ -183,7 +183,8 @@ def test_the_first_loss_is_the_formula_in_float64(job, tiny_base, tmp_path, caps
 
 def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(job, tmp_path, capsys):
     joint = trained(job(tuple(OWN)), tmp_path / "joint", capsys)
-    assert any({"pref", "law", "calm"} <= adapters for adapters in shared_slots(joint))
+    assert any({"pref", "law"} <= adapters for adapters in shared_slots(joint))
+    assert any({"pref", "calm"} <= adapters for adapters in shared_slots(joint))
     for name in OWN:
         alone = trained(job((name,)), tmp_path / name, capsys)
         for key, wanted in weights(alone, name).items():
@@ -310,8 +311,8 @@ def test_columns_may_have_other_names_and_missing_ones_are_named(job, tmp_path, 
 
 
 def test_all_texts_of_a_sample_must_fit_into_a_microbatch(job, capsys):
-    assert run(["check", job(sections={"data": {"max_length": 160}})]) == 2
-    assert "2 texts of data.max_length=160 does not fit" in " ".join(capsys.readouterr().err.split())
+    assert run(["check", job(sections={"data": {"max_length": 320}})]) == 2
+    assert "2 texts of data.max_length=320 does not fit" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_finished_adapter_is_a_peft_folder_with_its_objective_on_record(job, tmp_path, capsys):
