@@ -368,7 +368,7 @@ class Bench:
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
-                compiled.append(event.values["seconds"])
+                compiled.append(event.seconds)
 
         if variant.together and self.options.trace:
             self.trace(batches, stages)
@@ -377,7 +377,7 @@ class Bench:
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
         Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
-        if variant.frozen and not np.isfinite(np.asarray(stages[-1].loss)).all():  # no step that would notice
+        if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step that would notice
             raise FloatingPointError("the loss of the frozen base is not finite")
         measured = timeline.spans
         tokens = (
@@ -413,11 +413,11 @@ class Bench:
         loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
-                stage.run_alone(to_stage(loads[0], stage.mesh))
+                stage.time_passes(to_stage(loads[0], stage.mesh))
             with jax.profiler.trace(folder):
                 for load in loads:
                     for stage in stages:
-                        stage.run_alone(to_stage(load, stage.mesh))
+                        stage.time_passes(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
 

@@ -18,7 +18,7 @@ SHOWN = 8  # line numbers that a finding names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class BatchSummary:
     """What is known of a file, or of a folder with digests.
 
     Attributes:
@@ -34,7 +34,7 @@ class Verdict:
     note: str = ""
 
 
-def verify_folder(path: Path) -> list[Verdict]:
+def verify_folder(path: Path) -> list[BatchSummary]:
     """Looks at every file of a run folder, or of a folder with digests such as an exported adapter.
 
     Raises:
@@ -52,9 +52,9 @@ def verify_folder(path: Path) -> list[Verdict]:
     return [*_run_files(RunFolder(path)), *_logs(RunFolder(path)), *_states(path), *_adapters(path), *_others(path)]
 
 
-def _run_files(folder: RunFolder) -> Iterator[Verdict]:
+def _run_files(folder: RunFolder) -> Iterator[BatchSummary]:
     missing = [name for name in RUN_FILES if not (folder.path / name).is_file()]
-    yield from (Verdict(name=name, damage=(f"{folder.path / name}: it is missing",)) for name in missing)
+    yield from (BatchSummary(name=name, damage=(f"{folder.path / name}: it is missing",)) for name in missing)
     if "plan.json" not in missing:
         yield _checked("plan.json", lambda: _plan_damage(folder))
     if "run.json" not in missing:
@@ -64,12 +64,12 @@ def _run_files(folder: RunFolder) -> Iterator[Verdict]:
             yield _noted_in_record(folder, name)
 
 
-def _checked(name: str, damage) -> Verdict:
+def _checked(name: str, damage) -> BatchSummary:
     try:
         why = damage()
     except LoraFusionError as problem:
         why = problem.why or problem.what
-    return Verdict(name=name, damage=(f"{name}: {why}",) if why else ())
+    return BatchSummary(name=name, damage=(f"{name}: {why}",) if why else ())
 
 
 def _plan_damage(folder: RunFolder) -> str | None:
@@ -78,20 +78,20 @@ def _plan_damage(folder: RunFolder) -> str | None:
     return None if same else "it is not as it was written; its plan is"
 
 
-def _noted_in_record(folder: RunFolder, name: str) -> Verdict:
+def _noted_in_record(folder: RunFolder, name: str) -> BatchSummary:
     try:
         digest = folder.read_record().get("files", {}).get(name)
         found = digests.digest_of(folder.path / name)
     except LoraFusionError as problem:
-        return Verdict(name=name, files=0, note=f"not compared: {problem.what}")
+        return BatchSummary(name=name, files=0, note=f"not compared: {problem.what}")
     except OSError as problem:
-        return Verdict(name=name, damage=(f"{name}: {problem.strerror}",))
+        return BatchSummary(name=name, damage=(f"{name}: {problem.strerror}",))
     if digest is None:
-        return Verdict(name=name, files=0, note="not compared: run.json has no digest of it")
-    return Verdict(name=name, damage=() if found == digest else (f"{name}: its content differs from its digest",))
+        return BatchSummary(name=name, files=0, note="not compared: run.json has no digest of it")
+    return BatchSummary(name=name, damage=() if found == digest else (f"{name}: its content differs from its digest",))
 
 
-def _logs(folder: RunFolder) -> Iterator[Verdict]:
+def _logs(folder: RunFolder) -> Iterator[BatchSummary]:
     for name in LOGS:
         if not (folder.path / name).is_file():
             continue
@@ -103,7 +103,7 @@ def _logs(folder: RunFolder) -> Iterator[Verdict]:
         lines = damaged_lines(folder.path / name, all_have_crc=all_have_crc)
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         damage = (f"{name}: damaged in line {', '.join(map(str, lines[:SHOWN]))}{more}",) if lines else ()
-        yield Verdict(
+        yield BatchSummary(
             name=name, damage=(*damage, *short), note="" if all_have_crc else "rows of an earlier version have no CRC"
         )
 
@@ -116,38 +116,38 @@ def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
     return (f"metrics.jsonl: rows are missing at its end, it has {now} of {before} bytes",) if now < before else ()
 
 
-def _states(path: Path) -> Iterator[Verdict]:
+def _states(path: Path) -> Iterator[BatchSummary]:
     for slot in slots_of(path / "state"):
         folder = path / "state" / str(slot)
         yield _with_digests(folder, f"state/{slot}", [str(one) for one in checkpoint_damage(folder)])
 
 
-def _adapters(path: Path) -> Iterator[Verdict]:
+def _adapters(path: Path) -> Iterator[BatchSummary]:
     for folder in sorted(path.glob("adapters/*/step-*")):
         yield _with_digests(folder, folder.relative_to(path).as_posix())
     for link in sorted(path.glob("adapters/*/latest")):
         if not link.is_dir():
             name = link.relative_to(path).as_posix()
-            yield Verdict(name=name, damage=(f"{name}: it points to no folder",))
+            yield BatchSummary(name=name, damage=(f"{name}: it points to no folder",))
 
 
-def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> Verdict:
+def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> BatchSummary:
     if not digests.has_digests(folder):
         note = "not compared: an earlier version wrote it without digests"
-        return Verdict(name=name, files=0, damage=tuple(damage or ()), note="" if damage else note)
+        return BatchSummary(name=name, files=0, damage=tuple(damage or ()), note="" if damage else note)
     found = [str(one) for one in digests.find_damage(folder)] if damage is None else damage
     count = sum(1 for file in folder.rglob("*") if file.is_file())
-    return Verdict(name=name, files=count, damage=tuple(found))
+    return BatchSummary(name=name, files=count, damage=tuple(found))
 
 
-def _others(path: Path) -> Iterator[Verdict]:
+def _others(path: Path) -> Iterator[BatchSummary]:
     """Files that no result depends on, and what killed processes left."""
     known = {*RUN_FILES, *LOGS, TIMELINE, "state", "adapters"}
     for child in sorted(path.iterdir()):
         if child.name not in known:
             note = "left by a killed process: resume removes it" if child.name.startswith(".") else "no result needs it"
-            yield Verdict(name=child.name, files=0, note=f"not compared: {note}")
+            yield BatchSummary(name=child.name, files=0, note=f"not compared: {note}")
     for place in ("state", "adapters/*"):
         for left in sorted(path.glob(f"{place}/.*")):
             note = "not compared: left by a killed process: resume removes it"
-            yield Verdict(name=left.relative_to(path).as_posix(), files=0, note=note)
+            yield BatchSummary(name=left.relative_to(path).as_posix(), files=0, note=note)

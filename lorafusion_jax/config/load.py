@@ -32,6 +32,7 @@ DEFAULTS: dict[str, type[BaseModel]] = {  # defaults that every adapter may over
     "data": schema.DataSettings,
     "lora": schema.LoraSettings,
     "optim": schema.OptimSettings,
+    "objective": schema.ObjectiveSettings,
 }
 MOST_DEVICES = 4096  # of a mesh
 SINGLE_DEFAULTS = ("epochs", "seed", "weight")
@@ -235,6 +236,8 @@ def _merged(values: dict, entry: dict) -> dict:
         merged["batch"] = {"global_samples": values["batch"]["global_samples"]}
     for key, value in entry.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if both and key == "objective" and value.get("name", merged[key].get("name")) != merged[key].get("name"):
+            both = False  # options of another objective
         merged[key] = {**merged[key], **value} if both else value
     return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
 
@@ -347,14 +350,25 @@ def _lengths_fit(
     return errors + [
         ConfigError(
             "config.max-length",
-            f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
+            f"{adapter.name}: {_texts(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
             f"microbatch of {capacity} tokens.",
             where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
-            fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   data.max_length: {capacity}",
+            fix=f"batch.capacity_tokens: {_round_up(_longest(adapter), tile)}   or   data.max_length: "
+            f"{capacity // adapter.objective.chosen.objective.num_segments}",
         )
         for adapter in adapters
-        if adapter.data.max_length > capacity
+        if _longest(adapter) > capacity
     ]
+
+
+def _longest(adapter: schema.AdapterConfig) -> int:
+    """Most tokens of a sample, all its texts together."""
+    return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
+
+
+def _texts(adapter: schema.AdapterConfig) -> str:
+    count = adapter.objective.chosen.objective.num_segments
+    return f"{count} texts of " if count > 1 else ""
 
 
 def _targets_exist(valid: Sequence[tuple[_Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from functools import cached_property
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from lorafusion_jax.adapters.kind import unknown_kind
+from lorafusion_jax.objective.choose import choose, unknown_objective
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 from pallas_kernels.policy import AttentionImplementation, Implementation
@@ -75,7 +86,9 @@ class DataSettings(Section):
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(default=4096, description="tokens of one sample")
+    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
+        default=4096, description="tokens of one text of a sample"
+    )
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="which tokens are learned; auto = answers, of plain text all"
@@ -156,6 +169,29 @@ class OptimSettings(Section):
     def option(self, name: str) -> float | None:
         """A number that only some optimizers read; None where it is not given."""
         return getattr(self, name) if name in type(self).model_fields else self.options.get(name)
+
+
+class ObjectiveSettings(Section):
+    """What an adapter minimises; options of an objective stand beside its name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field(default="sft", description="sft (supervised fine-tuning), or one that an installed package adds")
+
+    @field_validator("name")
+    @classmethod
+    def _objective_exists(cls, name: str) -> str:
+        return _known(name, unknown_objective(name))
+
+    @model_validator(mode="after")
+    def _options_exist(self) -> Self:
+        assert self.chosen
+        return self
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """The objective with its options."""
+        return choose(self.name, self.model_extra or {})
 
 
 class BatchSettings(Section):
@@ -239,6 +275,7 @@ class AdapterConfig(Section):
     data: DataSettings
     lora: LoraSettings = LoraSettings()
     optim: OptimSettings = OptimSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(

@@ -11,7 +11,7 @@ from lorafusion_jax.errors import ConfigError
 
 MOST_ADAPTERS = 4096  # of one run
 
-SWEPT = ("lora", "optim", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
+SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
 LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list itself and never a sweep
 
 

@@ -139,7 +139,12 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
     def load(source: str, settings: DataSettings) -> TokenizedSet:
         return load_samples(
-            source, settings=settings, tokenizer=tokenizer, adapter=adapter.name, base_dir=Path(config.directory)
+            source,
+            settings=settings,
+            tokenizer=tokenizer,
+            adapter=adapter.name,
+            base_dir=Path(config.directory),
+            objective=adapter.objective.chosen,
         )
 
     train = load(adapter.data.train, adapter.data)

@@ -21,7 +21,9 @@ from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.objective import adapter_losses
+from lorafusion_jax.objective.batch import totals_of
+from lorafusion_jax.objective.loss import token_losses
+from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.pipeline.extent import HALVES, Extent, Half, half_of
 from pallas_kernels.norm import rms_norm
 
@@ -57,12 +59,14 @@ class Parts:
         model: shapes and arithmetic.
         specs: the adapters, in stacking order.
         settings: implementations and loss chunk.
+        objectives: of the adapters; empty: supervised fine-tuning for all.
     """
 
     model: ModelConfig
     specs: tuple[AdapterSpec, ...]
     settings: TrainSettings
     dtype: Any = jnp.bfloat16
+    objectives: tuple[Chosen, ...] = ()
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -126,17 +130,17 @@ class Parts:
             inputs = replace(inputs, lora=inputs.lora.at_layer(number))
         return module(x_TD, inputs, self.settings.attention)
 
-    def losses(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:  # a Microbatch of tracers
-        """Σ weight · token loss of each adapter, float32 [A]."""
-        return adapter_losses(
-            rms_norm(x_TD, norm, eps=self.model.norm_eps),
-            head.T,
-            batch.targets,
-            batch.weights,
-            batch.row_adapter,
-            len(self.specs),
-            chunk=self.settings.loss_chunk,
-        )
+    @property
+    def chosen(self) -> tuple[Chosen, ...]:
+        """The objective of each adapter."""
+        return self.objectives or (SFT,) * len(self.specs)
+
+    def totals(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> dict[str, Array]:  # Microbatch of tracers
+        """Sums of loss and metrics of each adapter, float32 [A]."""
+        weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
+        hidden = rms_norm(x_TD, norm, eps=self.model.norm_eps)
+        losses_T = token_losses(hidden, head.T, batch.targets, weights, chunk=self.settings.loss_chunk)
+        return totals_of(losses_T, batch, self.chosen)
 
 
 def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:

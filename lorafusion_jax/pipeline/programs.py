@@ -32,17 +32,24 @@ from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Parts, Weights
 from pallas_kernels import compiler_options
 
+Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
 ROWS, WHOLE = P(REPLICAS), P()
 LAYERS = "layers."  # in front of the names of trainable leaves
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
-class Verdict(NamedTuple):
+class BatchSummary(NamedTuple):
     """What a stage knows of an adapter's finished global batch; float32 scalars."""
 
     squares: Array  # Σ gradient² over the stage
     finite: Array  # 1 where every gradient is, and no step of the adapter was refused here before
     loss: Array  # on the last stage; 0 elsewhere
+    metrics: dict[str, Array]  # of any objective of the run, on the last stage; empty elsewhere
+
+    @property
+    def without_metrics(self) -> BatchSummary:
+        """What a step looks at; the same on every stage."""
+        return self._replace(metrics={})
 
 
 class StagePrograms:
@@ -75,25 +82,25 @@ class StagePrograms:
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
-        self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
+        self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None, alive: Array):
+    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, totals: Totals | None, alive: Array):
         """Takes an adapter's gradient out of the sums, added up over replicas.
 
         Returns:
-            (gradient, Verdict, finite per leaf in order of names, sums and loss with the adapter's part cleared)
+            (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
-        kind = ("finish", spec.kind, spec.rank, spec.targets)
+        kind = ("close", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(_finish, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
+                partial(_close_batch, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
             )
-        return self._steps[kind](index, sums, loss, alive)
+        return self._steps[kind](index, sums, totals, alive)
 
     def step(
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
-        alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
+        alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter; no other adapter is touched.
 
@@ -105,14 +112,14 @@ class StagePrograms:
             (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
             adapter's weights before the step; None with one stage)
         """
-        alone = len(verdicts) == 1
+        alone = len(summaries) == 1
         kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, alone)
         if kind not in self._steps:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
                 partial(_step, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
             )  # `alive` is a few bytes, and what others wait for to know that the step is done
-        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
+        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
     def put_back(self, index: Any, lora: Leaves, own: Leaves, alive: Array):
         """Gives an adapter earlier weights, and takes its life: no later step of it counts.
@@ -205,19 +212,19 @@ class StagePrograms:
         frozen, inputs, number = given
         return self._parts.layer(frozen, lora, x, inputs, number)
 
-    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, loss: Array):
+    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
         table, batch = _gathered(table, self._table_axis), _own(batch)
 
-        def total(x: Array):
-            losses = self._parts.losses(norm, table, x, batch)
-            return jnp.sum(losses), losses
+        def loss(x: Array):
+            totals = self._parts.totals(norm, table, x, batch)
+            return jnp.sum(totals["loss"]), totals
 
-        dx, losses = jax.grad(total, has_aux=True)(x[0])
-        return dx[None], losses[None], loss + losses
+        dx, totals = jax.grad(loss, has_aux=True)(x[0])
+        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals)
 
-    def _losses(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
-        losses = self._parts.losses(norm, _gathered(table, self._table_axis), x[0], _own(batch))
-        return losses if self._stage.replicas == 1 else lax.psum(losses, REPLICAS)
+    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
+        totals = self._parts.totals(norm, _gathered(table, self._table_axis), x[0], _own(batch))
+        return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _whole(self, weights: Weights) -> Weights:
         return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
@@ -239,24 +246,26 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
     return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
-def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None, alive: Array):
+def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, totals: Totals | None, alive: Array):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
     finite = _finite_leaves(own)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
-    total = jnp.zeros(()) if loss is None else loss[:, index].sum()
-    verdict = Verdict(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), total)
-    return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
+    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
+    loss = mine.pop("loss", jnp.zeros(()))
+    summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
+    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    return own, summary, finite, lv.clear(sums, index), cleared
 
 
 def _step(
     spec: AdapterSpec, optim: OptimSettings, index: Array, lora: Leaves, gradient: Leaves, optimizer: Any,
-    alive: Array, verdicts: tuple[Verdict, ...], numbers: Hyper,
+    alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     healthy = alive[index]
-    for verdict in verdicts:
-        healthy &= (verdict.finite == 1) & jnp.isfinite(verdict.loss)
+    for summary in summaries:
+        healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
     if optim.clip > 0:  # by the norm over all stages; one that overflows would make every gradient zero
-        norm = jnp.sqrt(sum(verdict.squares for verdict in verdicts))
+        norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
     own = lv.take(lora, spec, index)
@@ -265,7 +274,7 @@ def _step(
     finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
     healthy &= jnp.all(finite)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
-    before = own if len(verdicts) > 1 else None
+    before = own if len(summaries) > 1 else None
     return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy), finite, before
 
 

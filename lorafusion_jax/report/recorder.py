@@ -5,10 +5,11 @@ Rows of metrics.jsonl:
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
     {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
      "adapter_eta_s", "adapter_tokens_per_s", "bubble_share", "time"}
-`slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss
-tokens of the adapter's global batch. Rates and the idle share of the stages are null before there is something to
-measure, the latter always with one stage, and so are numbers that are not finite. Each row ends in `crc`, the CRC-32 of
-the row without it.
+The loss is what the adapter's objective minimises: in supervised fine-tuning a mean over the loss tokens of its global
+batch. Rows of a step and of an evaluation also have the objective's metrics, those of an evaluation with `eval_` before
+the name. `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Rates and the idle
+share of the stages are null before there is something to measure, the latter always with one stage, and so are numbers
+that are not finite. Each row ends in `crc`, the CRC-32 of the row without it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import time
 from pathlib import Path
 
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.report.events import Event
+from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
 from lorafusion_jax.report.log_file import encode_row, parse_row, split_lines
 from lorafusion_jax.report.log_file import read_rows as read_rows
 
 METRICS = ("step", "eval", "slot")
-SILENT = ("phase",)
 REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again
 CHUNK = 1 << 20
 
@@ -42,14 +42,11 @@ class Recorder:
             _cut_after(self._metrics, resume_slot)
             _drop_repeated(self._events, resume_slot)
 
-    def __call__(self, event: Event) -> None:
-        if event.kind in SILENT:
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, PhaseBegun):
             return
-        row = {"kind": event.kind, "slot": event.slot}
-        row |= {"adapter": event.adapter} if event.adapter else {}
-        row |= {"step": event.step} if event.step is not None else {}
-        row |= {key: _number(value) for key, value in event.values.items()} | {"time": round(time.time(), 3)}
-        if event.kind == "saved" and self._metrics.exists():  # rows that go missing later are noticed
+        row = {key: _number(value) for key, value in event.row().items()} | {"time": round(time.time(), 3)}
+        if isinstance(event, StateSaved) and self._metrics.exists():  # rows that go missing later are noticed
             row["metrics_bytes"] = self._metrics.stat().st_size
         path = self._metrics if event.kind in METRICS else self._events
         with path.open("ab") as file:

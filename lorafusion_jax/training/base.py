@@ -12,6 +12,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
@@ -27,9 +28,9 @@ from lorafusion_jax.pipeline.memory import (
     stage_memory,
 )
 from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.move import across
+from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts, cut
-from lorafusion_jax.pipeline.processes import agreed
+from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
 from pallas_kernels.device import is_hopper
 
@@ -54,6 +55,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
         CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
+    objectives = tuple(adapter.objective.chosen for adapter in config.adapters)
+    for each in objectives:
+        check_loss(each)
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
     model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
@@ -68,8 +72,8 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
-        weights[-1].head = across(weights[-1].head, meshes[-1])
-    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
+        weights[-1].head = transfer(weights[-1].head, meshes[-1])
+    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype, objectives=objectives)
     keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
     return [
         Stage(
@@ -89,7 +93,7 @@ def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
     size, problem = device_bytes(), _problem(config, model)
     mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
-    return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
+    return next(keep for keep in KEEPS if not any_process(KEEPS.index(mine) > KEEPS.index(keep)))
 
 
 def memory_warning(config: JobConfig, model: ModelConfig, keep: Keep) -> str | None:

@@ -9,7 +9,7 @@ import jax
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.pipeline.processes import agreed, is_first
+from lorafusion_jax.pipeline.processes import any_process, is_first
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def fail_together() -> Iterator[None]:
     except LoraFusionError as problem:
         refused = problem
     several = jax.distributed.is_initialized()  # one process by itself starts no backend here
-    if several and agreed(refused is not None) and refused is None:
+    if several and any_process(refused is not None) and refused is None:
         refused = CheckpointError("run.refused", "another process of this run failed; see its message.")
     if refused is not None:
         raise refused

@@ -19,7 +19,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.processes import is_first
 from lorafusion_jax.pipeline.state import adapter_arrays
-from lorafusion_jax.report.events import Event, Kind, Listener
+from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.state import AdapterProgress
@@ -41,7 +41,7 @@ class ExportQueue:
         own = self._weights(adapter.name)()
         found = self._attempt(adapter.name, adapter.step, own, adapter.reason) if is_first() else None
         if isinstance(found, Problem):
-            self._tell("export-failed", adapter, slots_done, _described(found))
+            self._tell_refusal(adapter, slots_done, found)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that trains no more; `poll` tells when it is complete."""
@@ -52,9 +52,9 @@ class ExportQueue:
             if isinstance(found, Problem):
                 self._refused(adapter, slots_done, found)
                 return
-            self._tell("exported", adapter, slots_done, {"path": str(found)})
+            self._listener(AdapterExported(slot=slots_done, adapter=name, step=step, path=str(found)))
             if adapter.status == "done":
-                self._tell("adapter-done", adapter, slots_done, {})
+                self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
         self._queue.submit(lambda: self._attempt(name, step, own(), failure) if is_first() else None, on_done)
 
@@ -79,14 +79,21 @@ class ExportQueue:
             return problem
 
     def _refused(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
-        values = _described(problem)
-        self._tell("export-failed", adapter, slots_done, values)
+        self._tell_refusal(adapter, slots_done, problem)
         if adapter.status == "done":  # its last weights are in the checkpoint: resume writes the folder
-            adapter.status, adapter.reason = "failed", f"its folder could not be written: {values['what']}"
-            self._tell("adapter-failed", adapter, slots_done, {"reason": adapter.reason, "kept_step": adapter.step})
+            adapter.status, adapter.reason = "failed", f"its folder could not be written: {_described(problem)['what']}"
+            self._listener(
+                AdapterFailed(
+                    slot=slots_done,
+                    adapter=adapter.name,
+                    step=adapter.step,
+                    reason=adapter.reason,
+                    kept_step=adapter.step,
+                )
+            )
 
-    def _tell(self, kind: Kind, adapter: AdapterProgress, slots_done: int, values: dict) -> None:
-        self._listener(Event(kind=kind, slot=slots_done, adapter=adapter.name, step=adapter.step, values=values))
+    def _tell_refusal(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
+        self._listener(ExportFailed(slot=slots_done, adapter=adapter.name, step=adapter.step, **_described(problem)))
 
     def _weights(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
         """An adapter's weights as they are now; calling the result waits for them."""

@@ -25,8 +25,15 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
-from lorafusion_jax.pipeline.processes import agreed
-from lorafusion_jax.report.events import Event, Kind, Listener
+from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.report.events import (
+    AdapterFailed,
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    SlotDone,
+    StepTaken,
+)
 from lorafusion_jax.training.batches import Batches, without
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
@@ -128,13 +135,13 @@ class Loop:
                 self._drain()
                 todo = todo if self._anybody_left() else []
                 self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
-                stopped = agreed(self._stop.is_set())
+                stopped = any_process(self._stop.is_set())
                 if todo and not stopped:
                     self._save()
                     continue
                 break
         done = self._progress.slot
-        self._emit(Event(kind="slot", slot=done, values=self._figures(done)))
+        self._emit(self._figures(done))
         self._save()
         if todo:
             raise Interrupted
@@ -163,7 +170,7 @@ class Loop:
         failed, tokens = self._left_out[event.slot], self._slot_tokens[event.slot]
         if event.kind == "update":
             for name in event.adapters:
-                if name not in failed and self._executor.finish(event, name):
+                if name not in failed and self._executor.close_batch(event, name):
                     self._step(name, event.slot)
             return
         batch = next(batches) if enters else None
@@ -171,7 +178,7 @@ class Loop:
             return
         if batch is not None:
             self._executor.admit(event.slot, without(batch, [self._index[name] for name in failed]))
-            self._notice(self._executor.finished_slots())
+            self._notice(self._executor.completed_slots())
         self._executor.issue(event, tuple(tokens))
 
     def _failed(self) -> frozenset[str]:
@@ -188,16 +195,17 @@ class Loop:
 
     def _drain(self) -> None:
         self._executor.wait_all()
-        self._notice(self._executor.finished_slots())
+        self._notice(self._executor.completed_slots())
         while self._taken:
             self._look()
 
     def _compile(self) -> None:
-        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
+        slot = self._progress.slot
+        self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
         self._executor.warm_up(self._batches.empty())
-        values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
-        self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
+        seconds = round(time.perf_counter() - began, 3)
+        self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
         self._meter.pause()
 
     def _step(self, name: str, slot: int) -> None:
@@ -227,17 +235,37 @@ class Loop:
         if adapter.status == "failed":  # the devices had dropped it already
             return
         with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
-            loss, norm = step.result.loss, step.result.grad_norm
+            loss, norm, metrics = step.result.loss, step.result.grad_norm, step.result.metrics
         if not step.result.healthy:
             self._executor.put_back(step.adapter, step.result)
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
             self._meter.drop(step.adapter, step.slots_done)
-            self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
+            self._emit(
+                AdapterFailed(
+                    slot=step.slots_done,
+                    adapter=step.adapter,
+                    step=step.step,
+                    reason=adapter.reason,
+                    kept_step=adapter.step,
+                )
+            )
             self._hooks.finish(step.adapter, step.slots_done)
             return
         adapter.step = step.step
-        self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
+        own = self._config.adapters[self._index[adapter.name]].objective.chosen.objective.metrics
+        self._emit(
+            StepTaken(
+                slot=step.slots_done,
+                adapter=step.adapter,
+                step=step.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=step.lr,
+                loss_tokens=step.loss_tokens,
+                metrics={name: metrics[name] for name in own},
+            )
+        )
         if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
             self._meter.pause()
@@ -250,9 +278,6 @@ class Loop:
         every = self._config.train.eval_every_steps
         last = step == self._progress.adapters[name].num_steps
         return self._prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
-
-    def _tell(self, kind: Kind, step: Taken, values: dict) -> None:
-        self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
 
     def _culprit(self, step: Taken) -> str:
         last = len(self._executor.stages) - 1
@@ -271,7 +296,7 @@ class Loop:
             return True
         wanted = self._stop.is_set()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
-        return agreed(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
+        return any_process(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
 
     def _save(self) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
@@ -279,14 +304,14 @@ class Loop:
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._meter.pause()
 
-    def _figures(self, slots_done: int) -> dict:
-        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share()}
+    def _figures(self, slots_done: int) -> SlotDone:
+        return SlotDone(slot=slots_done, **self._meter.snapshot(slots_done), bubble_share=self._hooks.bubble_share())
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(Event(kind="slot", slot=slots_done, values=self._figures(slots_done)))
+            self._emit(self._figures(slots_done))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.profile import Load, profile_stages
 from lorafusion_jax.pipeline.rebalance import Moved
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import Listener, PhaseBegun
 from lorafusion_jax.report.prediction import better_layout, measured_with
 from lorafusion_jax.training.base import check_mesh, device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
@@ -48,7 +48,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
 
     def phase(text: str) -> None:
         for listener in listeners:
-            listener(Event(kind="phase", values={"text": text}))
+            listener(PhaseBegun(text=text))
 
     check_mesh(config)
     prepared = prepare(config, progress=phase)

@@ -25,11 +25,25 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, base_directory, pin_base, plan_training, prepare, train_jobs
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.processes import agreed, is_first, meet
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import (
+    AdapterEvaluated,
+    AdapterFailed,
+    CheckSkipped,
+    FilesDamaged,
+    Listener,
+    PhaseBegun,
+    RunEvent,
+    RunFinished,
+    RunInterrupted,
+    RunMoved,
+    RunStarted,
+    RunStopped,
+    StateSaved,
+)
 from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
@@ -79,7 +93,7 @@ def train(
         config: from `load_config`.
         out: run folder, new.
         plan: executed exactly; made here when absent.
-        listeners: called with every `Event`.
+        listeners: called with every `RunEvent`.
         verify_base: notes a digest of every byte of the base model, also of a large one.
 
     Raises:
@@ -91,16 +105,16 @@ def train(
     tell = _fan_out(listeners if is_first() else ())
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
-        prepared = prepare(config, progress=lambda text: tell(Event(kind="phase", values={"text": text})))
+        prepared = prepare(config, progress=lambda text: tell(PhaseBegun(text=text)))
         if plan is None:
-            tell(Event(kind="phase", values={"text": "planning"}))
+            tell(PhaseBegun(text="planning"))
             plan = plan_training(config, prepared)
         else:
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
         base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-    meet("no folder yet")  # before the first process makes it
+    barrier("no folder yet")  # before the first process makes it
     return _Run(config, prepared, plan, folder, record, _heard(listeners, lambda: Recorder(folder.path))).go()
 
 
@@ -120,7 +134,7 @@ def resume(
             layout what is left is planned again and sums come in another order, so results are equal to rounding.
         drop: adapters to leave out of what is left, e.g. failed ones. The rest is planned again without them, so
             the results of the others are equal to rounding. An adapter that still trained counts as failed.
-        listeners: called with every `Event`.
+        listeners: called with every `RunEvent`.
         verify_base: compares every byte of the base model, also of a large one.
 
     Raises:
@@ -179,24 +193,24 @@ def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
 
 
 def _any_process(damaged: bool) -> bool:
-    return agreed(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
+    return any_process(damaged) if jax.distributed.is_initialized() else damaged  # one process starts no backend here
 
 
-def _notices(folder: RunFolder, found: Found, record: dict) -> list[Event]:
+def _notices(folder: RunFolder, found: Found, record: dict) -> list[RunEvent]:
     """What a user should know of the folder that the run goes on from."""
     notices, slot = [], found.slot or 0
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
-        notices.append(Event(kind="damaged", slot=slot, values={"text": text}))
+        notices.append(FilesDamaged(slot=slot, text=text))
     lacking = unchecked(record)
     if found.unchecked:
         own = f"the checkpoint {folder.state / str(found.slot)}"
         lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
     if lacking:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"not checked: {lacking}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
-        notices.append(Event(kind="unchecked", slot=slot, values={"text": f"other versions: {versions}"}))
+        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
     return notices
 
 
@@ -209,9 +223,13 @@ def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequ
     return result
 
 
-def _end(result: RunResult, peak_bytes: int | None) -> Event:
-    values = {"exit_code": result.exit_code, "seconds": round(result.seconds, 3), "peak_bytes": peak_bytes}
-    return Event(kind="finished", slot=len(result.plan.slots), values=values)
+def _end(result: RunResult, peak_bytes: int | None) -> RunFinished:
+    return RunFinished(
+        slot=len(result.plan.slots),
+        exit_code=result.exit_code,
+        seconds=round(result.seconds, 3),
+        peak_bytes=peak_bytes,
+    )
 
 
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
@@ -251,7 +269,7 @@ def _heard(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> l
 
 
 def _fan_out(listeners: Sequence[Listener]) -> Listener:
-    def tell(event: Event) -> None:
+    def tell(event: RunEvent) -> None:
         for listener in listeners:
             listener(event)
 
@@ -295,7 +313,7 @@ class _Run:
                 return self._run(resume=slot is not None)
 
     def _run(self, *, resume: bool) -> RunResult:
-        meet("folder is there")
+        barrier("folder is there")
         if not is_first():
             self._plan = self._folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         self._store.check_space(
@@ -333,12 +351,11 @@ class _Run:
         try:
             yield
         except Interrupted:
-            self._tell(Event(kind="interrupted", slot=self._progress.slot))
+            self._tell(RunInterrupted(slot=self._progress.slot))
             raise
         except BaseException as problem:
-            values = {"code": _code(problem), "what": _what(problem)}
             with suppress(OSError):  # a full disk cannot take the note either
-                self._tell(Event(kind="stopped", slot=self._progress.slot, values=values))
+                self._tell(RunStopped(slot=self._progress.slot, code=_code(problem), what=_what(problem)))
             raise
 
     def _begin(self, resume: bool) -> None:
@@ -358,8 +375,11 @@ class _Run:
             if _any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
                 self._exports.write(adapter, slot)
         for adapter in self._progress.drop(self._plan.stopped):
-            values = {"reason": adapter.reason, "kept_step": adapter.step}
-            self._tell(Event(kind="adapter-failed", slot=slot, adapter=adapter.name, step=adapter.step, values=values))
+            self._tell(
+                AdapterFailed(
+                    slot=slot, adapter=adapter.name, step=adapter.step, reason=adapter.reason, kept_step=adapter.step
+                )
+            )
             self._finish(adapter.name, slot)
         for adapter in unwritten:
             adapter.status, adapter.reason = "done", ""
@@ -375,16 +395,13 @@ class _Run:
         slot = self._progress.slot
         self._folder.write_move(self._plan, slot)
         self._tell(
-            Event(
-                kind="moved",
+            RunMoved(
                 slot=slot,
-                values={
-                    "stages": self._plan.num_stages,
-                    "replicas": self._plan.data_parallel,
-                    "slots_left": self._plan.num_slots - slot,
-                    "slots_left_before": before.num_slots - slot,
-                    "plan": self._plan.digest,
-                },
+                stages=self._plan.num_stages,
+                replicas=self._plan.data_parallel,
+                slots_left=self._plan.num_slots - slot,
+                slots_left_before=before.num_slots - slot,
+                plan=self._plan.digest,
             )
         )
 
@@ -415,31 +432,28 @@ class _Run:
         trainable = sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
         frozen = ModelConfig.from_hf(base_directory(self._config)).num_parameters  # a tied table lies on two stages
         self._tell(
-            Event(
-                kind="started",
+            RunStarted(
                 slot=self._progress.slot,
-                values={
-                    "device": device.device_kind,
-                    "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
-                    "layers": [stage.extent.count for stage in self._stages],
-                    "keep": self._stages[0].keep,
-                    "memory_warning": self._memory_warning(),
-                    "data_notes": data_notes(self._config, self._prepared),
-                    "slots": len(self._plan.slots),
-                    "density": round(self._plan.density, 4),
-                    "predicted_bubble_share": predicted_bubbles(self._config, self._plan) if is_first() else None,
-                    "adapters": {name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
-                    "taken": {name: adapter.step for name, adapter in self._progress.adapters.items()},
-                    "failed": {
-                        name: adapter.reason
-                        for name, adapter in self._progress.adapters.items()
-                        if adapter.status == "failed"
-                    },
-                    "capacity_tokens": self._plan.capacity_tokens,
-                    "trainable": trainable,
-                    "plan": self._plan.digest,
-                    "frozen": frozen,
+                device=device.device_kind,
+                mesh=self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
+                layers=[stage.extent.count for stage in self._stages],
+                keep=self._stages[0].keep,
+                memory_warning=self._memory_warning(),
+                data_notes=data_notes(self._config, self._prepared),
+                slots=len(self._plan.slots),
+                density=round(self._plan.density, 4),
+                predicted_bubble_share=predicted_bubbles(self._config, self._plan) if is_first() else None,
+                adapters={name: adapter.num_steps for name, adapter in self._progress.adapters.items()},
+                taken={name: adapter.step for name, adapter in self._progress.adapters.items()},
+                failed={
+                    name: adapter.reason
+                    for name, adapter in self._progress.adapters.items()
+                    if adapter.status == "failed"
                 },
+                capacity_tokens=self._plan.capacity_tokens,
+                trainable=trainable,
+                plan=self._plan.digest,
+                frozen=frozen,
             )
         )
 
@@ -452,14 +466,15 @@ class _Run:
             return
         self._phase(f"evaluating {name}")
         with self._spans.pause(f"evaluating {name}"):
-            loss, tokens = self._evaluator(name)
+            found = self._evaluator(name)
         self._tell(
-            Event(
-                kind="eval",
+            AdapterEvaluated(
                 slot=slots_done,
                 adapter=name,
                 step=step,
-                values={"eval_loss": loss, "eval_tokens": tokens},
+                eval_loss=found.loss,
+                eval_tokens=found.tokens,
+                metrics={f"eval_{key}": value for key, value in found.metrics.items()},
             )
         )
 
@@ -468,22 +483,19 @@ class _Run:
         started = time.perf_counter()
         with self._spans.pause("saving"):
             self._exports.poll(wait=True)  # an adapter that the checkpoint calls done has its folder
-            self._executor.settle()
+            self._executor.wait_dispatched()
             arrays = gather(self._stages)
             if is_first():
                 self._store.save(self._progress.slot, arrays, self._progress.position())
             for adapter in self._progress.adapters.values():
                 if adapter.status == "running" and adapter.step:
                     self._exports.write(adapter, self._progress.slot)
-            meet("saved")
+            barrier("saved")
         self._tell(
-            Event(
-                kind="saved",
+            StateSaved(
                 slot=self._progress.slot,
-                values={
-                    "path": str(self._folder.state / str(self._progress.slot)),
-                    "seconds": round(time.perf_counter() - started, 3),
-                },
+                path=str(self._folder.state / str(self._progress.slot)),
+                seconds=round(time.perf_counter() - started, 3),
             )
         )
 
@@ -499,7 +511,7 @@ class _Run:
                 self._folder.write_timeline(timeline.to_json())
 
     def _phase(self, text: str) -> None:
-        self._tell(Event(kind="phase", values={"text": text}))
+        self._tell(PhaseBegun(text=text))
 
 
 def _peak_bytes() -> int | None:

@@ -20,12 +20,15 @@ import pytest
         "checkpoint.peft_config",
         "checkpoint.run_lock",
         "files",
+        "objective.loss",
+        "objective.protocol",
         "pipeline.blocks",
         "pipeline.extent",
         "pipeline.failures",
         "pipeline.layout",
         "pipeline.rebalance",
         "report.summary",
+        "report.trackers",
     ],
 )
 def test_examples_of(name):

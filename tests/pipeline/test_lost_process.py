@@ -19,7 +19,7 @@ UNHEALTHY = (
     "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n"
     "The tasks have crashed. Check the task logs for an earlier error."
 )
-ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/agreed/7/1 and duration: 30m"
+ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/any/7/1 and duration: 30m"
 
 
 @pytest.mark.parametrize(
