@@ -16,7 +16,10 @@ CHECKED = (  # packages and modules whose annotated functions are checked
     "pallas_kernels.mlp.api",
     "pallas_kernels.mlp.xla",
     "pallas_kernels.norm.api",
-    "lorafusion_jax.modules",
+    "lorafusion_jax.modules.apply",  # not context: jax rebuilds its dataclass with leaves of other shapes
+    "lorafusion_jax.modules.bank",
+    "lorafusion_jax.modules.init",
+    "lorafusion_jax.modules.lora",
 )
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int serves where a float is asked for
