@@ -22,10 +22,11 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
 
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers
-from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from scheduling import (
     AdapterJob,
     CostModel,
@@ -145,7 +146,7 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
 def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     """Seconds of every event of a mesh, all-reduce in the updates."""
     model = problem.model
-    linears = linear_shapes(model)
+    linears = LAYER.linear_shapes(model)
     weights = sum(rows * columns for rows, columns in linears.values())
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(

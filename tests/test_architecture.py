@@ -29,8 +29,8 @@ NO_JAX = (
     "lorafusion_jax.config",
     "lorafusion_jax.data",
     "lorafusion_jax.modules.spec",
-    "lorafusion_jax.pipeline.memory",
-    "lorafusion_jax.report.floor",
+    "lorafusion_jax.planning.memory",
+    "lorafusion_jax.planning.floor",
     "lorafusion_jax.cli.main",
 )
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used

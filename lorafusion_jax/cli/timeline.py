@@ -14,12 +14,12 @@ from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out,
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.pipeline.extent import extents
-from lorafusion_jax.pipeline.layout import worth_in_layers
-from lorafusion_jax.pipeline.rebalance import Moved
+from lorafusion_jax.layout.extent import extents
+from lorafusion_jax.planning.prediction import DEVICES, better_layout, measured_with, memory_of
+from lorafusion_jax.planning.rebalance import Moved
+from lorafusion_jax.planning.stages import worth_in_layers
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
-from lorafusion_jax.report.prediction import DEVICES, better_layout, measured_with, memory_of
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
 

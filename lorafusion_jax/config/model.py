@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..layout.layer import LAYER
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 ARCHITECTURES: dict[str, Family] = {
@@ -138,13 +139,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the base model, a tied head counted once."""
-        D, F = self.hidden_size, self.intermediate_size
-        attention = 2 * D * self.head_dim * (self.num_heads + self.num_kv_heads)
-        biases = self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        biases += self.o_bias * D + self.mlp_bias * (2 * F + D)
-        norms = 2 * D + self.qk_norm * 2 * self.head_dim
-        embeddings = self.vocab_size * D * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * (attention + 3 * D * F + biases + norms) + D
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * LAYER.num_parameters(self) + self.hidden_size
 
     def check_length(self, longest: int, *, where: str = "") -> None:
         """Refuses samples that this decoder would compute differently from the model's authors.

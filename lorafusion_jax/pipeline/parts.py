@@ -15,6 +15,8 @@ from flax import nnx
 from jax import Array
 
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, Half
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.rope import rope_tables
@@ -22,7 +24,6 @@ from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective import adapter_losses
-from lorafusion_jax.pipeline.extent import HALVES, Extent, Half, half_of
 from pallas_kernels.norm import rms_norm
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
@@ -159,7 +160,7 @@ def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:
 
 def _weights(layer: DecoderLayer, half: Half | None) -> Weights:
     named = {_name(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
-    return {name: leaf[...] for name, leaf in named.items() if half in (None, half_of(name))}
+    return {name: leaf[...] for name, leaf in named.items() if half in (None, LAYER.half_of(name))}
 
 
 def _filled(state: Any, arrays: Weights) -> Any:

@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import LAYER, Half
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Half, half_of
 from lorafusion_jax.pipeline.keep import Keep, Split
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
@@ -181,7 +182,7 @@ class StagePrograms:
                 leaf, number - self._extent.layers_of(name).start, 0, keepdims=False
             )
             for name, leaf in lora.items()
-            if half in (None, half_of(name))
+            if half in (None, LAYER.half_of(name))
         }
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:

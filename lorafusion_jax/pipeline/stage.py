@@ -13,10 +13,10 @@ from jax import Array
 
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, hyper, still
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Piece
 from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, base_directory
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.blocks import block_layers
-from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.keep import Keep
-from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.memory import (
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.move import across
+from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.processes import agreed
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     KEEPS,
     MemoryProblem,
@@ -26,11 +30,7 @@ from lorafusion_jax.pipeline.memory import (
     memory_problem,
     stage_memory,
 )
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.move import across
-from lorafusion_jax.pipeline.parts import Parts, cut
-from lorafusion_jax.pipeline.processes import agreed
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels.device import is_hopper
 
 

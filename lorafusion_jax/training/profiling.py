@@ -15,9 +15,9 @@ from lorafusion_jax.data.prepare import base_directory, plan_training, prepare
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.profile import Load, profile_stages
-from lorafusion_jax.pipeline.rebalance import Moved
+from lorafusion_jax.planning.prediction import better_layout, measured_with
+from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.report.events import Event, Listener
-from lorafusion_jax.report.prediction import better_layout, measured_with
 from lorafusion_jax.training.base import check_mesh, device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
 from scheduling import CostModel, Plan, StageCost

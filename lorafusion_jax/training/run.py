@@ -28,8 +28,8 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import agreed, is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
+from lorafusion_jax.planning.prediction import predicted_bubbles
 from lorafusion_jax.report.events import Event, Listener
-from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.base import check_mesh, load_stages, memory_warning

@@ -9,7 +9,7 @@ import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.memory import GIB, USABLE, memory_problem, stage_memory
+from lorafusion_jax.planning.memory import GIB, USABLE, memory_problem, stage_memory
 from pallas_kernels.cost import H200
 from scheduling import CostModel, CostParts, PassCost, StageCost
 

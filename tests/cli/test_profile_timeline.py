@@ -11,8 +11,8 @@ import pytest
 from cli_helpers import make_job
 
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.pipeline.extent import counts_of
-from lorafusion_jax.pipeline.rebalance import Moved
+from lorafusion_jax.layout.extent import counts_of
+from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan
@@ -63,7 +63,7 @@ def test_profile_says_how_layers_should_lie(lorafusion, two_stages, monkeypatch)
         asked.append((counts_of(layers), seconds, most))
         return Moved([1.5, 0.5], 0.25)
 
-    monkeypatch.setattr("lorafusion_jax.report.prediction.rebalanced", rebalanced)
+    monkeypatch.setattr("lorafusion_jax.planning.prediction.rebalanced", rebalanced)
     to = job.folder / "third.json"
     outcome = lorafusion("profile", job.path, TWO, "train.max_steps=1", "-o", to, "--repeats", "1")
     assert "with 'mesh.layers=[1.5,0.5]' the slowest would take 25.0 % less" in outcome.out

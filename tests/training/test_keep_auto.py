@@ -14,7 +14,7 @@ from lorafusion_jax.config.schema import (
     LoraSettings,
 )
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
+from lorafusion_jax.planning.memory import memory_problem, stage_memory
 from lorafusion_jax.training import base
 
 MODEL = ModelConfig(

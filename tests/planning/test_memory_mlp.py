@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import Extent
-from lorafusion_jax.pipeline.memory import MemoryProblem, kept_per_layer
+from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer
 from pallas_kernels import mlp
 
 WIDTHS = {"1b": (2048, 8192), "3b": (3072, 8192), "7b": (3584, 18944), "8b": (4096, 14336), "tiny": (512, 1024)}

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import base_directory
-from lorafusion_jax.pipeline import memory
-from lorafusion_jax.pipeline.extent import Extent, counts_of
-from lorafusion_jax.pipeline.layout import (
-    linear_shapes,
-    modelled_costs,
-    stage_layers,
-    worth_in_layers,
-)
-from lorafusion_jax.pipeline.memory import Keep
-from lorafusion_jax.pipeline.rebalance import Moved, rebalanced
+from lorafusion_jax.layout.extent import Extent, counts_of
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.planning import memory
+from lorafusion_jax.planning.memory import Keep
+from lorafusion_jax.planning.rebalance import Moved, rebalanced
+from lorafusion_jax.planning.stages import modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
 
@@ -40,7 +37,7 @@ def memory_of(device: str) -> int | None:
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
     """Default costs of a job's stages on a device."""
     mesh = config.mesh
-    layer = sum(rows * columns for rows, columns in linear_shapes(model).values())
+    layer = sum(map(prod, LAYER.linear_shapes(model).values()))
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
         device,

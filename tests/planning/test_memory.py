@@ -9,11 +9,11 @@ import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.layout.extent import Extent, extents
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import Extent, extents, half_of
-from lorafusion_jax.pipeline.layout import split_layers
-from lorafusion_jax.pipeline.memory import (
+from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     DEVICE_BYTES,
     GIB,
@@ -29,6 +29,7 @@ from lorafusion_jax.pipeline.memory import (
     stage_memory,
     working_memory,
 )
+from lorafusion_jax.planning.stages import split_layers
 
 TINY = ModelConfig(
     family="qwen3",
@@ -233,7 +234,7 @@ def real_kept(wanted, half=None):
     whole = jax.ShapeDtypeStruct
     frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
     lora = {name.removeprefix("layers."): whole(shape[1:], jnp.float32) for name, shape in parts.lora_shapes(1).items()}
-    lora = {name: leaf for name, leaf in lora.items() if half in (None, half_of(name))}
+    lora = {name: leaf for name, leaf in lora.items() if half in (None, LAYER.half_of(name))}
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     batch = Microbatch(
