@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
 from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from scheduling import (
     AdapterJob,
@@ -139,7 +139,7 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
         capacity_tokens=capacity,
         fsdp=mesh.fsdp,
     )
-    problem = replace(problem, keep=choose_keep(problem, DEVICE_BYTES["h200"]))
+    problem = replace(problem, remat=choose_remat(problem, DEVICE_BYTES["h200"]))
     return problem if fits(problem, DEVICE_BYTES["h200"]) else None
 
 
@@ -158,7 +158,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
         mlp_width=model.intermediate_size,
     )
     trainable = RANK * sum(rows + columns for rows, columns in linears.values())  # one adapter, one layer
-    backward = _backward(parts.layer, problem.keep)
+    backward = _backward(parts.layer, problem.remat)
     layer = replace(parts.layer, backward=backward, update_s=28 * trainable / MEMORY_RATE)
     gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp, overlapped=False)
     counts = worth_in_layers(model, problem.layers)
@@ -214,7 +214,7 @@ def _row(problem: MemoryProblem, mesh: Mesh, plan: Plan) -> dict:
         "replicas": mesh.replicas,
         "fsdp": mesh.fsdp,
         "capacity": problem.capacity_tokens,
-        "keep": problem.keep,
+        "keep": problem.remat,
         "memory_gib": round(max(stage.total for stage in stage_memory(problem)) / 2**30, 1),
         "tokens_per_s": round(timeline.tokens_per_s),
         "slots": plan.num_slots,

@@ -10,22 +10,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Literal
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import HALVES, LAYER, Half
+from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.stages import stage_layers
 
-Keep = Literal["everything", "gemm_inputs", "nothing"]
-KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
 GIB = 2**30
 DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
 USABLE = 0.92  # of the device; the rest is for what is not modelled
@@ -58,7 +55,7 @@ class MemoryProblem:
         capacity_tokens: T.
         fsdp: devices that share the frozen weights of a stage.
         block_layers: layers of a program, where a number is named.
-        keep: what a layer's forward leaves for its backward.
+        remat: what a layer's forward leaves for its backward.
         item: bytes of a base weight and of an activation.
         implementation: of the LoRA ops, where one is named.
         attention: its implementation, where one is named.
@@ -74,7 +71,7 @@ class MemoryProblem:
     capacity_tokens: int
     fsdp: int = 1
     block_layers: int | None = None
-    keep: Keep = "gemm_inputs"
+    remat: RematPolicy = "gemm_inputs"
     item: int = 2
     implementation: str | None = None
     attention: str | None = None
@@ -110,7 +107,7 @@ class StageMemory:
 
 
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
-    """What a job needs memory for; `train.keep: auto` counts as everything (see `choose_keep`)."""
+    """What a job needs memory for; `train.remat: auto` counts as everything (see `choose_remat`)."""
     mesh, train = config.mesh, config.train
     tokens = config.batch.capacity_tokens
     return MemoryProblem(
@@ -121,7 +118,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         capacity_tokens=tokens,
         fsdp=mesh.fsdp,
         block_layers=train.block_layers,
-        keep="everything" if train.keep == "auto" else train.keep,
+        remat="everything" if train.remat == "auto" else train.remat,
         item=4 if config.base.dtype == "float32" else 2,
         implementation=train.implementation,
         tile_tokens=config.batch.tile_tokens,
@@ -147,7 +144,7 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str
     """
     T, item = problem.capacity_tokens, problem.item
     kept = {"x_in": item * T * problem.model.hidden_size}
-    if problem.keep == "nothing":
+    if problem.remat == "nothing":
         return kept
     for own in HALVES if half is None else (half,):
         kept |= _saved_tensors(problem, own) | _saved_by_lora(problem, own)
@@ -160,7 +157,7 @@ def _saved_tensors(problem: MemoryProblem, half: Half) -> dict[str, int]:
     fused = _attention_is_ours(problem) if half == "attention" else _mlp_is_one_op(problem)
     kept = {}
     for tensor in LAYER.saved:
-        wanted = tensor.policy == "gemm_inputs" or problem.keep == "everything"
+        wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
         if tensor.half == half and wanted and tensor.present(problem.model) and not (tensor.unfused and fused):
             item = FLOAT32 if tensor.float32 else problem.item
             kept[tensor.name] = item * problem.capacity_tokens * tensor.width(problem.model)
@@ -181,7 +178,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
     query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
-    made_again = sum(kept_per_layer(replace(problem, keep="everything")).values()) - sum(
+    made_again = sum(kept_per_layer(replace(problem, remat="everything")).values()) - sum(
         kept_per_layer(problem).values()
     )
     if _mlp_is_one_op(problem):
@@ -207,15 +204,15 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     return programs
 
 
-def choose_keep(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> Keep:
+def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
     """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does.
 
     Args:
         device_bytes: of the device, or with `usable=ALLOCATOR_USABLE` what its allocator may take.
     """
-    for keep in KEEPS:
-        if fits(replace(problem, keep=keep), device_bytes, usable=usable):
-            return keep
+    for remat in REMAT_POLICIES:
+        if fits(replace(problem, remat=remat), device_bytes, usable=usable):
+            return remat
     return "nothing"
 
 
@@ -234,10 +231,10 @@ def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128,
     if fits(problem, device_bytes, usable=usable):
         return ""
     said: list[str] = []
-    for keep in KEEPS[KEEPS.index(problem.keep) :]:
-        tokens = largest_capacity(replace(problem, keep=keep), device_bytes, tile_tokens=tile_tokens, usable=usable)
+    for remat in REMAT_POLICIES[REMAT_POLICIES.index(problem.remat) :]:
+        tokens = largest_capacity(replace(problem, remat=remat), device_bytes, tile_tokens=tile_tokens, usable=usable)
         if tokens >= problem.capacity_tokens:
-            return " or ".join([*said, f"train.keep: {keep}"])
+            return " or ".join([*said, f"train.remat: {remat}"])
         if tokens and not said:
             said = [f"batch.capacity_tokens: {tokens}"]
     return said[0] if said else "more mesh.stages or mesh.fsdp: the weights alone are too large"

@@ -69,13 +69,13 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     source = f"measured: {Path(config.base.model).name}, {of}, {device}, jax {jax.__version__}"
     loads = batches.loads(5)
     costs = profile_stages(stages, loads, repeats=repeats, source=source)
-    model, keep = ModelConfig.from_hf(base_directory(config)), stages[0].keep
+    model, remat = ModelConfig.from_hf(base_directory(config)), stages[0].remat
     better = better_layout(
         config,
         model,
         [stage.extent for stage in stages],
         [sum(_seconds(stage, load) for load in loads) for stage in costs.stages],
-        keep=keep,
+        remat=remat,
         device_bytes=device_bytes(),
     )
     costs = replace(
@@ -83,7 +83,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         capacity_tokens=plan.capacity_tokens,
         layers=tuple(stage.extent.count for stage in stages),
         measured_with=measured_with(
-            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, keep=keep
+            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, remat=remat
         ),
     )
     return Profile(costs, plan, better)

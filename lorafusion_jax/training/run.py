@@ -392,7 +392,7 @@ class _Run:
                     "device": device.device_kind,
                     "mesh": self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
                     "layers": [stage.extent.count for stage in self._stages],
-                    "keep": self._stages[0].keep,
+                    "keep": self._stages[0].remat,
                     "memory_warning": self._memory_warning(),
                     "slots": len(self._plan.slots),
                     "density": round(self._plan.density, 4),
@@ -414,7 +414,7 @@ class _Run:
 
     def _memory_warning(self) -> str | None:
         model = ModelConfig.from_hf(base_directory(self._config))
-        return memory_warning(self._config, model, self._stages[0].keep)
+        return memory_warning(self._config, model, self._stages[0].remat)
 
     def _evaluate(self, name: str, step: int, slots_done: int) -> None:
         if self._prepared.adapters[name].eval is None:

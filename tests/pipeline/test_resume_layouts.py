@@ -71,7 +71,7 @@ def in_the_middle_of_a_batch(run) -> bool:
         ({"stages": 2, "data": 2}, []),
         ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
         ({}, ["mesh.data=2", "mesh.fsdp=2"]),
-        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.keep=nothing"]),
+        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )
@@ -148,7 +148,7 @@ def planned(tmp_path_factory, deep_base):
 def test_a_plan_changes_only_where_it_must(planned):
     config, _, plan = planned
     assert (
-        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.keep=nothing"]), 3)
+        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.remat=nothing"]), 3)
         is plan
     )
     elsewhere = apply_resume_overrides(config, ["mesh.stages=1"])
@@ -181,7 +181,8 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
         (["adapters.law.optim.lr=1"], "resume.fixed", "starts a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
         (["mesh.stages=none"], "config.override", ""),
-        (["train.keep=all"], "config.override", ""),
+        (["train.remat=all"], "config.override", ""),
+        (["train.keep=nothing"], "config.renamed-key", "train.remat"),
     ],
 )
 def test_what_a_begun_run_cannot_change(planned, overrides, code, fix):
@@ -195,4 +196,4 @@ def test_layers_belong_to_their_number_of_stages(planned):
     config = apply_resume_overrides(planned[0], ["mesh.layers=[1, 4]"])
     assert config.mesh.layers == (1, 4)
     assert apply_resume_overrides(config, ["mesh.stages=1"]).mesh.layers is None
-    assert apply_resume_overrides(config, ["train.keep=nothing"]).mesh.layers == (1, 4)
+    assert apply_resume_overrides(config, ["train.remat=nothing"]).mesh.layers == (1, 4)

@@ -53,7 +53,7 @@ def modelled(width, hidden, tokens, tile, rank, implementation) -> bool:
     adapters = tuple(AdapterSpec(name=name, rank=rank, alpha=rank) for name in ("law", "med"))
     problem = MemoryProblem(
         model=model, adapters=adapters, optimizers=("adamw",) * 2, layers=(Extent(0, 2),), capacity_tokens=tokens,
-        keep="everything", implementation=implementation, tile_tokens=tile,
+        remat="everything", implementation=implementation, tile_tokens=tile,
     )  # fmt: skip
     return "silu(gate) · up" not in kept_per_layer(problem)
 
