@@ -6,7 +6,7 @@ Dims: `T` packed tokens · `D` model width · `H` heads · `K` key heads · `C` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +32,10 @@ class LayerInputs:
     rope: tuple[jax.Array, jax.Array]
     segments: Segments
     lora: LoRAContext | None
+
+    def at_layer(self, number: int | jax.Array) -> LayerInputs:
+        """The same for the layer of that number: its dropout is its own."""
+        return self if self.lora is None else replace(self, lora=self.lora.at_layer(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

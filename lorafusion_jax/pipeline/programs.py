@@ -24,6 +24,7 @@ from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import LAYER, Half, RematPolicy
+from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
@@ -136,7 +137,7 @@ class StagePrograms:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
     def _embed(self, table: Array, batch: Microbatch) -> Array:
-        return self._parts.embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+        return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
 
     def _forward(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)

@@ -64,7 +64,7 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     def place(name: str, shape: tuple[int, ...]):
         return meshes[_stage_of(name, layers)].weight(shape)
 
-    decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
+    decoder = load_decoder(directory, dtype=dtype, sharding=place)
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
         weights[-1].head = across(weights[-1].head, meshes[-1])
