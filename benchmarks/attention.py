@@ -25,8 +25,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from lorafusion_jax.models import Segments, attention  # noqa: E402
-from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward  # noqa: E402
-from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward  # noqa: E402
+from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward  # noqa: E402
+from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward  # noqa: E402
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows  # noqa: E402
 from pallas_kernels.attention.blocks import key_blocks, query_blocks  # noqa: E402
 from pallas_kernels.attention.common import TILE, Units  # noqa: E402

@@ -247,7 +247,7 @@ def real_kept(wanted, half=None):
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention"), "on_hopper", return_value=True)
+    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
         _, kept = jax.eval_shape(forward, frozen, lora, x, batch)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
