@@ -13,7 +13,8 @@ PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout"},
     {"plugins"},
-    {"objective", "modules", "optim"},
+    {"adapters", "objective", "optim"},
+    {"modules"},
     {"config"},
     {"models", "data", "checkpoint"},
     {"report"},
