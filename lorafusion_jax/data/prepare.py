@@ -12,6 +12,7 @@ import numpy as np
 
 from lorafusion_jax.checkpoint.base_files import commit_of
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
@@ -103,13 +104,19 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
     Raises:
         DataError, CheckpointError, ErrorList: every problem of every adapter.
     """
-    tokenizer = load_tokenizer(base_directory(config))
+    directory = base_directory(config)
+    tokenizer, model = load_tokenizer(directory), read_shape(directory)
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
     for adapter in config.adapters:
         progress(f"reading {adapter.data.train}")
         try:
-            adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            data = adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            for samples in (data.train, data.eval):
+                if model is not None and samples is not None:
+                    errors += model_problems(
+                        samples, model, tokenizer=tokenizer, adapter=adapter.name, directory=directory
+                    )
         except ErrorList as problem:
             errors += problem.errors
         except LoraFusionError as problem:
