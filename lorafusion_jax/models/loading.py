@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ..config.families import family_named
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
 from ..modules.init import init_leaves
@@ -73,7 +74,7 @@ def load_decoder(
 def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: ModelConfig, directory: Path) -> None:
     wanted = {tensor.name: tensor for tensor in tensors}
     missing = sorted(wanted.keys() - stored.keys())
-    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, tied=config.tie_embeddings))
+    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, config))
     both = sorted(wanted.keys() & stored.keys())
     problems = [f"missing: {name} {list(wanted[name].shape)}" for name in missing]
     problems += [f"not of this model: {name} {list(stored[name].shape)}" for name in extra]
@@ -85,12 +86,13 @@ def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: Mode
     problems += [
         f"unreadable type: {name} is {stored[name].dtype}" for name in both if stored[name].dtype not in READABLE
     ]
+    head = family_named(config.family).tensor_name("lm_head.weight")
     if problems:
         raise CheckpointError(
             "model.tensors-differ",
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
-            why="the tie_word_embeddings of config.json is false" if missing == ["lm_head.weight"] else "",
+            why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
             fix="use the config.json and the weights of one and the same model",
         )
 

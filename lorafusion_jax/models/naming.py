@@ -8,6 +8,10 @@ from typing import Any
 
 from flax import nnx
 
+from ..config.families import Family, family_named
+from ..config.model import ModelConfig
+from .decoder import Decoder
+
 Path = tuple[Any, ...]
 
 
@@ -33,26 +37,27 @@ class Tensor:
         return ".".join(map(str, self.path))
 
 
-def frozen_tensors(model: nnx.Module) -> list[Tensor]:
+def frozen_tensors(model: Decoder) -> list[Tensor]:
     """Lists the checkpoint's tensors of a decoder, real or abstract, in the order of its leaves."""
+    family = family_named(model.config.family)
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam)))
-    return [_tensor(path, leaf.shape) for path, leaf in leaves]
+    return [_tensor(path, leaf.shape, family) for path, leaf in leaves]
 
 
-def _tensor(path: Path, shape: tuple[int, ...]) -> Tensor:
+def _tensor(path: Path, shape: tuple[int, ...], family: Family) -> Tensor:
     *modules, leaf = map(str, path)
     stem = ".".join(modules if modules[0] == "lm_head" else ["model", *modules])
     transposed = leaf == "kernel"
     return Tensor(
-        name=f"{stem}.{'bias' if leaf == 'bias' else 'weight'}",
+        name=family.tensor_name(f"{stem}.{'bias' if leaf == 'bias' else 'weight'}"),
         shape=shape[::-1] if transposed else shape,
         path=path,
         transposed=transposed,
     )
 
 
-def is_ignored(name: str, *, tied: bool) -> bool:
+def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint may hold this tensor though the decoder does not need it: tables that can be computed."""
     return bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name)) or (
-        tied and name == "lm_head.weight"
+        config.tie_embeddings and name == family_named(config.family).tensor_name("lm_head.weight")
     )
