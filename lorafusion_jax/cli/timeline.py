@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out, plain_table, say
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.planning.prediction import DEVICES, better_layout, measured_with, memory_of, read_costs

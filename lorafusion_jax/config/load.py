@@ -110,7 +110,14 @@ def read_resolved(path: Path) -> schema.JobConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         _use_new_names(values)
         return schema.JobConfig.model_validate(values)
-    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as problem:  # bad dates are ValueErrors
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as problem:  # bad dates are ValueErrors
         raise ConfigError(
             "run.config",
             f"{path} is not the configuration of a run.",

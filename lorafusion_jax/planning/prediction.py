@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import LAYER, RematPolicy
 from lorafusion_jax.planning import memory

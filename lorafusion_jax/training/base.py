@@ -8,8 +8,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, load_decoder

@@ -8,8 +8,8 @@ from lorafusion_jax.checkpoint.new_run import SHOWN, differences
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import search_effort
 from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
 MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.remat", "train.block_layers", "save")

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
@@ -22,13 +23,14 @@ from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_st
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import Prepared, base_directory, pin_base, plan_training, prepare, train_jobs
+from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import agreed, is_first, meet
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
 from lorafusion_jax.planning.prediction import predicted_bubbles
+from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import Event, Listener
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows

@@ -9,8 +9,9 @@ from mixed import assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.checkpoint import folder as run_folder
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train

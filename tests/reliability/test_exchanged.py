@@ -266,7 +266,7 @@ def test_a_hub_base_is_pinned_to_its_commit(unfinished, tmp_path, monkeypatch):
 
     huggingface_hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    from lorafusion_jax.data.prepare import base_directory, pin_base
+    from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 
     job = json.loads((unfinished.home / "jobs.yaml").read_text())
     (unfinished.home / "jobs.yaml").write_text(json.dumps(job | {"base": {"model": "org/tiny"}}))
