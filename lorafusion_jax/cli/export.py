@@ -16,7 +16,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out, say
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.report.log_file import read_rows
+from lorafusion_jax.log_file import read_rows
 
 NAME = "export"
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, layout, whole
-from lorafusion_jax.report.log_file import read_rows
 from lorafusion_jax.report.summary import got_worse, rates, read_summary
 
 NAME = "status"

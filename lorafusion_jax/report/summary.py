@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from lorafusion_jax.report.log_file import parse_row, read_rows
+from lorafusion_jax.log_file import parse_row, read_rows
 
 SLOT_ROWS = 1000  # newest rows that rates are taken of: half an hour
 SPARE = 3  # newest steps of an adapter, should the last row be damaged

@@ -278,7 +278,7 @@ def test_a_hub_base_is_pinned_to_its_commit(unfinished, tmp_path, monkeypatch):
 
 def test_status_of_a_long_run_is_quick(tmp_path):
     """64 adapters and 2000 steps take a fifth of what 10 000 may: less than a fifth of a second of one quiet core."""
-    from lorafusion_jax.report.log_file import encode_row
+    from lorafusion_jax.log_file import encode_row
     from lorafusion_jax.report.summary import read_summary
 
     row = {"kind": "step", "grad_norm": 0.123456789, "lr": 1e-4, "loss_tokens": 1234, "time": 1.5}
