@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.models import Segments, attention
-from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward
-from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward
+from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
+from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
 from pallas_kernels.attention.hopper.common import TILE, Units

@@ -74,17 +74,17 @@ from lorafusion_jax.config.schema import (
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.report.prediction import predicted_costs
-from lorafusion_jax.training.base import fitting_keep
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.prediction import predicted_costs
+from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.training.base import fitting_remat
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
-    parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
+    parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 remat=gemm_inputs")
     parser.add_argument("--xla", nargs="*", default=[], help="XLA flags, e.g. gpu_enable_latency_hiding_scheduler=true")
     parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
     parser.add_argument("--no-profile", action="store_true")
@@ -201,7 +201,7 @@ class Bench:
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
             "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
-            "keep": stages[0].keep, "settings": [*options.set, *options.xla],
+            "keep": stages[0].remat, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
@@ -259,7 +259,7 @@ class Bench:
         longest = max(max(job.sample_tokens) for run in runs for job in run)
         possible = [capacity for capacity in CAPACITIES if longest <= capacity <= self.options.capacity]
         configs = {capacity: self.config(variant, mesh, capacity, len(runs[0])) for capacity in possible}
-        roomy = [c for c in possible if fitting_keep(configs[c], self.model) != "nothing"]
+        roomy = [c for c in possible if fitting_remat(configs[c], self.model) != "nothing"]
 
         def seconds(capacity: int) -> float:
             costs = predicted_costs(configs[capacity], self.model, "h200")
@@ -296,14 +296,14 @@ class Bench:
         if self._layout != layout:
             self._weights = []
             self._weights, self._layout = self.weights(config), layout
-        keep = fitting_keep(config, self.model) if config.train.keep == "auto" else config.train.keep
+        remat = fitting_remat(config, self.model) if config.train.remat == "auto" else config.train.remat
         specs = tuple(adapter_specs(config))
         parts = Parts(
             model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype
         )
         stages = [
             (FrozenStage if frozen else Stage)(
-                parts, own, here, config.adapters, keep=keep,
+                parts, own, here, config.adapters, remat=remat,
                 block=block_layers(config.train.block_layers, len(own.pieces), fsdp=here.fsdp),
             )
             for own, here in self._weights

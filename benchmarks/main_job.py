@@ -83,8 +83,8 @@ def main() -> int:
     parser.add_argument(
         "--variants",
         nargs="+",
-        default=["train.keep=auto"],
-        help="one run for each; settings joined by commas, e.g. train.keep=nothing,train.max_steps=6",
+        default=["train.remat=auto"],
+        help="one run for each; settings joined by commas, e.g. train.remat=nothing,train.max_steps=6",
     )
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="main_job_"))

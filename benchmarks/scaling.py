@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers
-from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
+from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from scheduling import (
     AdapterJob,
     CostModel,
@@ -133,14 +134,14 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
         capacity_tokens=capacity,
         fsdp=mesh.fsdp,
     )
-    problem = replace(problem, keep=choose_keep(problem, DEVICE_BYTES["h200"]))
+    problem = replace(problem, remat=choose_remat(problem, DEVICE_BYTES["h200"]))
     return problem if fits(problem, DEVICE_BYTES["h200"]) else None
 
 
 def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     """Seconds of every event of a mesh, all-reduce in the updates."""
     model = problem.model
-    linears = linear_shapes(model)
+    linears = LAYER.linear_shapes(model)
     weights = sum(rows * columns for rows, columns in linears.values())
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
@@ -152,7 +153,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
         mlp_width=model.intermediate_size,
     )
     trainable = RANK * sum(rows + columns for rows, columns in linears.values())  # one adapter, one layer
-    backward = _backward(parts.layer, problem.keep)
+    backward = _backward(parts.layer, problem.remat)
     layer = replace(parts.layer, backward=backward, update_s=28 * trainable / MEMORY_RATE)
     gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp, overlapped=False)
     counts = worth_in_layers(model, problem.layers)
@@ -208,7 +209,7 @@ def _row(problem: MemoryProblem, mesh: Mesh, plan: Plan) -> dict:
         "replicas": mesh.replicas,
         "fsdp": mesh.fsdp,
         "capacity": problem.capacity_tokens,
-        "keep": problem.keep,
+        "keep": problem.remat,
         "memory_gib": round(max(stage.total for stage in stage_memory(problem)) / 2**30, 1),
         "tokens_per_s": round(timeline.tokens_per_s),
         "slots": plan.num_slots,

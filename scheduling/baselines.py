@@ -13,8 +13,9 @@ from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.fill import fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.plan import Plan
 from scheduling.simulate import simulate
-from scheduling.types import AdapterJob, Plan
+from scheduling.types import AdapterJob
 from scheduling.verify import verify_plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.types import Plan
+from scheduling.plan import Plan
 
 Kind = Literal["forward", "backward", "update"]
 

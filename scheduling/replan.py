@@ -11,8 +11,9 @@ import numpy as np
 from scheduling.checks import check_jobs
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
+from scheduling.plan import Plan
 from scheduling.planner import effort_within, fill
-from scheduling.types import AdapterJob, Plan, as_whole
+from scheduling.types import AdapterJob, as_whole
 from scheduling.verify import verify_plan
 
 

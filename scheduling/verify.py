@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Plan, SampleRef
+from scheduling.plan import Plan
+from scheduling.types import AdapterJob, SampleRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

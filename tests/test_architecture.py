@@ -31,8 +31,11 @@ NO_JAX = (
     "lorafusion_jax.config",
     "lorafusion_jax.data",
     "lorafusion_jax.modules.spec",
-    "lorafusion_jax.pipeline.memory",
-    "lorafusion_jax.report.floor",
+    "lorafusion_jax.layout.extent",
+    "lorafusion_jax.planning.floor",
+    "lorafusion_jax.planning.memory",
+    "lorafusion_jax.planning.prediction",
+    "lorafusion_jax.planning.training_plan",
     "lorafusion_jax.cli.main",
 )
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used

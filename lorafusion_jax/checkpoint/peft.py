@@ -24,11 +24,14 @@ from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, raise_all
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
 
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model."
-_KEY = re.compile(re.escape(_PREFIX) + r"(layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
+_KEY = re.compile(
+    re.escape(_PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(LAYER.modules)})\.(\w+))\.lora_([AB])\.weight"
+)
 
 
 def export_adapter(
@@ -173,7 +176,7 @@ def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None
     """Says what is missing, extra or misshapen."""
     num_layers = max(1, len({match[2] for match in matches.values() if match}))
     wanted = {
-        f"{_PREFIX}layers.{layer}.{_home(name)}.{name}.lora_{part}.weight"
+        f"{_PREFIX}layers.{layer}.{LAYER.linear(name).path}.lora_{part}.weight"
         for layer in range(num_layers)
         for name in spec.targets
         for part in "AB"
@@ -223,10 +226,6 @@ def _a(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
 
 def _b(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
     return np.ascontiguousarray(tensors[f"{_PREFIX}{path}.lora_B.weight"].astype(np.float32).T)
-
-
-def _home(name: str) -> str:
-    return "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
 
 
 def _last(name: str) -> str:

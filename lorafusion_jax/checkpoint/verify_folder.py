@@ -10,7 +10,7 @@ from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
-from lorafusion_jax.report.log_file import damaged_lines, read_rows
+from lorafusion_jax.log_file import damaged_lines, read_rows
 
 LOGS = ("metrics.jsonl", "events.jsonl")
 RUN_FILES = ("plan.json", "run.json", CONFIG)

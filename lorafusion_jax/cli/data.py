@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer

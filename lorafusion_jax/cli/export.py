@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import FILE as SUMS
 from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out, say
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.report.log_file import read_rows
+from lorafusion_jax.log_file import read_rows
 
 NAME = "export"
 

@@ -35,7 +35,7 @@ batch:
   tile_tokens: 128
 save:    {every_minutes: 15, keep: 3}
 mesh:    {stages: 1, data: 1, fsdp: 1}   # devices: pipeline stages × replicas (fsdp: replicas that share the base)
-train:   {keep: auto}        # for the backward pass: everything, gemm_inputs, nothing (a third slower); auto: what fits
+train:   {remat: auto}       # for the backward pass: everything, gemm_inputs, nothing (a third slower); auto: what fits
 
 adapters:
   - name: law

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import (
     JobFile,
     Json,
@@ -27,14 +28,15 @@ from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
-from lorafusion_jax.report.comparison import plans_one_after_another
+from lorafusion_jax.planning.comparison import plans_one_after_another
+from lorafusion_jax.planning.floor import plan_floor_s
+from lorafusion_jax.planning.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.floor import plan_floor_s
 from lorafusion_jax.report.format import count, duration, percent, whole
-from lorafusion_jax.report.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"

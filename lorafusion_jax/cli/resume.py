@@ -16,7 +16,7 @@ Where = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.keep, save.*",
+        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, save.*",
     ),
 ]
 

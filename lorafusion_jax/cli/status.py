@@ -15,9 +15,9 @@ from rich.text import Text
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, layout, whole
-from lorafusion_jax.report.log_file import read_rows
-from lorafusion_jax.report.summary import got_worse, rates, read_summary
+from lorafusion_jax.report.summary import got_worse, rates, read_summary, remat_of
 
 NAME = "status"
 SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
@@ -90,7 +90,7 @@ def run_numbers(run: Path) -> dict:
         "device": began.get("device"),
         "mesh": began.get("mesh"),
         "layers": began.get("layers"),
-        "keep": began.get("keep"),
+        "remat": remat_of(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
         "throughput": rates(metrics, events),
@@ -150,7 +150,7 @@ def _devices(numbers: dict) -> list[Text]:
     """What the last sitting ran on; nothing before it has started."""
     if not numbers["device"]:
         return []
-    what = layout(numbers["mesh"], numbers["layers"], numbers["keep"]) if numbers["mesh"] else ""
+    what = layout(numbers["mesh"], numbers["layers"], numbers["remat"]) if numbers["mesh"] else ""
     peak = f"peak {count(numbers['peak_bytes'])}B of device memory" if numbers["peak_bytes"] else ""
     return [Text("  ·  ".join(text for text in (numbers["device"], what, peak) if text))]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

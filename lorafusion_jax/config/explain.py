@@ -15,6 +15,7 @@ LISTS: dict[Keys, tuple[str, str]] = {  # told as a whole: what one value has to
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
     ("lora", "targets"): ("a text or a list of texts", "[q_proj, v_proj]"),
 }
+RENAMED: dict[Keys, Keys] = {("train", "keep"): ("train", "remat")}  # what older job files and runs say
 EXPECTED = {  # pydantic's findings in words of a job file
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -39,8 +40,22 @@ EXPECTED = {  # pydantic's findings in words of a job file
 }
 
 
+def new_name(setting: str) -> str:
+    """What a setting is called today.
+
+    >>> new_name("train.keep"), new_name("mesh.fsdp")
+    ('train.remat', 'mesh.fsdp')
+    """
+    return {dotted(old): dotted(new) for old, new in RENAMED.items()}.get(setting, setting)
+
+
 def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
-    """Builds the error for a key that does not exist, with the nearest one that does."""
+    """Builds the error for a key that does not exist, with its new name or the nearest key that does."""
+    if keys in RENAMED:
+        new = dotted(RENAMED[keys])
+        return ConfigError(
+            "config.renamed-key", f"'{dotted(keys)}' is now '{new}'.", where=source.where(keys), fix=f"write {new}"
+        )
     known = sorted(known)
     near = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
     return ConfigError(

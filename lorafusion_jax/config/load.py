@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
-from lorafusion_jax.config.explain import explain, unknown_key
+from lorafusion_jax.config.explain import RENAMED, explain, unknown_key
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Keys, Source, read_source
 from lorafusion_jax.config.sweep import MOST_ADAPTERS, expand
@@ -110,20 +110,35 @@ def dump_config(config: schema.JobConfig) -> str:
 
 
 def read_resolved(path: Path) -> schema.JobConfig:
-    """Reads the `config.yaml` of a run folder.
+    """Reads the `config.yaml` of a run folder; a run that began under the old name of a setting goes on.
 
     Raises:
         ConfigError: `run.config`.
     """
     try:
-        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")), context=schema.BEGUN)
-    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as problem:  # bad dates are ValueErrors
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _use_new_names(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as problem:  # bad dates are ValueErrors
         raise ConfigError(
             "run.config",
             f"{path} is not the configuration of a run.",
             why=str(problem),
             fix="bring it back from a copy; run.json notes the settings, too, under config",
         ) from None
+
+
+def _use_new_names(values: dict) -> None:
+    for (section, old), (_, new) in RENAMED.items():
+        if old in values.get(section, {}):
+            values[section][new] = values[section].pop(old)
 
 
 def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:

@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..layout.layer import LAYER
+from .families import Family, family_named, find_family, known_models
 from .hf_config import HFConfig, RopeValues, parse_part, shortened
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# What transformers means where a file leaves `max_position_embeddings` out.
-_POSITIONS: dict[Family, int] = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +43,7 @@ class ModelConfig:
         ('qwen2', 8, True)
     """
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -74,8 +67,9 @@ class ModelConfig:
         """Reads a model directory, a config.json or its dictionary.
 
         Raises:
-            CheckpointError: `model.not-found`; `model.bad-config`, wrong types or ranges; `model.unsupported`,
-                an unknown architecture or options that this decoder lacks, all in one message.
+            CheckpointError: `model.not-found`; `model.bad-config`, values of wrong types or ranges;
+                `model.unsupported`, an unknown architecture or options that this decoder lacks, all in one message.
+            ConfigError: `plugin.broken`, the installed family of this model does not load.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
         malformed: list[str] = []
@@ -94,12 +88,13 @@ class ModelConfig:
             "model.unsupported",
             "this model cannot be run: " + _sentence([*unsupported, *malformed]),
             where=where,
-            why="only plain Llama, Mistral, Qwen2 and Qwen3 decoders are implemented",
+            why=f"the decoders that are implemented: {known_models()}",
             fix="choose a base model of these families, or a copy of it that is not quantised",
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` and other libraries read back."""
+        family = family_named(self.family)
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         if (scaling := self.rope_scaling) is not None:
             rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -110,7 +105,7 @@ class ModelConfig:
                 "original_max_position_embeddings": scaling.original_max_positions,
             }
         out = {
-            "architectures": [next(name for name, family in ARCHITECTURES.items() if family == self.family)],
+            "architectures": [family.architectures[0]],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -129,25 +124,20 @@ class ModelConfig:
             "rope_parameters": rope,
             "sliding_window": self.sliding_window,
         }
-        if self.family in ("qwen2", "qwen3"):
+        if family.window == "switched":
             out |= {
                 "use_sliding_window": self.sliding_window is not None,
                 "max_window_layers": 0 if self.sliding_window else self.num_layers,
             }
-        if self.family == "qwen2":
-            return out
-        return out | {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        if not family.qkv_bias:
+            out |= {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        return family.write_keys(out)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the base model, a tied head counted once."""
-        D, F = self.hidden_size, self.intermediate_size
-        attention = 2 * D * self.head_dim * (self.num_heads + self.num_kv_heads)
-        biases = self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        biases += self.o_bias * D + self.mlp_bias * (2 * F + D)
-        norms = 2 * D + self.qk_norm * 2 * self.head_dim
-        embeddings = self.vocab_size * D * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * (attention + 3 * D * F + biases + norms) + D
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * LAYER.num_parameters(self) + self.hidden_size
 
     def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
         """Refuses samples that this decoder would compute differently from the model's authors.
@@ -208,12 +198,16 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> ModelConfig | None:
     said = parse_part(HFConfig, raw, malformed)
-    family = None if {"architectures", "model_type"} & _named(malformed) else _family(said, unsupported)
+    name = None if {"architectures", "model_type"} & _named(malformed) else _family(said, unsupported)
+    family = Family(architectures=()) if name is None else family_named(name)
+    if family.keys:
+        malformed.clear()
+        said = parse_part(HFConfig, family.read_keys(raw), malformed)
     missing = [key for key in _COUNTS if getattr(said, key) is None and key not in _named(malformed)]
-    malformed += [f"{key} is missing" for key in missing]
+    malformed += [f"{family.keys.get(key, key)} is missing" for key in missing]
     heads, hidden = said.num_attention_heads or 0, said.hidden_size or 0
     kv_heads = said.num_key_value_heads or heads
-    head_dim = said.head_dim or (128 if family == "qwen3" else hidden // max(heads, 1))
+    head_dim = said.head_dim or family.head_dim or hidden // max(heads, 1)
     theta, scaling = _rope(said, malformed, unsupported)
     _refuse_other_options(said, unsupported)
     if kv_heads and heads % kv_heads:
@@ -222,12 +216,12 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
         unsupported.append(f"head_dim={head_dim} is odd")
     if not head_dim and not malformed:
         malformed.append(f"hidden_size={hidden} is less than num_attention_heads={heads}")
-    if family is None or malformed or unsupported:
+    if name is None or malformed or unsupported:
         return None
-    biased = bool(said.attention_bias) and family in ("llama", "qwen3")
+    biased = bool(said.attention_bias) and family.reads_attention_bias
     layers = said.num_hidden_layers or 0
     return ModelConfig(
-        family=family,
+        family=name,
         vocab_size=said.vocab_size or 0,
         hidden_size=hidden,
         intermediate_size=said.intermediate_size or 0,
@@ -238,12 +232,12 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=1e-6 if said.rms_norm_eps is None else said.rms_norm_eps,
-        qkv_bias=family == "qwen2" or biased,
+        qkv_bias=family.qkv_bias or biased,
         o_bias=biased,
-        mlp_bias=bool(said.mlp_bias) and family == "llama",
-        qk_norm=family == "qwen3",
+        mlp_bias=bool(said.mlp_bias) and family.reads_mlp_bias,
+        qk_norm=family.qk_norm,
         tie_embeddings=bool(said.tie_word_embeddings),
-        max_positions=said.max_position_embeddings or _POSITIONS[family],
+        max_positions=said.max_position_embeddings or family.positions,
         sliding_window=_sliding_window(said, family, layers),
     )
 
@@ -253,16 +247,12 @@ def _named(problems: list[str]) -> set[str]:
     return {problem.partition("=")[0] for problem in problems}
 
 
-def _family(said: HFConfig, unsupported: list[str]) -> Family | None:
+def _family(said: HFConfig, unsupported: list[str]) -> str | None:
     names = said.architectures or []
-    known: list[Family] = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    if known:
-        return known[0]
-    by_type: dict[str, Family] = {family: family for family in ARCHITECTURES.values()}
-    if not names and said.model_type in by_type:
-        return by_type[said.model_type]
+    if (family := find_family(names, said.model_type)) is not None:
+        return family
     found = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(said.model_type)}"
-    unsupported.append(f"unknown architecture {found} (known: {', '.join(ARCHITECTURES)})")
+    unsupported.append(f"unknown architecture {found} (known: {known_models()})")
     return None
 
 
@@ -305,11 +295,11 @@ def _rope(said: HFConfig, malformed: list[str], unsupported: list[str]) -> tuple
 
 def _sliding_window(said: HFConfig, family: Family, num_layers: int) -> int | None:
     window = said.sliding_window
-    if family == "llama" or window is None:
+    if family.window == "never" or window is None:
         return None
     if said.layer_types is not None:
         return window if "sliding_attention" in said.layer_types else None
-    if family == "mistral":
+    if family.window == "given":
         return window
     first = 28 if said.max_window_layers is None else said.max_window_layers
     return window if said.use_sliding_window and first < num_layers else None

@@ -232,7 +232,7 @@ class TrainSettings(Section):
     """How long a run goes on, what it computes with, what it tells."""
 
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
-    keep: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
+    remat: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
         description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or "
         "its input only (about a third more time); auto = the first that fits into the device's memory",

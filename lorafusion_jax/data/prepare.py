@@ -1,4 +1,4 @@
-"""Configuration → what the planner and the trainer need of the data: token sets, sample order, jobs."""
+"""Configuration → what the planner and the trainer need of the data: token sets and the order of samples."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.base_files import commit_of
-from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
-from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
-from scheduling import AdapterJob, Plan, make_plan
+from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 
-# Search effort is counted, not timed: the same job gives the same plan on a busy machine. A quiet core does about
-# twice as many evaluations per second; the clock is only a far stop.
-EVALUATIONS_PER_S = 36_000
-CLOCK_SLACK = 30
-ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
 MOST_SAMPLES = 20_000_000
 
 
@@ -57,54 +49,6 @@ class Prepared:
 
     def digests(self) -> dict[str, str]:
         return {name: data.digest for name, data in self.adapters.items()}
-
-
-def base_directory(config: JobConfig) -> Path:
-    """Finds the base model's directory.
-
-    Raises:
-        CheckpointError: neither a directory nor a hub name that can be resolved.
-    """
-    direct = Path(config.directory) / config.base.model
-    if _is_directory(direct):
-        return direct
-    if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
-        return _from_hub(config.base.model, config.base.revision)
-    raise CheckpointError(
-        "model.missing",
-        f"there is no model directory {shortened(str(direct))}.",
-        fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
-    )
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that no system takes
-        return False
-
-
-def pin_base(config: JobConfig) -> JobConfig:
-    """The same job with the hub model's commit as `base.revision`, so that a resumed run meets the same weights."""
-    commit = commit_of(base_directory(config))
-    if commit is None or _is_directory(Path(config.directory) / config.base.model):
-        return config
-    return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            "model.missing",
-            f"'{name}' is no directory, and hub names need the hf extra.",
-            fix='pip install "lorafusion-jax[hf]"',
-        ) from None
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
-    except Exception as problem:  # the hub client raises many kinds; each means that there is no model
-        raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None
 
 
 def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text: None) -> Prepared:
@@ -175,39 +119,3 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
     drawn = range(-(-wanted // num_samples))
     epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in drawn]
     return np.concatenate(epochs)[:wanted]
-
-
-def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
-    """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
-    return [
-        AdapterJob(
-            name=adapter.name,
-            sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
-            global_batch=adapter.global_samples,
-            epochs=1,
-            weight=adapter.weight,
-        )
-        for adapter in config.adapters
-    ]
-
-
-def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
-    """Plans the run; the plan is verified by the planner."""
-    return make_plan(
-        train_jobs(config, prepared),
-        capacity_tokens=config.batch.capacity_tokens,
-        num_stages=config.mesh.stages,
-        data_parallel=config.mesh.replicas,
-        tile_tokens=config.batch.tile_tokens,
-        seed=0,
-        **search_effort(config),
-    )
-
-
-def search_effort(config: JobConfig) -> dict[str, Any]:
-    """How long the planner may look for a shorter plan."""
-    seconds = config.train.plan_seconds
-    return {
-        "time_limit_s": CLOCK_SLACK * seconds,
-        "search_evaluations": round(EVALUATIONS_PER_S * seconds),
-    }

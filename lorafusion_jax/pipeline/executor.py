@@ -270,7 +270,7 @@ class Executor:
                 cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume goes on from before")
                 raise cause from None
             raise stage_failed(
-                cause, stage, slot, adapters, keep=next((each.keep for each in self.stages), None)
+                cause, stage, slot, adapters, remat=next((each.remat for each in self.stages), None)
             ) from cause
 
     def completed_slots(self) -> list[int]:

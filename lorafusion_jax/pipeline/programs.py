@@ -22,14 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import LAYER, Half, RematPolicy
+from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Half, half_of
-from lorafusion_jax.pipeline.keep import Keep, Split
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Parts, Weights
+from lorafusion_jax.pipeline.remat import Split
 from pallas_kernels import compiler_options
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
@@ -59,12 +61,12 @@ class StagePrograms:
         parts: what the model computes.
         stage: where.
         extent: the layers that it has.
-        keep: what forward leaves for backward.
+        remat: what forward leaves for backward.
     """
 
-    def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, keep: Keep):
+    def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
         self._parts, self._stage, self._extent = parts, stage, extent
-        self._keep: Keep = keep
+        self._remat: RematPolicy = remat
         self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
         self._steps: dict[tuple, Any] = {}
         weights = {name: P(*stage.split(shape)) for name, shape in parts.frozen_shapes().items()}
@@ -159,7 +161,7 @@ class StagePrograms:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
     def _embed(self, table: Array, batch: Microbatch) -> Array:
-        return self._parts.embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+        return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
 
     def _forward(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
@@ -195,7 +197,7 @@ class StagePrograms:
         return x[None]
 
     def _split(self, weights: Weights, place: int) -> Split:
-        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._keep))
+        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._remat))
 
     def _at(self, lora: Leaves, weights: Weights, number: Array) -> Weights:
         """Trainable leaves of one layer, or of the half of it whose frozen tensors these are, under its own names."""
@@ -205,7 +207,7 @@ class StagePrograms:
                 leaf, number - self._extent.layers_of(name).start, 0, keepdims=False
             )
             for name, leaf in lora.items()
-            if half in (None, half_of(name))
+            if half in (None, LAYER.half_of(name))
         }
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:

@@ -13,12 +13,12 @@ from jax import Array
 
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent, Piece
+from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.optim.step import Hyper, hyper, still
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Piece
-from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate
@@ -53,7 +53,7 @@ class Stage:
         weights: frozen arrays, on this stage's devices.
         mesh: those devices.
         adapters: their settings, in stacking order.
-        keep: what forward leaves for backward.
+        remat: what forward leaves for backward.
         block: layers per program.
     """
 
@@ -64,12 +64,12 @@ class Stage:
         mesh: StageMesh,
         adapters: Sequence[AdapterConfig],
         *,
-        keep: Keep,
+        remat: RematPolicy,
         block: int,
     ):
         self.mesh, self.weights = mesh, weights
-        self.keep: Keep = keep
-        self.programs = StagePrograms(parts, mesh, weights.extent, keep)
+        self.remat: RematPolicy = remat
+        self.programs = StagePrograms(parts, mesh, weights.extent, remat)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
         groups = _groups(weights.extent.pieces, block)
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]

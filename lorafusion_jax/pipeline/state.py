@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 

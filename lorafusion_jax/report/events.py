@@ -72,7 +72,7 @@ class RunStarted(RunEvent):
     Attributes:
         mesh: stages, data, fsdp.
         layers: of each stage.
-        keep: what forward leaves for backward.
+        remat: what a layer's forward leaves for its backward.
         adapters: steps of each in the plan.
         taken: steps of each so far.
         failed: why, for those that did.
@@ -84,7 +84,7 @@ class RunStarted(RunEvent):
     device: str
     mesh: Mapping[str, int] | None = None
     layers: Sequence[float] = ()
-    keep: str = ""
+    remat: str = ""
     memory_warning: str | None = None
     data_notes: Sequence[str] = ()
     slots: int

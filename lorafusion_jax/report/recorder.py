@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from lorafusion_jax.files import replace_bytes
+from lorafusion_jax.log_file import encode_row, parse_row, split_lines
+from lorafusion_jax.log_file import read_rows as read_rows
 from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
-from lorafusion_jax.report.log_file import encode_row, parse_row, split_lines
-from lorafusion_jax.report.log_file import read_rows as read_rows
 
 METRICS = ("step", "eval", "slot")
 REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again

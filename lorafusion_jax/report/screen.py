@@ -133,7 +133,7 @@ class Screen:
         self._started, self._slots, self._slot, self._phase = True, event.slots, event.slot, ""
         self._predicted_bubbles = event.predicted_bubble_share
         self._rows = _rows_at(event)
-        devices = layout(event.mesh, event.layers, event.keep) if event.mesh else ""
+        devices = layout(event.mesh, event.layers, event.remat) if event.mesh else ""
         for text in (
             f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
             f"{whole(event.capacity_tokens)} tokens, {percent(event.density)} used",

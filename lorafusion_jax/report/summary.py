@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from lorafusion_jax.report.log_file import parse_row, read_rows
+from lorafusion_jax.log_file import parse_row, read_rows
 
 SLOT_ROWS = 1000  # newest rows that rates are taken of: half an hour
 SPARE = 3  # newest steps of an adapter, should the last row be damaged
@@ -75,6 +76,11 @@ def _take(found: MetricsSummary, row: dict) -> None:
 def final_rows(folder: Path) -> dict[str, dict]:
     """Per adapter: last training loss, held-out loss before training and at the end, last step."""
     return read_summary(folder).adapters
+
+
+def remat_of(started: Mapping[str, Any]) -> Any:
+    """The remat policy in a row of kind "started"; runs of earlier versions call it `keep`."""
+    return started.get("remat", started.get("keep", ""))
 
 
 def got_worse(name: str, before: float | None, after: float | None) -> str | None:

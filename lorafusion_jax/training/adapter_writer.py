@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.modules.spec import AdapterSpec
 from scheduling import Plan
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lorafusion_jax.checkpoint.new_run import SHOWN, differences
+from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import search_effort
 from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
-MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.keep", "train.block_layers", "save")
+MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.remat", "train.block_layers", "save")
 
 PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
 
@@ -111,7 +112,7 @@ def _may_differ(key: str) -> bool:
 
 
 def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
+    return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has an error of its own
 
 
 def _fixed(key: str) -> ConfigError:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
@@ -22,12 +23,14 @@ from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_st
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import Prepared, base_directory, pin_base, plan_training, prepare, train_jobs
+from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.state import gather, like, scatter
+from lorafusion_jax.planning.prediction import predicted_bubbles
+from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
     AdapterEvaluated,
@@ -44,7 +47,6 @@ from lorafusion_jax.report.events import (
     RunStopped,
     StateSaved,
 )
-from lorafusion_jax.report.prediction import predicted_bubbles
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.adapter_writer import AdapterWriter
@@ -437,7 +439,7 @@ class _Run:
                 device=device.device_kind,
                 mesh=self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
                 layers=[stage.extent.count for stage in self._stages],
-                keep=self._stages[0].keep,
+                remat=self._stages[0].remat,
                 memory_warning=self._memory_warning(),
                 data_notes=data_notes(self._config, self._prepared),
                 slots=len(self._plan.slots),
@@ -459,7 +461,7 @@ class _Run:
 
     def _memory_warning(self) -> str | None:
         model = ModelConfig.from_hf(base_directory(self._config))
-        return memory_warning(self._config, model, self._stages[0].keep)
+        return memory_warning(self._config, model, self._stages[0].remat)
 
     def _evaluate(self, name: str, step: int, slots_done: int) -> None:
         if self._prepared.adapters[name].eval is None:

@@ -6,7 +6,8 @@ import json
 from html import escape
 
 from scheduling.plots.colors import adapter_colors, adapter_names
-from scheduling.timeline import Span, Timeline
+from scheduling.spans import Span
+from scheduling.timeline import Timeline
 
 MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 

@@ -6,7 +6,8 @@ from html import escape
 from typing import NamedTuple
 
 from scheduling.plots.colors import adapter_colors
-from scheduling.timeline import Pause, Span, Timeline
+from scheduling.spans import Pause, Span
+from scheduling.timeline import Timeline
 
 ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
 

@@ -349,7 +349,7 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
     assert lorafusion("resume", run, "batch.capacity_tokens=8").errors == ["resume.fixed"]
-    resumed = lorafusion("resume", run, "mesh.data=2", "train.keep=nothing")
+    resumed = lorafusion("resume", run, "mesh.data=2", "train.remat=nothing")
     assert resumed.code == 0, resumed.err
     assert weights(run) == weights(finished[1])
 

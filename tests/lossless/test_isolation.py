@@ -12,9 +12,9 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
-from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms

@@ -71,5 +71,5 @@ def test_a_bug_stays_what_it_is(problem):
 
 def test_the_advice_for_a_device_without_memory_is_no_setting_that_it_had():
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB")
-    assert "train.keep=nothing" in stage_failed(full, 1, 7, ["law"], keep="everything").fix
-    assert stage_failed(full, 1, 7, ["law"], keep="nothing").fix.startswith("a new run with a lower")
+    assert "train.remat=nothing" in stage_failed(full, 1, 7, ["law"], remat="everything").fix
+    assert stage_failed(full, 1, 7, ["law"], remat="nothing").fix.startswith("a new run with a lower")

@@ -9,8 +9,9 @@ from mixed import assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.checkpoint import folder as run_folder
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
@@ -71,7 +72,7 @@ def in_the_middle_of_a_batch(run) -> bool:
         ({"stages": 2, "data": 2}, []),
         ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
         ({}, ["mesh.data=2", "mesh.fsdp=2"]),
-        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.keep=nothing"]),
+        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )
@@ -148,7 +149,7 @@ def planned(tmp_path_factory, deep_base):
 def test_a_plan_changes_only_where_it_must(planned):
     config, _, plan = planned
     assert (
-        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.keep=nothing"]), 3)
+        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.remat=nothing"]), 3)
         is plan
     )
     elsewhere = apply_resume_overrides(config, ["mesh.stages=1"])
@@ -181,7 +182,8 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
         (["adapters.law.optim.lr=1"], "resume.fixed", "starts a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
         (["mesh.stages=none"], "config.override", ""),
-        (["train.keep=all"], "config.override", ""),
+        (["train.remat=all"], "config.override", ""),
+        (["train.keep=nothing"], "config.renamed-key", "train.remat"),
     ],
 )
 def test_what_a_begun_run_cannot_change(planned, overrides, code, fix):
@@ -195,4 +197,4 @@ def test_layers_belong_to_their_number_of_stages(planned):
     config = apply_resume_overrides(planned[0], ["mesh.layers=[1, 4]"])
     assert config.mesh.layers == (1, 4)
     assert apply_resume_overrides(config, ["mesh.stages=1"]).mesh.layers is None
-    assert apply_resume_overrides(config, ["train.keep=nothing"]).mesh.layers == (1, 4)
+    assert apply_resume_overrides(config, ["train.remat=nothing"]).mesh.layers == (1, 4)

@@ -266,7 +266,7 @@ def test_a_hub_base_is_pinned_to_its_commit(unfinished, tmp_path, monkeypatch):
 
     huggingface_hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    from lorafusion_jax.data.prepare import base_directory, pin_base
+    from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 
     job = json.loads((unfinished.home / "jobs.yaml").read_text())
     (unfinished.home / "jobs.yaml").write_text(json.dumps(job | {"base": {"model": "org/tiny"}}))
@@ -278,7 +278,7 @@ def test_a_hub_base_is_pinned_to_its_commit(unfinished, tmp_path, monkeypatch):
 
 def test_status_of_a_long_run_is_quick(tmp_path):
     """64 adapters and 2000 steps take a fifth of what 10 000 may: less than a fifth of a second of one quiet core."""
-    from lorafusion_jax.report.log_file import encode_row
+    from lorafusion_jax.log_file import encode_row
     from lorafusion_jax.report.summary import read_summary
 
     row = {"kind": "step", "grad_norm": 0.123456789, "lr": 1e-4, "loss_tokens": 1234, "time": 1.5}

@@ -9,18 +9,18 @@ import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.layout.extent import Extent, extents
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import Extent, extents, half_of
-from lorafusion_jax.pipeline.layout import split_layers
-from lorafusion_jax.pipeline.memory import (
+from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     DEVICE_BYTES,
     GIB,
-    KEEPS,
+    REMAT_POLICIES,
     MemoryProblem,
     advice,
-    choose_keep,
+    choose_remat,
     fits,
     kept_per_layer,
     largest_capacity,
@@ -29,6 +29,7 @@ from lorafusion_jax.pipeline.memory import (
     stage_memory,
     working_memory,
 )
+from lorafusion_jax.planning.stages import split_layers
 
 TINY = ModelConfig(
     family="qwen3",
@@ -54,7 +55,7 @@ HOPPER = "pallas_mosaic_gpu"
 
 
 def problem(model=TINY, adapters=ADAPTERS, stages=1, tokens=64, **changes):
-    settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "keep": "gemm_inputs"} | changes
+    settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "remat": "gemm_inputs"} | changes
     layers = split_layers(model.num_layers, stages)
     return MemoryProblem(model=model, adapters=adapters, layers=layers, capacity_tokens=tokens, **settings)
 
@@ -96,10 +97,10 @@ def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
 
 
 def test_stages_that_share_a_layer_hold_what_one_stage_holds():
-    (one,) = stage_memory(problem(keep="everything"))
+    (one,) = stage_memory(problem(remat="everything"))
     table = 2 * 96 * 24
     for counts in ([2.5, 2.5], [1.5, 3.5]):
-        two = stage_memory(replace(problem(keep="everything"), layers=extents(counts)))
+        two = stage_memory(replace(problem(remat="everything"), layers=extents(counts)))
         for name in ("adapters", "sums", "optimizers"):
             assert sum(getattr(stage, name) for stage in two) == getattr(one, name)
         assert sum(stage.frozen for stage in two) == one.frozen + table
@@ -149,9 +150,9 @@ def test_programs_that_gather_get_no_full_device():
     (stage,) = stage_memory(four)
     allocator = int(143.2e9)
     assert stage.total < ALLOCATOR_USABLE * allocator
-    assert choose_keep(four, allocator, usable=ALLOCATOR_USABLE) == "nothing"
+    assert choose_remat(four, allocator, usable=ALLOCATOR_USABLE) == "nothing"
     less = replace(four, capacity_tokens=4096)
-    assert choose_keep(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
+    assert choose_remat(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
 def test_kept_tensors_by_hand():
@@ -170,9 +171,9 @@ def test_kept_tensors_by_hand():
         **{f"S of {site}": 2 * T * 16 for site in ("qkv", "o", "gate_up", "down")},
         **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
     }
-    assert kept_per_layer(problem(keep="nothing")) == nothing
+    assert kept_per_layer(problem(remat="nothing")) == nothing
     assert kept_per_layer(problem()) == gemm_inputs
-    more = kept_per_layer(problem(keep="everything"))
+    more = kept_per_layer(problem(remat="everything"))
     assert {name: size for name, size in more.items() if name not in gemm_inputs} == {
         "attention, for o_proj": 2 * T * 32,
         "norm 1 out": 2 * T * 24,
@@ -188,7 +189,7 @@ def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
     T, F = 8192, LLAMA_8B.intermediate_size
 
     def gated(**changes):
-        kept = kept_per_layer(problem(LLAMA_8B, tokens=T, keep="everything", **changes), "mlp")
+        kept = kept_per_layer(problem(LLAMA_8B, tokens=T, remat="everything", **changes), "mlp")
         return kept.get("silu(gate) · up")
 
     assert gated() is None
@@ -205,14 +206,14 @@ def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
 
 
 def test_the_gated_array_is_working_memory_where_it_is_not_kept():
-    def of(keep, **changes):
-        return problem(LLAMA_8B, tokens=8192, keep=keep, **changes)
+    def of(remat, **changes):
+        return problem(LLAMA_8B, tokens=8192, remat=remat, **changes)
 
     gated, hand_over = 2 * 8192 * LLAMA_8B.intermediate_size, 2 * 2 * 8192 * LLAMA_8B.hidden_size
     everything = sum(kept_per_layer(of("everything")).values())
-    for keep in KEEPS:
-        again = everything - sum(kept_per_layer(of(keep)).values())
-        assert working_memory(of(keep), 0)["forward"] == hand_over + again + gated
+    for remat in REMAT_POLICIES:
+        again = everything - sum(kept_per_layer(of(remat)).values())
+        assert working_memory(of(remat), 0)["forward"] == hand_over + again + gated
     assert working_memory(of("everything", hopper=False), 0)["forward"] == hand_over
 
 
@@ -224,8 +225,8 @@ def real_kept(wanted, half=None):
 
     from lorafusion_jax.config.schema import TrainSettings
     from lorafusion_jax.data.assemble import Microbatch
-    from lorafusion_jax.pipeline.keep import Split
     from lorafusion_jax.pipeline.parts import Parts
+    from lorafusion_jax.pipeline.remat import Split
 
     T = wanted.capacity_tokens
     settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)
@@ -233,7 +234,7 @@ def real_kept(wanted, half=None):
     whole = jax.ShapeDtypeStruct
     frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
     lora = {name.removeprefix("layers."): whole(shape[1:], jnp.float32) for name, shape in parts.lora_shapes(1).items()}
-    lora = {name: leaf for name, leaf in lora.items() if half in (None, half_of(name))}
+    lora = {name: leaf for name, leaf in lora.items() if half in (None, LAYER.half_of(name))}
     sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     batch = Microbatch(
@@ -241,12 +242,12 @@ def real_kept(wanted, half=None):
     )
 
     def forward(frozen, lora, x, batch):
-        split = Split(lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2]), wanted.keep)
+        split = Split(lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2]), wanted.remat)
         return split.forward((frozen, parts.inputs(batch, dropout=True), jnp.int32(0)), lora, x)
 
     x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention"), "on_hopper", return_value=True)
+    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
         _, kept = jax.eval_shape(forward, frozen, lora, x, batch)
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
@@ -258,22 +259,22 @@ WIDE = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, 
 @pytest.mark.parametrize(
     ("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER), (HOPPER, None)]
 )
-@pytest.mark.parametrize("keep", KEEPS)
-def test_a_real_layer_keeps_what_the_table_says(keep, implementation, attention):
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_a_real_layer_keeps_what_the_table_says(remat, implementation, attention):
     """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
-    wanted = problem(WIDE, FOUR, tokens=1024, keep=keep, implementation=implementation, attention=attention)
+    wanted = problem(WIDE, FOUR, tokens=1024, remat=remat, implementation=implementation, attention=attention)
     assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
 def test_half_a_real_layer_keeps_what_the_table_says(half):
-    wanted = problem(WIDE, FOUR, tokens=1024, keep="everything", implementation=HOPPER)
+    wanted = problem(WIDE, FOUR, tokens=1024, remat="everything", implementation=HOPPER)
     assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=1e-3)
 
 
 def test_where_our_attention_does_not_serve_its_result_is_kept_twice():
     def again(model=LLAMA_8B, tokens=1024, **changes):
-        return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, keep="everything", **changes))
+        return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, remat="everything", **changes))
 
     assert not again()
     assert not again(hopper=False, attention=HOPPER)
@@ -316,15 +317,15 @@ def test_the_frozen_70b_keeps_one_gigabyte_per_layer():
 
 def test_70b_in_four_stages_repeats_no_product_on_h200():
     wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
-    assert choose_keep(wanted, DEVICE_BYTES["h200"]) == "gemm_inputs"
-    assert choose_keep(wanted, DEVICE_BYTES["h100"]) == "nothing"
+    assert choose_remat(wanted, DEVICE_BYTES["h200"]) == "gemm_inputs"
+    assert choose_remat(wanted, DEVICE_BYTES["h100"]) == "nothing"
 
 
 def test_an_allocators_own_limit_is_used_nearly_whole():
     wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
     limit = int(0.95 * DEVICE_BYTES["h200"])
-    assert choose_keep(wanted, limit) == "nothing"  # as if it were a smaller device
-    assert choose_keep(wanted, limit, usable=ALLOCATOR_USABLE) == "gemm_inputs"
+    assert choose_remat(wanted, limit) == "nothing"  # as if it were a smaller device
+    assert choose_remat(wanted, limit, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
 def test_logits_are_counted_on_the_last_stage_only():
@@ -337,8 +338,8 @@ def test_logits_are_counted_on_the_last_stage_only():
 def test_keeping_less_never_needs_more():
     for stages in (1, 4):
         peaks = [
-            max(stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, stages, 8192, keep=keep)))
-            for keep in KEEPS
+            max(stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, stages, 8192, remat=remat)))
+            for remat in REMAT_POLICIES
         ]
         assert peaks == sorted(peaks, reverse=True)
 
@@ -352,12 +353,12 @@ def test_advice_fits_and_is_the_best_of_its_kind():
     assert tokens == largest_capacity(tight, h200)
     assert fits(replace(tight, capacity_tokens=tokens), h200)
     assert not fits(replace(tight, capacity_tokens=tokens + 128), h200)
-    assert text.endswith("or train.keep: nothing")
-    assert fits(replace(tight, keep="nothing"), h200)
+    assert text.endswith("or train.remat: nothing")
+    assert fits(replace(tight, remat="nothing"), h200)
     assert advice(replace(tight, capacity_tokens=tokens), h200) == ""
 
 
 def test_weights_that_fit_nowhere_want_more_devices():
     whole = problem(LLAMA_70B, FOUR, tokens=1024)
     assert advice(whole, 79 * GIB) == "more mesh.stages or mesh.fsdp: the weights alone are too large"
-    assert choose_keep(whole, 79 * GIB) == "nothing"
+    assert choose_remat(whole, 79 * GIB) == "nothing"

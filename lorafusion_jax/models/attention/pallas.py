@@ -6,8 +6,8 @@ import jax
 
 from pallas_kernels.attention import Saved, attention_backward, attention_forward, document_rows
 
-from .attention_kept import kept
-from .segments import Segments
+from ..segments import Segments
+from .checkpoint_names import checkpointed
 
 
 def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
@@ -17,7 +17,7 @@ def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segment
     """
     first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
     o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)
-    saved = kept(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
+    saved = checkpointed(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
     return saved.o_THC, saved
 
 

@@ -10,22 +10,20 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
-from lorafusion_jax.pipeline.blocks import block_layers
-from lorafusion_jax.pipeline.extent import Extent, Half
-from lorafusion_jax.pipeline.layout import half_of_linear, layer_shapes, linear_shapes, stage_layers
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels import policy
 
-Keep = Literal["everything", "gemm_inputs", "nothing"]
-KEEPS: tuple[Keep, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
 GIB = 2**30
 DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
 USABLE = 0.92  # of the device; the rest is for what is not modelled
@@ -40,12 +38,6 @@ NOT_MODELLED = (
     "host memory",
 )
 FLOAT32 = 4
-SITES = {  # projections that share an input share S and dropout; the input's width is that of the first
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +52,7 @@ class MemoryProblem:
         capacity_tokens: T.
         fsdp: devices that share the frozen weights of a stage.
         block_layers: layers of a program, where a number is named.
-        keep: what a layer's forward leaves for its backward.
+        remat: what a layer's forward leaves for its backward.
         item: bytes of a base weight and of an activation.
         implementation: of the LoRA ops, where one is named.
         attention: its implementation, where one is named.
@@ -76,7 +68,7 @@ class MemoryProblem:
     capacity_tokens: int
     fsdp: int = 1
     block_layers: int | None = None
-    keep: Keep = "gemm_inputs"
+    remat: RematPolicy = "gemm_inputs"
     item: int = 2
     implementation: str | None = None
     attention: str | None = None
@@ -112,7 +104,7 @@ class StageMemory:
 
 
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
-    """What a job needs memory for; `train.keep: auto` counts as everything (see `choose_keep`)."""
+    """What a job needs memory for; `train.remat: auto` counts as everything (see `choose_remat`)."""
     mesh, train = config.mesh, config.train
     tokens = config.batch.capacity_tokens
     return MemoryProblem(
@@ -123,7 +115,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         capacity_tokens=tokens,
         fsdp=mesh.fsdp,
         block_layers=train.block_layers,
-        keep="everything" if train.keep == "auto" else train.keep,
+        remat="everything" if train.remat == "auto" else train.remat,
         item=4 if config.base.dtype == "float32" else 2,
         implementation=train.implementation,
         tile_tokens=config.batch.tile_tokens,
@@ -147,56 +139,34 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str
     `nothing` keeps the layer's input; `gemm_inputs` what no elementwise work can make again; `everything` all that a
     derivative wants.
     """
-    attention, mlp = _kept_by_half(problem)
-    if half == "attention":
-        return attention
+    T, item = problem.capacity_tokens, problem.item
+    kept = {"x_in": item * T * problem.model.hidden_size}
+    if problem.remat == "nothing":
+        return kept
+    for own in HALVES if half is None else (half,):
+        kept |= _saved_tensors(problem, own) | _saved_by_lora(problem, own)
     if half == "mlp":
-        return mlp
-    if problem.keep == "nothing":
-        return attention
-    mlp = {"o_out": mlp.pop("x_in")} | mlp  # a whole layer makes the input of its MLP again from these two
-    return attention | mlp
+        del kept["o_out"]  # its input is an array of its own
+    return kept
 
 
-def _kept_by_half(problem: MemoryProblem) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the attention and of the MLP."""
-    m, T, item = problem.model, problem.capacity_tokens, problem.item
-    D, F = m.hidden_size, m.intermediate_size
-    query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    x_in = {"x_in": item * T * D}
-    if problem.keep == "nothing":
-        return x_in, dict(x_in)
-    lora = {f"S of {site}": item * T * _together(problem, rank) for site, rank in _site_ranks(problem).items() if rank}
-    lora |= {f"dropout bits of {site}": size for site, size in _bits(problem).items()}
-    attention = x_in | {
-        "q": item * T * query,  # rotated, as attention takes it
-        "k": item * T * key,
-        "v": item * T * key,
-        "attention": item * T * query,
-        "attention log-sum-exp": FLOAT32 * T * m.num_heads,
-        **{name: size for name, size in lora.items() if name.endswith((" qkv", " o"))},
-    }
-    mlp = x_in | {
-        "gate": item * T * F,
-        "up": item * T * F,
-        **{name: size for name, size in lora.items() if name.endswith((" gate_up", " down"))},
-    }
-    if m.qk_norm:
-        attention |= {"q, k before their norms": item * T * (query + key)}
-    if problem.keep == "gemm_inputs":
-        return attention, mlp
-    attention |= {
-        "norm 1 out": item * T * D,
-        "norm 1 scale": FLOAT32 * T,
-    }
-    if not _attention_is_ours(problem):  # the others put back the rows that they isolated: another array
-        attention |= {"attention, for o_proj": item * T * query}
-    mlp |= {"norm 2 out": item * T * D, "norm 2 scale": FLOAT32 * T}
-    if not _mlp_is_one_op(problem):
-        mlp |= {"silu(gate) · up": item * T * F}
-    if m.qk_norm:
-        attention |= {"scales of their norms": FLOAT32 * T * (m.num_heads + m.num_kv_heads)}
-    return attention, mlp
+def _saved_tensors(problem: MemoryProblem, half: Half) -> dict[str, int]:
+    fused = _attention_is_ours(problem) if half == "attention" else _mlp_is_one_op(problem)
+    kept = {}
+    for tensor in LAYER.saved:
+        wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
+        if tensor.half == half and wanted and tensor.present(problem.model) and not (tensor.unfused and fused):
+            item = FLOAT32 if tensor.float32 else problem.item
+            kept[tensor.name] = item * problem.capacity_tokens * tensor.width(problem.model)
+    return kept
+
+
+def _saved_by_lora(problem: MemoryProblem, half: Half) -> dict[str, int]:
+    sites = [site for site, linears in LAYER.sites.items() if linears[0].half == half]
+    ranks, bits = _site_ranks(problem), _bits(problem)
+    rows = problem.item * problem.capacity_tokens
+    kept = {f"S of {site}": rows * _together(problem, ranks[site]) for site in sites if ranks[site]}
+    return kept | {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
 
 
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
@@ -205,7 +175,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
     query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
-    made_again = sum(kept_per_layer(replace(problem, keep="everything")).values()) - sum(
+    made_again = sum(kept_per_layer(replace(problem, remat="everything")).values()) - sum(
         kept_per_layer(problem).values()
     )
     if _mlp_is_one_op(problem):
@@ -231,15 +201,15 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     return programs
 
 
-def choose_keep(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> Keep:
+def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
     """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does.
 
     Args:
         device_bytes: of the device, or with `usable=ALLOCATOR_USABLE` what its allocator may take.
     """
-    for keep in KEEPS:
-        if fits(replace(problem, keep=keep), device_bytes, usable=usable):
-            return keep
+    for remat in REMAT_POLICIES:
+        if fits(replace(problem, remat=remat), device_bytes, usable=usable):
+            return remat
     return "nothing"
 
 
@@ -258,10 +228,10 @@ def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128,
     if fits(problem, device_bytes, usable=usable):
         return ""
     said: list[str] = []
-    for keep in KEEPS[KEEPS.index(problem.keep) :]:
-        tokens = largest_capacity(replace(problem, keep=keep), device_bytes, tile_tokens=tile_tokens, usable=usable)
+    for remat in REMAT_POLICIES[REMAT_POLICIES.index(problem.remat) :]:
+        tokens = largest_capacity(replace(problem, remat=remat), device_bytes, tile_tokens=tile_tokens, usable=usable)
         if tokens >= problem.capacity_tokens:
-            return " or ".join([*said, f"train.keep: {keep}"])
+            return " or ".join([*said, f"train.remat: {remat}"])
         if tokens and not said:
             said = [f"batch.capacity_tokens: {tokens}"]
     return said[0] if said else "more mesh.stages or mesh.fsdp: the weights alone are too large"
@@ -329,14 +299,16 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
     layers = sum(
-        _share(shape, problem.fsdp) for piece in problem.layers[stage].pieces for shape in layer_shapes(m, piece.half)
+        _share(shape, problem.fsdp)
+        for piece in problem.layers[stage].pieces
+        for shape in LAYER.frozen_shapes(m, piece.half).values()
     )
     norm = m.hidden_size if _is_last(problem, stage) else 0
     return problem.item * (layers + tables * table + norm)
 
 
 def _layer_bytes(model: ModelConfig, item: int) -> int:
-    return item * sum(map(prod, layer_shapes(model)))
+    return item * LAYER.num_parameters(model)
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:
@@ -354,21 +326,16 @@ def _layer_lora_bytes(problem: MemoryProblem, half: Half | None = None) -> int:
     leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
     padded = sum(
         prod(leaf.shape(k, n, rank))
-        for name, (k, n) in _linears(problem, half).items()
+        for name, (k, n) in LAYER.linear_shapes(problem.model, half).items()
         if (rank := bank_rank(problem.adapters, name))
         for leaf in leaves
     )
     return FLOAT32 * len(problem.adapters) * padded
 
 
-def _linears(problem: MemoryProblem, half: Half | None) -> dict[str, tuple[int, int]]:
-    shapes = linear_shapes(problem.model)
-    return {name: shape for name, shape in shapes.items() if half in (None, half_of_linear(name))}
-
-
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
     """The same per adapter, at its own rank, targets and kind: what its optimizer sees."""
-    pieces = [_linears(problem, piece.half) for piece in problem.layers[stage].pieces]
+    pieces = [LAYER.linear_shapes(problem.model, piece.half) for piece in problem.layers[stage].pieces]
 
     def own(spec: AdapterSpec) -> int:
         kind = adapter_kind(spec.kind)
@@ -379,7 +346,10 @@ def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
 
 
 def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
-    return {site: sum(bank_rank(problem.adapters, name) for name in names) for site, names in SITES.items()}
+    return {
+        site: sum(bank_rank(problem.adapters, linear.name) for linear in linears)
+        for site, linears in LAYER.sites.items()
+    }
 
 
 def _attention_is_ours(problem: MemoryProblem) -> bool:
@@ -403,12 +373,12 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
 
 def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
     """The call of a site, as the kernels' policy sees it."""
-    shapes = linear_shapes(problem.model)
+    linears = LAYER.sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
-        in_features=shapes[SITES[site][0]][0],
-        out_features=tuple(shapes[name][1] for name in SITES[site]),
-        ranks=tuple(bank_rank(problem.adapters, name) for name in SITES[site]),
+        in_features=linears[0].in_features(problem.model),
+        out_features=tuple(linear.out_features(problem.model) for linear in linears),
+        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
         tile=problem.tile_tokens,
         adapters=len(problem.adapters),
         dropout=any(spec.dropout for spec in problem.adapters),
@@ -429,9 +399,8 @@ def _bits(problem: MemoryProblem) -> dict[str, int]:
     """Packed keep bits of each dropout site, in blocks of 256 columns."""
     if not problem.packed_bits or not any(spec.dropout for spec in problem.adapters):
         return {}
-    shapes = linear_shapes(problem.model)
     return {
-        site: problem.capacity_tokens * -(-shapes[names[0]][0] // 256) * 32
-        for site, names in SITES.items()
+        site: problem.capacity_tokens * -(-linears[0].in_features(problem.model) // 256) * 32
+        for site, linears in LAYER.sites.items()
         if _site_ranks(problem)[site]
     }

@@ -8,8 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 ATTENTION = "attention"
 
 
-def kept[Tree](tree: Tree) -> Tree:
-    """Names every array of a tree "attention"; one that is there twice is named, and so kept, once.
+def checkpointed[Tree](tree: Tree) -> Tree:
+    """Names every array of a tree "attention"; one that is there twice is named, and so saved, once.
 
     With `jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("attention"))` the gradient of a
     layer runs no forward attention again.

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
-from lorafusion_jax.pipeline.extent import Extent, Half, counts_of, extents
+from lorafusion_jax.layout.extent import Extent, counts_of, extents
+from lorafusion_jax.layout.layer import HALVES, LAYER
 
 # What is not a product (LoRA's passes, norms, gate) per token and column of D + F, as if it were FLOPs: an 8B layer
 # reaches 500 TFLOP/s in whole runs on an H200 where the head reaches 716.
 PASSES = 16_000
 SAMPLE_TOKENS = 1024  # of a usual fine-tuning sample; attention at that length is 4 % of an 8B layer
-MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 WORTH_A_CUT = 0.995  # a cut layer compiles two more programs and reads its activations once more
 
 
@@ -198,10 +199,9 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
     1.8
     """
     products = 7 * sample_tokens * model.num_heads * model.head_dim
-    sizes = {name: rows * columns for name, (rows, columns) in linear_shapes(model).items()}
-    mlp = 4 * sum(sizes[name] for name in MLP_LINEARS) + PASSES * model.intermediate_size
-    attention = 4 * sum(size for name, size in sizes.items() if name not in MLP_LINEARS) + products
-    attention += PASSES * model.hidden_size
+    weights = {half: sum(map(prod, LAYER.linear_shapes(model, half).values())) for half in HALVES}
+    mlp = 4 * weights["mlp"] + PASSES * model.intermediate_size
+    attention = 4 * weights["attention"] + products + PASSES * model.hidden_size
     return PartCosts(
         layer=attention + mlp, attention=attention, head=4 * model.hidden_size * model.vocab_size * loss_share
     )
@@ -211,32 +211,3 @@ def worth_in_layers(model: ModelConfig, stages: Sequence[Extent]) -> list[float]
     """What each stage's layers cost, in layers: half a layer is worth what its operations are."""
     costs = modelled_costs(model)
     return [stage_cost(stage, costs) / costs.layer for stage in stages]
-
-
-def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) of one layer's seven projections, by name."""
-    D, F, C = model.hidden_size, model.intermediate_size, model.head_dim
-    query, key = model.num_heads * C, model.num_kv_heads * C
-    return {
-        "q_proj": (D, query),
-        "k_proj": (D, key),
-        "v_proj": (D, key),
-        "o_proj": (query, D),
-        "gate_proj": (D, F),
-        "up_proj": (D, F),
-        "down_proj": (F, D),
-    }
-
-
-def layer_shapes(model: ModelConfig, half: Half | None = None) -> list[tuple[int, ...]]:
-    """Shapes of all frozen tensors of one layer or of half of it: linears, biases, norms."""
-    linears = {name: shape for name, shape in linear_shapes(model).items() if half in (None, half_of_linear(name))}
-    biased = {"o_proj": model.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), model.qkv_bias)
-    biases = [(columns,) for name, (_, columns) in linears.items() if biased.get(name, model.mlp_bias)]
-    head_norms = [(model.head_dim,)] * 2 if model.qk_norm and half != "mlp" else []
-    norms = [(model.hidden_size,)] * (2 if half is None else 1)
-    return [*linears.values(), *biases, *norms, *head_norms]
-
-
-def half_of_linear(name: str) -> Half:
-    return "mlp" if name in MLP_LINEARS else "attention"

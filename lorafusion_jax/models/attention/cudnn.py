@@ -10,8 +10,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from .attention_kept import kept
-from .segments import Segments
+from ..segments import Segments
+from .checkpoint_names import checkpointed
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -25,7 +25,7 @@ def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments
     if reason := unsupported_reason(q_THC):
         raise NotImplementedError(f"cuDNN packed attention {reason}")
     o_BTHC, pullback = jax.vjp(partial(_attention, segments), q_THC[None], k_TKC[None], v_TKC[None])
-    o_BTHC, pullback = kept((o_BTHC, pullback))
+    o_BTHC, pullback = checkpointed((o_BTHC, pullback))
     return o_BTHC[0], pullback
 
 

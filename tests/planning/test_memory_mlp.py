@@ -2,10 +2,10 @@
 
 import pytest
 
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import Extent
-from lorafusion_jax.pipeline.memory import MemoryProblem, kept_per_layer
+from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer
 
 GATED = "silu(gate) · up"
 USUAL = {
@@ -22,7 +22,7 @@ def keeps_gated(*, width, hidden, tokens, tile, rank, implementation, hopper, it
     adapters = tuple(AdapterSpec(name=name, rank=rank, alpha=rank) for name in ("law", "med"))
     problem = MemoryProblem(
         model=model, adapters=adapters, optimizers=("adamw",) * 2, layers=(Extent(0, 2),), capacity_tokens=tokens,
-        keep="everything", implementation=implementation, tile_tokens=tile, hopper=hopper, item=item,
+        remat="everything", implementation=implementation, tile_tokens=tile, hopper=hopper, item=item,
     )  # fmt: skip
     return GATED in kept_per_layer(problem)
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory
-from lorafusion_jax.pipeline import memory
-from lorafusion_jax.pipeline.extent import Extent, counts_of
-from lorafusion_jax.pipeline.layout import (
-    linear_shapes,
-    modelled_costs,
-    stage_layers,
-    worth_in_layers,
-)
-from lorafusion_jax.pipeline.memory import Keep
-from lorafusion_jax.pipeline.rebalance import Moved, rebalanced
+from lorafusion_jax.layout.extent import Extent, counts_of
+from lorafusion_jax.layout.layer import LAYER, RematPolicy
+from lorafusion_jax.planning import memory
+from lorafusion_jax.planning.rebalance import Moved, rebalanced
+from lorafusion_jax.planning.stages import modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
 from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
 
@@ -40,7 +37,7 @@ def memory_of(device: str) -> int | None:
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
     """Default costs of a job's stages on a device."""
     mesh = config.mesh
-    layer = sum(rows * columns for rows, columns in linear_shapes(model).values())
+    layer = sum(map(prod, LAYER.linear_shapes(model).values()))
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
         device,
@@ -66,14 +63,14 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
 
     Raises:
         PlanError: no cost model, or one for stages of other layers, microbatches of another size, or another model,
-            `mesh.fsdp` or `train.keep`; `auto` is whatever it was measured with.
+            `mesh.fsdp` or `train.remat`; `auto` is whatever it was measured with.
     """
     mesh, tokens = config.mesh, config.batch.capacity_tokens
     if model is None:
-        costs = read_cost_model(file.read_text(encoding="utf-8"), [1.0] * mesh.stages)
+        costs = read_costs(file, [1.0] * mesh.stages)
     else:
         layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens)
-        costs = read_cost_model(file.read_text(encoding="utf-8"), worth_in_layers(model, layers))
+        costs = read_costs(file, worth_in_layers(model, layers))
         costs.check_layers(counts_of(layers))
     costs.check_capacity(tokens)
     costs.check_measured_with(
@@ -81,20 +78,31 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
             dtype=config.base.dtype,
             parameters=None if model is None else model.num_parameters,
             fsdp=mesh.fsdp,
-            keep=None if config.train.keep == "auto" else config.train.keep,
+            remat=None if config.train.remat == "auto" else config.train.remat,
         )
     )
     return costs
 
 
-def measured_with(*, dtype: str, parameters: int | None, fsdp: int, keep: Keep | None) -> dict[str, str | int]:
+def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
+    """Reads a cost model for stages of so many layers; settings that it names by an old name get the new one.
+
+    Raises:
+        PlanError: `plan.cost-format`, or costs of another number of stages.
+    """
+    costs = read_cost_model(file.read_text(encoding="utf-8"), layers)
+    named = {new_name(name): value for name, value in costs.measured_with.items()}
+    return dataclasses.replace(costs, measured_with=named)
+
+
+def measured_with(*, dtype: str, parameters: int | None, fsdp: int, remat: RematPolicy | None) -> dict[str, str | int]:
     """What the times of a stage depend on besides layers and capacity, as a cost model notes it.
 
     Args:
         parameters: of the base model, which may lie elsewhere and be the same; None: not known.
-        keep: what backward is left; None: anything.
+        remat: what backward is left; None: anything.
     """
-    settings = {"base.dtype": dtype, "base parameters": parameters, "mesh.fsdp": fsdp, "train.keep": keep}
+    settings = {"base.dtype": dtype, "base parameters": parameters, "mesh.fsdp": fsdp, "train.remat": remat}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -104,7 +112,7 @@ def better_layout(
     layers: Sequence[Extent],
     seconds: Sequence[float],
     *,
-    keep: Keep,
+    remat: RematPolicy,
     device_bytes: int | None = None,
 ) -> Moved | None:
     """Where layers should lie by what the stages of a run took, within memory; None if that saves nothing.
@@ -114,9 +122,9 @@ def better_layout(
     Args:
         layers: as they were.
         seconds: per stage, for the same microbatches.
-        keep: what backward was left.
+        remat: what backward was left.
     """
-    problem = dataclasses.replace(memory.memory_problem(config, model), layers=tuple(layers), keep=keep)
+    problem = dataclasses.replace(memory.memory_problem(config, model), layers=tuple(layers), remat=remat)
     fullest = max(stage.total for stage in memory.stage_memory(problem))
     room = max(fullest, int(ROOMY * (device_bytes or 0)))
     return rebalanced(layers, seconds, modelled_costs(model), most=memory.most_halves(problem, room))
@@ -136,12 +144,12 @@ def predicted_bubbles(config: JobConfig, plan: Plan) -> float | None:
 def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
     """Memory per stage as plain numbers; `fits` and `advice` are None where the device's memory is not known."""
     problem = memory.memory_problem(config, model)
-    if config.train.keep == "auto" and device_bytes is not None:
-        problem = dataclasses.replace(problem, keep=memory.choose_keep(problem, device_bytes))
+    if config.train.remat == "auto" and device_bytes is not None:
+        problem = dataclasses.replace(problem, remat=memory.choose_remat(problem, device_bytes))
     stages = memory.stage_memory(problem)
     return {
         "layers": counts_of(problem.layers),
-        "keep": problem.keep,
+        "remat": problem.remat,
         "stages": [{"total": stage.total} | dataclasses.asdict(stage) for stage in stages],
         "device_bytes": device_bytes,
         "fits": None if device_bytes is None else memory.fits(problem, device_bytes),

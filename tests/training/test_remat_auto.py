@@ -1,4 +1,4 @@
-"""`train.keep: auto` counts what this machine's ops keep."""
+"""`train.remat: auto` counts what this machine's ops keep."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from lorafusion_jax.config.schema import (
     LoraSettings,
 )
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.memory import memory_problem, stage_memory
+from lorafusion_jax.planning.memory import memory_problem, stage_memory
 from lorafusion_jax.training import base
 
 MODEL = ModelConfig(
@@ -42,7 +42,7 @@ def test_a_card_without_the_kernels_has_less_room(monkeypatch, hopper):
     # enough for everything but silu(gate) · up
     device_of(monkeypatch, with_kernels.total / base.ALLOCATOR_USABLE + 2**20)
     monkeypatch.setattr(base, "is_hopper", lambda: hopper)
-    assert base.fitting_keep(CONFIG, MODEL) == ("everything" if hopper else "gemm_inputs")
+    assert base.fitting_remat(CONFIG, MODEL) == ("everything" if hopper else "gemm_inputs")
 
 
 def test_too_little_memory_is_told_before_training(monkeypatch):
@@ -52,7 +52,7 @@ def test_too_little_memory_is_told_before_training(monkeypatch):
     assert warning is not None
     assert f"stage 0 needs {needed.total / 1e9:.1f} GB by count" in warning
     assert "batch.capacity_tokens: " in warning
-    assert "train.keep: gemm_inputs" in warning
+    assert "train.remat: gemm_inputs" in warning
     assert base.memory_warning(CONFIG, MODEL, "gemm_inputs") is None
     device_of(monkeypatch, None)  # a CPU does not tell
     assert base.memory_warning(CONFIG, MODEL, "everything") is None

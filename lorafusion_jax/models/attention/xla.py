@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .attention_kept import kept
-from .segments import Segments
+from ..segments import Segments
+from .checkpoint_names import checkpointed
 
 BLOCK = 64
 _MASKED = float("-inf")
@@ -29,7 +29,7 @@ def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: 
     ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
     q, k, v = (_blocks(x, block, num_keys) for x in (q_THC, k_TKC, v_TKC))
     o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB)
-    residuals = kept((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
+    residuals = checkpointed((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
     return _rows(residuals[4], T), residuals
 
 

@@ -9,16 +9,15 @@ import numpy as np
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, Half, Linear
 from lorafusion_jax.modules.spec import bank_rank
-from lorafusion_jax.pipeline.extent import HALVES, Extent, Half
-from lorafusion_jax.pipeline.layout import MLP_LINEARS, linear_shapes
-from lorafusion_jax.pipeline.memory import MemoryProblem, memory_problem
+from lorafusion_jax.planning.memory import MemoryProblem, memory_problem
 from pallas_kernels.cost import H200, Ceilings, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost
 from scheduling import Plan
 
 CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured; of other devices nothing is said
-QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan: Plan, device: str) -> float | None:
@@ -59,17 +58,17 @@ def _layers_floor_s(stage: Extent, halves: Mapping[Half, float]) -> float:
 
 
 def _half_floor_s(problem: MemoryProblem, half: Half, ceilings: Ceilings) -> float:
-    ops = [_mlp(problem)] if half == "mlp" else [_siblings(problem, QKV), _siblings(problem, ("o_proj",))]
+    sites = [site for site in LAYER.sites.values() if site[0].half == half]
+    ops = [_mlp(problem)] if half == "mlp" else [_siblings(problem, site) for site in sites]
     return sum(op.floor_s(ceilings) for op in ops)
 
 
-def _siblings(problem: MemoryProblem, names: tuple[str, ...]) -> SiblingsCost:
-    shapes = linear_shapes(problem.model)
+def _siblings(problem: MemoryProblem, site: tuple[Linear, ...]) -> SiblingsCost:
     return SiblingsCost(
         tokens=problem.capacity_tokens,
-        in_features=shapes[names[0]][0],
-        out_features=tuple(shapes[name][1] for name in names),
-        ranks=tuple(bank_rank(problem.adapters, name) for name in names),
+        in_features=site[0].in_features(problem.model),
+        out_features=tuple(linear.out_features(problem.model) for linear in site),
+        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in site),
         adapters=len(problem.adapters),
         dropout=any(spec.dropout for spec in problem.adapters),
         item=problem.item,
@@ -77,7 +76,7 @@ def _siblings(problem: MemoryProblem, names: tuple[str, ...]) -> SiblingsCost:
 
 
 def _mlp(problem: MemoryProblem) -> MlpCost:
-    gate, up, down = (bank_rank(problem.adapters, name) for name in MLP_LINEARS)
+    gate, up, down = (bank_rank(problem.adapters, name) for name in LAYER.linear_shapes(problem.model, "mlp"))
     return MlpCost(
         tokens=problem.capacity_tokens,
         width=problem.model.hidden_size,

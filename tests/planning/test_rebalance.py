@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import LLAMA_70B
 
-from lorafusion_jax.pipeline.extent import Extent, extents
-from lorafusion_jax.pipeline.layout import WORTH_A_CUT, PartCosts, modelled_costs, split_layers, stage_loads
-from lorafusion_jax.pipeline.rebalance import WORTH_A_MOVE, rebalanced
+from lorafusion_jax.layout.extent import Extent, extents
+from lorafusion_jax.planning.rebalance import WORTH_A_MOVE, rebalanced
+from lorafusion_jax.planning.stages import WORTH_A_CUT, PartCosts, modelled_costs, split_layers, stage_loads
 
 
 @settings(max_examples=100, deadline=None)

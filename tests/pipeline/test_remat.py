@@ -16,8 +16,8 @@ from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.keep import Split
 from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.remat import Split
 
 T, TILE = 64, 16
 MODEL = ModelConfig(
@@ -25,7 +25,7 @@ MODEL = ModelConfig(
     head_dim=8, qk_norm=True,
 )  # fmt: skip
 SPECS = (AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1), AdapterSpec(name="med", rank=2, alpha=2))
-KEEPS = ("everything", "gemm_inputs", "nothing")
+REMAT_POLICIES = ("everything", "gemm_inputs", "nothing")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,10 @@ def layer():
     return run, frozen, lora, x, dy
 
 
-def passes(layer, keep):
+def passes(layer, remat):
     """Forward and backward pass as two functions, as the programs of a stage have them."""
     run, frozen, lora, x, dy = layer
-    split = Split(run, keep)
+    split = Split(run, remat)
     forward = jax.make_jaxpr(split.forward, return_shape=True)
     jaxpr, (_, kept) = forward(frozen, lora, x)
     back = jax.make_jaxpr(split.backward)(frozen, lora, x, kept, dy)
@@ -93,28 +93,28 @@ INNER = (jex.ClosedJaxpr, jex.Jaxpr)
 
 def test_gemm_inputs_repeats_no_product(layer):
     """Counted beside a derivative that keeps everything; attention makes its scores again in both."""
-    products = {keep: [count_products(jaxpr) for jaxpr in passes(layer, keep)[:2]] for keep in KEEPS}
+    products = {remat: [count_products(jaxpr) for jaxpr in passes(layer, remat)[:2]] for remat in REMAT_POLICIES}
     forward = products["everything"][0]
     assert forward >= 7 + 7 * 2 + 2  # projections, their low-rank products, attention
-    assert [products[keep][0] for keep in KEEPS] == [forward] * 3
+    assert [products[remat][0] for remat in REMAT_POLICIES] == [forward] * 3
     assert products["nothing"][1] > products["everything"][1] + 7
     assert products["gemm_inputs"][1] == products["everything"][1]
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_no_frozen_weight_is_kept(layer, keep):
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_no_frozen_weight_is_kept(layer, remat):
     _, frozen, _, _, _ = layer
     shapes = {leaf.shape for leaf in frozen.values() if leaf.ndim > 1}
-    _, _, kept = passes(layer, keep)
+    _, _, kept = passes(layer, remat)
     assert not [leaf.shape for leaf in kept if leaf.shape in shapes or leaf.shape[::-1] in shapes]
-    assert bool(kept) == (keep != "nothing")
+    assert bool(kept) == (remat != "nothing")
 
 
 def test_kept_or_repeated_the_gradients_are_the_same(layer):
     run, frozen, lora, x, dy = layer
     wanted = jax.jit(lambda lora, x, dy: jax.vjp(partial(run, frozen), lora, x)[1](dy))(lora, x, dy)
-    for keep in KEEPS:
-        split = Split(run, keep)
+    for remat in REMAT_POLICIES:
+        split = Split(run, remat)
         _, kept = jax.jit(split.forward)(frozen, lora, x)
         seen = jax.jit(split.backward)(frozen, lora, x, kept, dy)
         for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(wanted), strict=True):

@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention import unsupported_reason
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 
-from .attention_clean import Backward, Forward, cleaned
-from .attention_cudnn import cudnn_backward, cudnn_forward, on_hopper
-from .attention_cudnn import unsupported_reason as cudnn_unsupported_reason
-from .attention_pallas import pallas_backward, pallas_forward
-from .attention_xla import xla_backward, xla_forward
-from .segments import Segments
+from ..segments import Segments
+from .cudnn import cudnn_backward, cudnn_forward, on_hopper
+from .cudnn import unsupported_reason as cudnn_unsupported_reason
+from .nan_isolation import Backward, Forward, isolated
+from .pallas import pallas_backward, pallas_forward
+from .xla import xla_backward, xla_forward
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
 
     A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward.
 
-    What backward needs is named "attention" (see `attention_kept`), for rematerialisation policies.
+    What backward needs is named "attention" (see `checkpoint_names`), for rematerialisation policies.
 
     Args:
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
@@ -72,8 +72,8 @@ def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementatio
 
 # forward: (q, k, v, segments) -> o [T, H·C] and what backward needs; backward: (that, do [T, H, C]) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
-    "xla": cleaned(xla_forward, xla_backward),
-    "cudnn": cleaned(cudnn_forward, cudnn_backward),
+    "xla": isolated(xla_forward, xla_backward),
+    "cudnn": isolated(cudnn_forward, cudnn_backward),
     "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
 }
 

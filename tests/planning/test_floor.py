@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from shapes import LLAMA_8B
 
+from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.extent import extents
-from lorafusion_jax.pipeline.memory import MemoryProblem
-from lorafusion_jax.report.floor import stage_floors_s
+from lorafusion_jax.planning.floor import stage_floors_s
+from lorafusion_jax.planning.memory import MemoryProblem
 from pallas_kernels.cost import H200, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost
 

@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 from shapes import LLAMA_70B
 
 from lorafusion_jax.errors import ConfigError, ErrorList
-from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.extent import Extent, counts_of, extents, half_of
-from lorafusion_jax.pipeline.layout import (
+from lorafusion_jax.layout.extent import Extent, counts_of, extents
+from lorafusion_jax.planning.stages import (
     WORTH_A_CUT,
     PartCosts,
     check_layers,
-    layer_shapes,
-    linear_shapes,
     modelled_costs,
     slowest,
     split_layers,
@@ -111,40 +108,12 @@ def test_stages_that_share_a_layer_have_each_leaf_once():
     for name in ("self_attn.q_proj.lora_a", "input_layernorm.weight", "layers.mlp.up_proj.lora_b"):
         held = [*first.layers_of(name), *second.layers_of(name)]
         assert held == [0, 1, 2, 3]
-    assert half_of("post_attention_layernorm.weight") == half_of("mlp.down_proj.kernel") == "mlp"
-    both = layer_shapes(LLAMA_70B, "attention") + layer_shapes(LLAMA_70B, "mlp")
-    assert sorted(both) == sorted(layer_shapes(LLAMA_70B))
 
 
 def test_costs_follow_lengths_and_loss():
     short, long = modelled_costs(LLAMA_70B, sample_tokens=1), modelled_costs(LLAMA_70B, sample_tokens=8193)
     assert long.layer - short.layer == 7 * 8192 * 64 * 128
     assert modelled_costs(LLAMA_70B, loss_share=0.25).head == short.head / 4
-
-
-def test_shapes_are_those_of_the_decoder():
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from lorafusion_jax.models.layer import DecoderLayer
-
-    config = ModelConfig(
-        family="qwen3",
-        vocab_size=32,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-    )
-    layer = nnx.eval_shape(lambda: DecoderLayer(config, (), dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    real = {
-        str(path[-2]): leaf.shape
-        for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))
-        if path[-1] == "kernel"
-    }
-    assert linear_shapes(config) == real
 
 
 def test_more_stages_than_layers_are_refused():

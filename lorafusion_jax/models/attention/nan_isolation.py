@@ -12,29 +12,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .attention_kept import kept
+from .checkpoint_names import checkpointed
 
 Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C] and what backward needs
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do [T, H, C] -> dq, dk, dv
 
 
-def cleaned(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
+def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
     """The same pair of functions, isolated between segments; forward's first result may be [T, H, C]."""
 
-    def clean_forward(q, k, v, segments):
-        bad_q, bad_kv = kept((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
+    def isolated_forward(q, k, v, segments):
+        bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
         o, residuals = forward(_clean(q), _clean(k), _clean(v), segments)
-        o = _poison(o, bad_q | _reached(bad_kv, segments.ids))
+        o = _fill_nan(o, bad_q | _reached(bad_kv, segments.ids))
         return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
 
-    def clean_backward(everything, do):
+    def isolated_backward(everything, do):
         residuals, bad, ids = everything
         dq, dk, dv = backward(residuals, _clean(do))
         # A bad row spoils the gradients of its whole segment: queries after it, keys before it, through them the rest.
         spoiled = _whole_segment(bad | _bad_rows(do), ids)
-        return _poison(dq, spoiled), _poison(dk, spoiled), _poison(dv, spoiled)
+        return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)
 
-    return clean_forward, clean_backward
+    return isolated_forward, isolated_backward
 
 
 def _bad_rows(x_THC: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def _clean(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def _poison(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
+def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
     return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
 
 

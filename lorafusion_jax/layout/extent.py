@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Half = Literal["attention", "mlp"]
-HALVES: tuple[Half, Half] = ("attention", "mlp")
-MLP_PARTS = ("mlp", "post_attention_layernorm")  # of a layer; all others belong to its attention
+from lorafusion_jax.layout.layer import LAYER, Half
 
 
 class Piece(NamedTuple):
@@ -60,17 +58,12 @@ class Extent:
 
     def layers_of(self, name: str) -> range:
         """Layers whose leaf of that name is here: "self_attn.q_proj.lora_a", with or without "layers." in front."""
-        if half_of(name) == "mlp":
+        if LAYER.half_of(name) == "mlp":
             return range(self.start // 2, self.stop // 2)
         return range(-(-self.start // 2), -(-self.stop // 2))
 
     def holds(self, layer: int, name: str) -> bool:
         return layer in self.layers_of(name)
-
-
-def half_of(name: str) -> Half:
-    """The half of a layer to which a leaf belongs."""
-    return "mlp" if name.removeprefix("layers.").partition(".")[0] in MLP_PARTS else "attention"
 
 
 def extents(counts: Iterable[int | float]) -> tuple[Extent, ...]:

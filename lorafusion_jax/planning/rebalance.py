@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from lorafusion_jax.pipeline.extent import Extent, counts_of
-from lorafusion_jax.pipeline.layout import WORTH_A_CUT, PartCosts, stage_loads
+from lorafusion_jax.layout.extent import Extent, counts_of
+from lorafusion_jax.planning.stages import WORTH_A_CUT, PartCosts, stage_loads
 
 # At its power limit a GPU that never waits clocks lower than one that does, and so looks slower than it is: layers that
 # moved off it made another one the slowest and saved nothing (70B on four H200s: 5 % apart before and after).
