@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
 
-.PHONY: demo test test-oldest lint format gpu-test ptxas lock clean
+.PHONY: demo test test-oldest lint format tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -15,11 +15,15 @@ test: .venv/.ready
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every published table and plot, from the raw rows in benchmarks/results.
+tables: .venv/.ready
+	@$(BIN)/python -m benchmarks.tables
 
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
@@ -31,7 +35,7 @@ gpu-test:
 
 # Needs no GPU, but jax's CUDA plugin and ptxas (nvidia-cuda-nvcc) in the active environment: without them it says so.
 ptxas:
-	$(PYTHON) benchmarks/ptxas_report.py
+	$(PYTHON) -m benchmarks.ptxas_report
 
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready

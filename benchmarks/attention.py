@@ -1,6 +1,6 @@
 """Packed causal attention on a GPU: correctness and times of our kernels, cuDNN and XLA.
 
-    python benchmarks/attention.py --out benchmarks/results/attention.jsonl --budget 200
+    python -m benchmarks.attention --out benchmarks/results/attention_h200_2026-11-24 --budget 200
 
 One JSON line per finding, written at once; a variant that fails leaves a line with its error. Times are microseconds,
 medians over rounds in random order; `floor_us` is the work of the visible pairs alone at 600 TFLOP/s.
@@ -13,28 +13,24 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from lorafusion_jax.models import Segments, attention  # noqa: E402
-from lorafusion_jax.models.attention_cudnn import cudnn_backward, cudnn_forward  # noqa: E402
-from lorafusion_jax.models.attention_pallas import pallas_backward, pallas_forward  # noqa: E402
-from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows  # noqa: E402
-from pallas_kernels.attention.blocks import key_blocks, query_blocks  # noqa: E402
-from pallas_kernels.attention.common import TILE, Units  # noqa: E402
-from pallas_kernels.attention.dkv import KEYS, dkv  # noqa: E402
-from pallas_kernels.attention.dq import dq  # noqa: E402
-from pallas_kernels.attention.forward import forward  # noqa: E402
-from pallas_kernels.device import num_sms  # noqa: E402
-from pallas_kernels.tuning.timing import time_calls  # noqa: E402
+from lorafusion_jax.models import Segments, attention
+from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
+from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
+from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
+from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
+from pallas_kernels.attention.hopper.common import TILE, Units
+from pallas_kernels.attention.hopper.dkv import KEYS, dkv
+from pallas_kernels.attention.hopper.dq import dq
+from pallas_kernels.attention.hopper.forward import forward
+from pallas_kernels.device import num_sms
+from pallas_kernels.tuning.timing import time_calls
 
 PEAK = 600e12
 VARIANTS = {  # name -> settings; "rows": blocks in the order of rows; "each": one block of threads per item of work
@@ -110,7 +106,8 @@ def main() -> None:
     args = parser.parse_args()
     stop = time.monotonic() + args.budget
     device = jax.devices()[0].device_kind
-    with args.out.open("a") as file:
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "attention.jsonl").open("a") as file:
         for name in args.sections.split(","):
             for record in SECTIONS[name]():
                 line = json.dumps({"section": name, "device": device, "jax": jax.__version__, **record})

@@ -1,9 +1,9 @@
 """Every benchmark that needs GPUs, side by side on the GPUs of one host, within a time limit.
 
-    python benchmarks/campaign.py --seconds 590 --out results
-    python benchmarks/campaign.py --seconds 590 --out results --cells 70b 8b_data4 layer
-    python benchmarks/campaign.py --cells 8b_data4 8b_data1 8b_data1.2 8b_data1.3
-    python benchmarks/campaign.py --list
+    python -m benchmarks.campaign --seconds 590 --out results
+    python -m benchmarks.campaign --seconds 590 --out results --cells 70b 8b_data4 layer
+    python -m benchmarks.campaign --out results --cells 8b_data4 8b_data1 8b_data1.2 8b_data1.3
+    python -m benchmarks.campaign --list
 
 A cell is one process on one or more GPUs of its own. Cells start in the order of the list (or of `--cells`) as soon as
 enough GPUs are free and the time that is left is enough for what they are known to need. A cell that overruns its limit
@@ -51,11 +51,11 @@ class Cell:
     @property
     def argv(self) -> list[str]:
         program, *rest = self.command.split()
-        return [sys.executable, str(ROOT / "benchmarks" / program), *rest]
+        return [sys.executable, "-m", f"benchmarks.{program}", *rest]
 
 
-LARGE = "end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16"
-REPLICAS = "end_to_end.py --model 8b --variants ours --no-profile"
+LARGE = "end_to_end --model 70b --stages 4 --capacity 6144 --batch 16"
+REPLICAS = "end_to_end --model 8b --variants ours --no-profile"
 HIDE = "--xla gpu_enable_latency_hiding_scheduler="  # where the program does not choose so itself, or against it
 SIZES = (("ops", 8192), ("rows", 2048), ("rows", 4096), ("rows", 16384))  # sections of kernels.py, tokens
 CELLS = (
@@ -65,44 +65,44 @@ CELLS = (
     Cell(name="70b_flush", gpus=4, seconds=260, command=f"{LARGE} --variants flush --baseline-slots 40"),
     Cell(
         name="32b", gpus=2, seconds=440,
-        command="end_to_end.py --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 38",
+        command="end_to_end --model 32b --stages 2 --variants ours fsdp_xla --baseline-slots 38",
     ),
     Cell(
         name="32b_order", gpus=2, seconds=250,
-        command="end_to_end.py --model 32b --stages 2 --variants mlora ours --slots 40 --no-profile",
+        command="end_to_end --model 32b --stages 2 --variants mlora ours --slots 40 --no-profile",
     ),
     Cell(
         name="32b_baselines", gpus=2, seconds=430,
-        command="end_to_end.py --model 32b --stages 2 --variants ours flush single --baseline-slots 25"
+        command="end_to_end --model 32b --stages 2 --variants ours flush single --baseline-slots 25"
         " --slots 40 --no-profile",
     ),
     Cell(
         name="8b_mix", gpus=1, seconds=280,
-        command="end_to_end.py --model 8b --workloads mix --variants ours single_xla single frozen"
+        command="end_to_end --model 8b --workloads mix --variants ours single_xla single frozen"
         " --baseline-slots 50",
     ),
     Cell(
         name="8b_rest", gpus=1, seconds=350,
-        command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants ours",
+        command="end_to_end --model 8b --workloads xsum cnn wiki het --variants ours",
     ),
     Cell(
         name="8b_rest_single", gpus=1, seconds=190,
-        command="end_to_end.py --model 8b --workloads xsum cnn wiki het --variants single_xla --baseline-slots 50",
+        command="end_to_end --model 8b --workloads xsum cnn wiki het --variants single_xla --baseline-slots 50",
     ),
     Cell(
         name="8b_single", gpus=1, seconds=170,
-        command="end_to_end.py --model 8b --workloads mix --variants ours single --baseline-slots 50",
+        command="end_to_end --model 8b --workloads mix --variants ours single --baseline-slots 50",
     ),
-    Cell(name="8b_het", gpus=1, seconds=110, command="end_to_end.py --model 8b --workloads het --variants ours"),
-    Cell(name="mlp", gpus=1, seconds=130, command="mlp.py"),
-    Cell(name="layer", gpus=1, seconds=240, command="kernels.py --sections layer --only 8B --budget 230"),
-    Cell(name="layer_large", gpus=1, seconds=180, command="kernels.py --sections layer --only 32B 70B --budget 170"),
-    Cell(name="siblings", gpus=1, seconds=80, command="kernels.py --sections layer --only q,k,v gate,up --budget 78"),
-    Cell(name="check", gpus=1, seconds=130, command="kernels.py --sections check --budget 120"),
+    Cell(name="8b_het", gpus=1, seconds=110, command="end_to_end --model 8b --workloads het --variants ours"),
+    Cell(name="mlp", gpus=1, seconds=130, command="mlp"),
+    Cell(name="layer", gpus=1, seconds=240, command="kernels --sections layer --only 8B --budget 230"),
+    Cell(name="layer_large", gpus=1, seconds=180, command="kernels --sections layer --only 32B 70B --budget 170"),
+    Cell(name="siblings", gpus=1, seconds=80, command="kernels --sections layer --only q,k,v gate,up --budget 78"),
+    Cell(name="check", gpus=1, seconds=130, command="kernels --sections check --budget 120"),
     *(  # two shapes of each number of tokens, and the three others: all rows of all shapes take two GPUs 16 minutes
         Cell(
             name=f"{section}_{tokens}_{part}", gpus=1, seconds=seconds,
-            command=f"kernels.py --sections {section} --budget {1.5 * seconds:.0f} --only {only}",
+            command=f"kernels --sections {section} --budget {1.5 * seconds:.0f} --only {only}",
         )
         for section, tokens in SIZES
         for part, seconds, only in (
@@ -112,7 +112,7 @@ CELLS = (
     *(  # Hopper's kernels beside what they must not be slower than
         Cell(
             name=f"{section}_{tokens}_hopper", gpus=1, seconds=550,
-            command=f"kernels.py --sections {section} --budget 800 --only {tokens}x"
+            command=f"kernels --sections {section} --budget 800 --only {tokens}x"
             " --variants frozen xla_naive xla_wide xla pallas_mosaic_gpu",
         )
         for section, tokens in SIZES
@@ -120,28 +120,28 @@ CELLS = (
     *(  # of these, ranks up to 64 alone
         Cell(
             name=f"{section}_{tokens}_64", gpus=1, seconds=200,
-            command=f"kernels.py --sections {section} --budget 300 --only {tokens}x --matching ^frozen|_r64_"
+            command=f"kernels --sections {section} --budget 300 --only {tokens}x --matching ^frozen|_r64_"
             " --variants frozen xla_naive xla_wide pallas_mosaic_gpu",
         )
         for section, tokens in SIZES
     ),
-    Cell(name="profile", gpus=1, seconds=90, command="kernels.py --sections profile --budget 130"),
-    Cell(name="products", gpus=1, seconds=80, command="kernels.py --sections products --budget 110"),
+    Cell(name="profile", gpus=1, seconds=90, command="kernels --sections profile --budget 130"),
+    Cell(name="products", gpus=1, seconds=80, command="kernels --sections products --budget 110"),
     Cell(
         name="bytes_64", gpus=1, seconds=90,
-        command="kernel_bytes.py --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0",
+        command="kernel_bytes --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0",
     ),
-    Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests.py"),
-    Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes.py"),
+    Cell(name="gpu_tests", gpus=1, seconds=330, command="gpu_tests"),
+    Cell(name="bytes", gpus=1, seconds=90, command="kernel_bytes"),
     Cell(name="8b_overlap", gpus=1, seconds=95, command=f"{REPLICAS} {HIDE}true"),
     Cell(name="8b_data2_overlap", gpus=2, seconds=108, command=f"{REPLICAS} --data 2 {HIDE}true"),
     Cell(
         name="8b_fsdp", gpus=2, seconds=120,
-        command="end_to_end.py --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50",
+        command="end_to_end --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50",
     ),
     Cell(
         name="8b_fsdp_apart", gpus=2, seconds=120,
-        command=f"end_to_end.py --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50 {HIDE}false",
+        command=f"end_to_end --model 8b --stages 2 --variants fsdp_xla --baseline-slots 50 {HIDE}false",
     ),
     Cell(name="8b_data4", gpus=4, seconds=110, command=f"{REPLICAS} --data 4"),
     Cell(name="8b_data2", gpus=2, seconds=108, command=f"{REPLICAS} --data 2"),
@@ -289,12 +289,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--cells", nargs="+", type=cell_named, metavar="CELL", default=list(CELLS))
     parser.add_argument("--list", action="store_true", help="prints the cells and ends")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, help="folder")
     options = parser.parse_args()
     if options.list:
         for each in options.cells:
             print(f"{each.name:15s} {each.gpus} GPUs {each.seconds:4.0f} s  {each.command}")
         return 0
+    if options.out is None:
+        parser.error("--out names the folder for what is measured")
     if len({each.name for each in options.cells}) < len(options.cells):
         parser.error("a cell is named twice: give the second one a number, as in 8b_data1.2")
     gpus = visible_gpus()[: options.gpus]

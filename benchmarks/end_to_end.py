@@ -1,9 +1,9 @@
 """Whole training runs at real size on random weights: ours beside every baseline, in one program and one run.
 
-    python benchmarks/end_to_end.py --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
-    python benchmarks/end_to_end.py --model 32b --stages 2 --out results                         # two
-    python benchmarks/end_to_end.py --model 70b --stages 4 --capacity 6144 --batch 16 --out results
-    python benchmarks/end_to_end.py --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
+    python -m benchmarks.end_to_end --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
+    python -m benchmarks.end_to_end --model 32b --stages 2 --out results                         # two
+    python -m benchmarks.end_to_end --model 70b --stages 4 --capacity 6144 --batch 16 --out results
+    python -m benchmarks.end_to_end --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
 
 Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
 real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
@@ -34,7 +34,6 @@ import gzip
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -45,9 +44,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end_inputs import (
@@ -78,17 +74,17 @@ from lorafusion_jax.config.schema import (
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.blocks import block_layers
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.layout import stage_layers
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.report.prediction import predicted_costs
-from lorafusion_jax.training.base import fitting_keep
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.prediction import predicted_costs
+from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.training.base import fitting_remat
 from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -138,7 +134,7 @@ def main() -> None:
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
-    parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 keep=gemm_inputs")
+    parser.add_argument("--set", nargs="*", default=[], help="train settings, e.g. block_layers=2 remat=gemm_inputs")
     parser.add_argument("--xla", nargs="*", default=[], help="XLA flags, e.g. gpu_enable_latency_hiding_scheduler=true")
     parser.add_argument("--layers-per-stage", type=float, nargs="+", help="default by cost")
     parser.add_argument("--no-profile", action="store_true")
@@ -205,7 +201,7 @@ class Bench:
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
             "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
-            "keep": stages[0].keep, "settings": [*options.set, *options.xla],
+            "keep": stages[0].remat, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
@@ -263,7 +259,7 @@ class Bench:
         longest = max(max(job.sample_tokens) for run in runs for job in run)
         possible = [capacity for capacity in CAPACITIES if longest <= capacity <= self.options.capacity]
         configs = {capacity: self.config(variant, mesh, capacity, len(runs[0])) for capacity in possible}
-        roomy = [c for c in possible if fitting_keep(configs[c], self.model) != "nothing"]
+        roomy = [c for c in possible if fitting_remat(configs[c], self.model) != "nothing"]
 
         def seconds(capacity: int) -> float:
             costs = predicted_costs(configs[capacity], self.model, "h200")
@@ -300,14 +296,14 @@ class Bench:
         if self._layout != layout:
             self._weights = []
             self._weights, self._layout = self.weights(config), layout
-        keep = fitting_keep(config, self.model) if config.train.keep == "auto" else config.train.keep
+        remat = fitting_remat(config, self.model) if config.train.remat == "auto" else config.train.remat
         specs = tuple(adapter_specs(config))
         parts = Parts(
             model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype
         )
         stages = [
             (FrozenStage if frozen else Stage)(
-                parts, own, here, config.adapters, keep=keep,
+                parts, own, here, config.adapters, remat=remat,
                 block=block_layers(config.train.block_layers, len(own.pieces), fsdp=here.fsdp),
             )
             for own, here in self._weights
@@ -372,7 +368,7 @@ class Bench:
 
         def listen(event: Any) -> None:
             if event.kind == "compiled":
-                compiled.append(event.values["seconds"])
+                compiled.append(event.seconds)
 
         if variant.together and self.options.trace:
             self.trace(batches, stages)
@@ -381,7 +377,7 @@ class Bench:
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
         Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
-        if variant.frozen and not np.isfinite(np.asarray(stages[-1].loss)).all():  # no step that would notice
+        if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step that would notice
             raise FloatingPointError("the loss of the frozen base is not finite")
         measured = timeline.spans
         tokens = (
@@ -417,11 +413,11 @@ class Bench:
         loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
-                stage.run_alone(to_stage(loads[0], stage.mesh))
+                stage.time_passes(to_stage(loads[0], stage.mesh))
             with jax.profiler.trace(folder):
                 for load in loads:
                     for stage in stages:
-                        stage.run_alone(to_stage(load, stage.mesh))
+                        stage.time_passes(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
 

@@ -7,16 +7,14 @@ H100-80GB, four adapters of rank 16 with dropout 0.1, random tokens of the same 
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Row = dict[str, Any]
-WORKLOADS = ("xsum", "cnn", "wiki", "mix", "het")
+from benchmarks.end_to_end_rows import LABELS, WORKLOADS, Row, devices_of, newest
+
 PUBLISHED = {  # useful tokens/s by workload, in the order above
     "8b": {
         "one adapter at a time": (12353, 12232, 9754, 10744, 11271),
@@ -38,12 +36,6 @@ PUBLISHED = {  # useful tokens/s by workload, in the order above
 PUBLISHED_ON = "H100-80GB"
 PUBLISHED_GPUS = {"8b": 1, "32b": 2, "70b": 4}
 PUBLISHED_BATCH = {"8b": 8, "32b": 8, "70b": 16}
-LABELS = {
-    "single_xla": "one at a time, XLA LoRA", "single": "one at a time, our kernels",
-    "fsdp_xla": "FSDP, one at a time, XLA LoRA", "flush": "pipeline flushed at every step, XLA LoRA",
-    "mlora": "mLoRA's order, our kernels", "ours_xla": "ours, XLA LoRA", "ours": "ours",
-    "frozen": "frozen base, no LoRA: the floor",
-}  # fmt: skip
 COLOURS = {
     "single_xla": "#e8a33d", "single": "#d9c17a", "fsdp_xla": "#c2703d", "flush": "#8b5e3c", "mlora": "#7d8f53",
     "ours_xla": "#7fb3c8", "ours": "#1f6f8b", "frozen": "#9aa0a6",
@@ -51,7 +43,6 @@ COLOURS = {
     "mLoRA schedule": "#7d8f53", "LoRAFusion": "#1f6f8b",
 }  # fmt: skip
 MODELS = ("tiny", *PUBLISHED)
-RUNS = ("first", "second", "third", "fourth", "fifth", "sixth")  # of a day, in files that number them
 BAR_INCHES = 0.34
 LEGEND_INCHES = 2.9  # of a column
 GAP = 0.9  # between workloads, in bars
@@ -68,30 +59,6 @@ class Bar(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.name}, published ({self.device})" if self.published else f"{LABELS[self.name]} ({self.device})"
-
-
-def devices_of(row: Row) -> int:
-    return math.prod(row["mesh"].values())
-
-
-def age(row: Row) -> tuple:
-    """Sorts rows by when they ran: by the day, its numbered runs, and the time of those that say it."""
-    day, _, rest = (row.get("run") or row.get("date") or "").replace(", ", " ", 1).partition(" ")
-    name, _, _ = rest.partition(",")
-    return (day, RUNS.index(name), "") if name in RUNS else (day, len(RUNS) if rest else -1, rest)
-
-
-def newest(rows: list[Row]) -> dict[tuple[str, str], Row]:
-    """(workload, variant) -> its row of the newest run.
-
-    Of equally new rows that with the most slots, then that of the run with the most baselines, then the slowest.
-    """
-    baselines = Counter(row.get("run") for row in rows if row["variant"] != "ours")
-
-    def rank(row: Row) -> tuple:
-        return *age(row), row["slots"], baselines[row.get("run")], -row["useful_tokens_per_s"]
-
-    return {(row["workload"], row["variant"]): row for row in sorted(rows, key=rank)}
 
 
 def comparable(rows: list[Row], model: str) -> list[Row]:

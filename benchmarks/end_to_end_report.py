@@ -1,6 +1,6 @@
 """Makes the table, the plot and Perfetto traces of `end_to_end.py`'s results.
 
-    python benchmarks/end_to_end_report.py results/end_to_end.jsonl --timelines results --out benchmarks/results
+    python -m benchmarks.end_to_end_report RUN/end_to_end.jsonl --timelines RUN --out RUN
 
 `end_to_end.py` does it at its end by itself; this is for results that were joined or noted down by hand since. The
 table leaves out what a row cannot know, the plot (`end_to_end_plot.py`) has published figures beside ours.
@@ -12,13 +12,9 @@ import argparse
 import csv
 import json
 import math
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
 from scheduling import Pause, Span, Timeline, to_perfetto
 from scheduling.comparison import host_wait_s
@@ -42,9 +38,6 @@ def main() -> None:
 
 def report(results: Path, timelines: Path | None, out: Path) -> None:
     """Writes table, plot (where there is matplotlib) and traces beside each other, named as the results."""
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
-    write_csv(rows, out / f"{results.stem}.csv")
     for file in sorted(timelines.glob("timeline_*.json")) if timelines else []:
         trace = to_perfetto(Timeline.from_json(file.read_text()))
         (out / f"{results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
@@ -52,12 +45,22 @@ def report(results: Path, timelines: Path | None, out: Path) -> None:
         timeline = from_perfetto(json.loads(file.read_text()))
         late = f"{max(host_wait_s(timeline)) * 1e3:.1f} ms of {timeline.duration_s:.1f} s"
         print(f"{file.name}: the worst stage waited {late} for the host")
+    write(results, out / results.stem)
+
+
+def write(results: Path, out: Path) -> list[Path]:
+    """Writes OUT.csv and OUT.png; returns what was written."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
+    table, plot = out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.png")
+    write_csv(rows, table)
     if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
-        return
+        return [table]
     from benchmarks.end_to_end_plot import draw
 
-    draw(rows, out / f"{results.stem}.png")
+    draw(rows, plot)
+    return [table, plot]
 
 
 def from_perfetto(trace: dict[str, Any]) -> Timeline:

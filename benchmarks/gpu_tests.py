@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and writes down how each of them ended; `make gpu-test` prints the same.
 
-python benchmarks/gpu_tests.py --out results
+python -m benchmarks.gpu_tests --out benchmarks/results/gpu_tests_h200_2026-11-24
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # not this folder: its scheduling.py is a benchmark
 
 
 class Ends:

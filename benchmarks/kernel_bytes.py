@@ -1,7 +1,7 @@
 """Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
 
-    python benchmarks/kernel_bytes.py --out results/     # starts ncu; skips everything where that is not on the path
-    python benchmarks/kernel_bytes.py --out results/ --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0
+    python -m benchmarks.kernel_bytes --out FOLDER     # starts ncu; skips everything where that is not on the path
+    python -m benchmarks.kernel_bytes --out FOLDER --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0
 
 Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
 counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes
@@ -35,7 +35,7 @@ CASE_S = 100
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the run")
     parser.add_argument("--features", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--cases", nargs="+", default=CASES, help="form, adapters and rate of dropout of each")
@@ -43,12 +43,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="counts nothing: for checking `kernels.py` on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     if args.child:
         run_once(args.child, args.features, args.rank)
         return
     deadline = time.monotonic() + args.budget
-    with (args.out / "kernels_bytes.jsonl").open("w") as file, tempfile.TemporaryDirectory() as programs:
+    with (args.out / "bytes.jsonl").open("w") as file, tempfile.TemporaryDirectory() as programs:
 
         def add(**record) -> None:
             file.write(json.dumps(record) + "\n")
@@ -81,7 +80,8 @@ def made_with() -> dict:
 
 def count(case: str, features: int, rank: int, programs: str, deadline: float) -> dict:
     """Runs one case, then once more under the profiler, and adds up its kernels."""
-    child = [sys.executable, __file__, "--child", case, "--features", str(features), "--rank", str(rank)]
+    child = [sys.executable, "-m", "benchmarks.kernel_bytes", "--child", case]
+    child += ["--features", str(features), "--rank", str(rank)]
     profiler = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
     profiler += ["--metrics", ",".join((*METRICS, TIME)), "--target-processes", "all"]
     kept = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -92,8 +92,10 @@ def count(case: str, features: int, rank: int, programs: str, deadline: float) -
         return max(0.0, min(CASE_S, deadline - time.monotonic()))
 
     try:
-        subprocess.run(child, capture_output=True, text=True, timeout=limit(), env=os.environ | kept, check=True)
-        run = subprocess.run(profiler + child, capture_output=True, text=True, timeout=limit(), env=watched)
+        subprocess.run(
+            child, capture_output=True, text=True, timeout=limit(), env=os.environ | kept, check=True, cwd=ROOT
+        )
+        run = subprocess.run(profiler + child, capture_output=True, text=True, timeout=limit(), env=watched, cwd=ROOT)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as failed:
         if isinstance(failed, subprocess.TimeoutExpired) and time.monotonic() >= deadline:
             return {"error": "no time left"}

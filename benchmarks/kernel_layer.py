@@ -14,7 +14,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import oracles
-from pallas_kernels.gate import silu_gate
+from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.tuning.timing import time_calls
 
 RANK = 16

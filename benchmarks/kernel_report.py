@@ -1,6 +1,6 @@
 """Makes the tables and the plot of the kernel benchmark from its JSON lines.
 
-    python benchmarks/kernel_report.py results/kernels_*.jsonl --out benchmarks/results/kernels_h200
+    python -m benchmarks.kernel_report RUN/ops.jsonl RUN/layer.jsonl --out RUN/kernels
 
 Writes OUT_ops.csv (whole ops), OUT_summary.csv (what a call takes that names no backend, over all shapes),
 OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and OUT.png, each as far as the
@@ -21,9 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
 
 CONDITIONS = ("device", "jax", "jaxlib", "driver", "power_limit_w", "date", "file")
 TIMES = ("p20_us", "p50_us", "p80_us")
@@ -89,7 +86,9 @@ def write(results: Iterable[Path], out: Path) -> list[Path]:
 def read(file: Path) -> list[Row]:
     """Rows of one run, each with its conditions; what failed, or was skipped, is left out."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    conditions = {"file": file.name} | next((line["conditions"] for line in lines if "conditions" in line), {})
+    conditions = {"file": f"{file.parent.name}/{file.name}"} | next(
+        (line["conditions"] for line in lines if "conditions" in line), {}
+    )
     return [conditions | line for line in lines if not {"error", "conditions", "planned", "skipped"} & line.keys()]
 
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from benchmarks import kernel_checks, kernel_layer, oracles
 from benchmarks.conditions import conditions
-from pallas_kernels import backends
-from pallas_kernels.api import describe
 from pallas_kernels.arg_specs import BENCHMARK_SHAPES, LinearSpec, make_arrays
+from pallas_kernels.backend import select_name
+from pallas_kernels.linear.describe import describe
 from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
@@ -68,7 +68,7 @@ def run(
     kinds: Sequence[str] = (), matching: str = "",
 ) -> None:  # fmt: skip
     print(f"   jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-    recorder = Recorder(out / f"kernels_{section}.jsonl", budget_s)
+    recorder = Recorder(out / f"{section}.jsonl", budget_s)
     recorder.add(conditions=conditions())
     sections = {
         "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds, matching=matching),
@@ -154,7 +154,7 @@ def default_backend(variant: Variant) -> str:
     table = None if variant.spec.adapters == 1 else jnp.zeros(arrays["tile_adapter"].shape, jnp.int32)
     operands = (arrays["x"], (arrays["w"],), (arrays["a"],), (arrays["b"],), (None,), table)
     static, ops = describe(*operands, jnp.ones(variant.spec.adapters), arrays["dropout"])
-    return backends.choose(None, static, ops)
+    return select_name(static, ops, None)
 
 
 def ours(backend: str | None):

@@ -1,7 +1,7 @@
 """Benchmark of the LoRA linear layer: correctness, whole ops, decoder layers, bytes, tile sizes, kernel lists.
 
-    python benchmarks/kernels.py --out results/     # everything: the tables of ops, layers and bytes
-    python benchmarks/kernels.py --sections check,ops --budget 700 --out results/
+    python -m benchmarks.kernels --out FOLDER     # everything: the tables of ops, layers and bytes
+    python -m benchmarks.kernels --sections check,ops --budget 700 --out FOLDER
 
 `ops` has all forms at 8192 tokens, `rows` at 2048, 4096 and 16384; several GPUs share them by `--only`. `bytes` needs
 the profiler ncu and is skipped without.
@@ -43,7 +43,7 @@ def main() -> int:
         help="seconds for everything (default %(default)d): all sections take one H200 about 50 minutes, 32 of them for"
         " the 240 sizes of ops and rows",
     )  # fmt: skip
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the run")
     parser.add_argument(
         "--only", nargs="+", default=[],
         help="kernels of the sweep (mosaic_down), parts of layer (32B), else beginnings of shapes (16384x)",
@@ -54,7 +54,6 @@ def main() -> int:
     parser.add_argument("--child", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(ROOT))
     if args.child:
         from benchmarks import kernel_sections
 
@@ -72,7 +71,7 @@ def main() -> int:
     bad = report(args.out, sections)
     from benchmarks import kernel_report
 
-    files = [args.out / f"kernels_{section}.jsonl" for section in sections]
+    files = [args.out / f"{section}.jsonl" for section in sections]
     kernel_report.write([file for file in files if file.exists()], args.out / "kernels")
     lost = [line for section in sections for line in missing(section, lines_of(args.out, section))]
     if lost:
@@ -87,14 +86,14 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
 
     Records of an earlier run go first: they would be printed as those of this one.
     """
-    (args.out / f"kernels_{section}.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_bytes.py")]  # starts processes of its own
+    (args.out / f"{section}.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.kernel_bytes"]  # starts processes of its own
     if section != "bytes":
-        command = [sys.executable, __file__, "--child", section]
+        command = [sys.executable, "-m", "benchmarks.kernels", "--child", section]
         command += ["--only", *args.only] if args.only else []
         command += ["--variants", *args.variants] if args.variants else []
         command += ["--matching", args.matching] if args.matching else []
-    command += ["--out", str(args.out), "--budget", f"{budget_s:.0f}"]
+    command += ["--out", str(args.out.absolute()), "--budget", f"{budget_s:.0f}"]
     flags = os.environ.get("XLA_FLAGS", "")
     if not args.tiny:
         if section in ("sweep", "products", "profile"):
@@ -121,7 +120,7 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
 
 
 def lines_of(out: pathlib.Path, section: str) -> list[dict]:
-    path = out / f"kernels_{section}.jsonl"
+    path = out / f"{section}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -1,7 +1,7 @@
 """The main job at full size: a random-weight Llama-3.1-8B-shaped directory, four adapters, from the command line.
 
-    python benchmarks/main_job.py --out results-folder            # one GPU with 80 GB or more, about 5 minutes
-    python benchmarks/main_job.py --out /tmp/try --small          # the same on a CPU in miniature, to try the script
+    python -m benchmarks.main_job --out results-folder            # one GPU with 80 GB or more, about 5 minutes
+    python -m benchmarks.main_job --out /tmp/try --small          # the same on a CPU in miniature, to try the script
 
 Random weights and random words: speed and memory are those of the real model, losses mean nothing. Writes one JSON row
 with tokens/s, peak device memory, compile and load times, and the run's own metrics.
@@ -83,8 +83,8 @@ def main() -> int:
     parser.add_argument(
         "--variants",
         nargs="+",
-        default=["train.keep=auto"],
-        help="one run for each; settings joined by commas, e.g. train.keep=nothing,train.max_steps=6",
+        default=["train.remat=auto"],
+        help="one run for each; settings joined by commas, e.g. train.remat=nothing,train.max_steps=6",
     )
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="main_job_"))

@@ -1,6 +1,6 @@
 """The gated MLP as one op: its passes at the gate by configuration, and the whole beside three ops and the frozen MLP.
 
-    python benchmarks/mlp.py --out benchmarks/results      # one Hopper GPU, two minutes
+    python -m benchmarks.mlp --out benchmarks/results/mlp_h200_2026-11-24      # one Hopper GPU, two minutes
 
 Llama-3.1-8B's shape, 8192 tokens, four adapters of rank 16, bfloat16. First the op is compared with XLA on the same
 inputs in float32; nothing is timed if it is wrong.
@@ -21,13 +21,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its scheduling.py is a benchmark
-
-import pallas_kernels as pk  # noqa: E402
-from pallas_kernels import mlp  # noqa: E402
-from pallas_kernels.chunks import make_chunks  # noqa: E402
-from pallas_kernels.gate import silu_gate  # noqa: E402
-from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
+import pallas_kernels as pk
+from pallas_kernels.linear.chunks import make_chunks
+from pallas_kernels.mlp import api as mlp
+from pallas_kernels.mlp.hopper.gate import (
     BackwardInputs,
     GateConfig,
     WideGateConfig,
@@ -35,8 +32,9 @@ from pallas_kernels.mosaic_gpu.gate import (  # noqa: E402
     gate_forward,
     wide_gate_backward,
 )
-from pallas_kernels.tuning.config import gate_blocks  # noqa: E402
-from pallas_kernels.tuning.timing import time_calls  # noqa: E402
+from pallas_kernels.mlp.hopper.gate.config import gate_blocks
+from pallas_kernels.mlp.xla import silu_gate
+from pallas_kernels.tuning.timing import time_calls
 
 TOKENS, WIDTH, HIDDEN, ADAPTERS, RANK, TILE = 8192, 4096, 14336, 4, 16, 128
 PLACES = ((0, RANK), (RANK, RANK))
@@ -55,8 +53,9 @@ BF16 = 1e-2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     problem = draw()
     wrong = errors(problem)
     print("errors against float32:", " ".join(f"{error:.1e}" for error in wrong), flush=True)

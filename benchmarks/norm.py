@@ -1,6 +1,6 @@
 """Times the norm with the addition before it, forward and backward, as XLA and as a kernel; checks both on the device.
 
-python benchmarks/norm.py --out results.jsonl
+python -m benchmarks.norm --out benchmarks/results/norm_h200_2026-11-24
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
     for T, D in SHAPES:
         x, delta, ds, dy = (jax.random.normal(jax.random.key(i), (T, D), jnp.bfloat16) for i in range(4))
         weight = jnp.ones(D, jnp.bfloat16)
@@ -39,7 +40,7 @@ def main() -> None:
         }
         floor = 8 * T * D * 2 / 4.3e12  # 4 arrays in or out each way
         row = {"T": T, "D": D, "largest_difference": error, "floor_us": round(floor * 1e6, 1), "us": times}
-        with out.open("a") as file:
+        with (out / "norm.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 

@@ -1,8 +1,8 @@
 """Proof that exported adapters mean the same to HF PEFT: logits of both sides, float32 on the CPU.
 
-    python benchmarks/peft_proof.py --torch-python /path/to/other/venv/bin/python
-    python benchmarks/peft_proof.py --torch-python … --base DIR --adapter DIR           # one folder of your own
-    python benchmarks/peft_proof.py --torch-python … --golden tests/checkpoint/golden   # also the files of a test
+    python -m benchmarks.peft_proof --torch-python /path/to/other/venv/bin/python
+    python -m benchmarks.peft_proof --torch-python … --base DIR --adapter DIR           # one folder of your own
+    python -m benchmarks.peft_proof --torch-python … --golden tests/checkpoint/golden   # also the files of a test
 
 The other interpreter needs torch, transformers and peft; this project's needs none of them. Steps, each in the
 interpreter that it belongs to, talking through safetensors files:
@@ -37,7 +37,7 @@ LIMIT = 1e-3
 MERGED_LIMIT = {"bfloat16": 2e-2, "float16": 4e-3}  # merged weights are rounded to the base's dtype: 8 or 11 bits
 ROWS, TILE, VOCABULARY = 32, 16, 96
 GOLDEN = ("qwen2", "partial")
-RESULT = Path(__file__).parent / "results" / "peft_proof.json"
+RESULT = Path(__file__).parent / "results" / "peft_proof_2026-11-21" / "peft_proof.json"
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

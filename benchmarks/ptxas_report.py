@@ -1,6 +1,6 @@
 """Registers and spills of every kernel, and steps of products, from NVIDIA's assembler, on a machine without a GPU.
 
-    python benchmarks/ptxas_report.py     # exits 1 if a kernel spills more than it is known to, or none is found
+    python -m benchmarks.ptxas_report     # exits 1 if a kernel spills more than it is known to, or none is found
 
 Needs jax-cuda13-plugin, jax-cuda13-pjrt (the version of jax) and nvidia-cuda-nvcc (ptxas); without them it says so
 and exits 0, because there is nothing to check then.  Where nvdisasm is installed, too, the main loop of every product
@@ -38,7 +38,7 @@ LINEAR_CASES = (  # backend, rank, adapters, rate, spill bytes that are known an
 )
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 ATTENTION_SPILLS = 248  # dk and dv
-PRODUCT = "kernel_mosaic_gpu_kernel"  # of `mosaic_gpu/gemm.py`
+PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
 def main() -> int:
@@ -52,7 +52,6 @@ def main() -> int:
         JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_TO=str(dump),
         XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_emitter_re=.*",
     )  # fmt: skip
-    sys.path.insert(0, str(ROOT))
     worst = 0
     try:
         for name, known, compile_one in cases():

@@ -1,17 +1,16 @@
 """What the simulator predicts for 1 to 256 GPUs, and where adding more stops paying: one command, a table and a plot.
 
-    python benchmarks/scaling.py           # two minutes on one core
-    python benchmarks/scaling.py --quick   # 8B alone, two batch sizes, prints only
+    python -m benchmarks.scaling --out benchmarks/results/scaling_2026-11-24   # two minutes on one core
+    python -m benchmarks.scaling --quick   # 8B alone, two batch sizes, prints only
 
 Nothing here is measured on that many GPUs. Rates of one H200 and of its links are (see ASSUMPTIONS); the rest follows
-from the plans themselves, which are made in full and verified. Writes benchmarks/results/scaling.csv and scaling.png.
+from the plans themselves, which are made in full and verified. Writes scaling.csv, scaling.png and what they assume.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,13 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/scheduling.py has the name of a package
-
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.layout import linear_shapes, stage_layers, worth_in_layers
-from lorafusion_jax.pipeline.memory import DEVICE_BYTES, MemoryProblem, choose_keep, fits, stage_memory
+from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
+from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from scheduling import (
     AdapterJob,
     CostModel,
@@ -40,7 +37,6 @@ from scheduling import (
     stages_from_parts,
 )
 
-RESULTS = Path(__file__).parent / "results"
 GPUS = (1, 2, 4, 8, 16, 64, 256)
 HOST = 8  # GPUs
 NVLINK, NETWORK = 369e9, 50e9  # bytes per second and GPU
@@ -138,14 +134,14 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
         capacity_tokens=capacity,
         fsdp=mesh.fsdp,
     )
-    problem = replace(problem, keep=choose_keep(problem, DEVICE_BYTES["h200"]))
+    problem = replace(problem, remat=choose_remat(problem, DEVICE_BYTES["h200"]))
     return problem if fits(problem, DEVICE_BYTES["h200"]) else None
 
 
 def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
     """Seconds of every event of a mesh, all-reduce in the updates."""
     model = problem.model
-    linears = linear_shapes(model)
+    linears = LAYER.linear_shapes(model)
     weights = sum(rows * columns for rows, columns in linears.values())
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
@@ -157,7 +153,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
         mlp_width=model.intermediate_size,
     )
     trainable = RANK * sum(rows + columns for rows, columns in linears.values())  # one adapter, one layer
-    backward = _backward(parts.layer, problem.keep)
+    backward = _backward(parts.layer, problem.remat)
     layer = replace(parts.layer, backward=backward, update_s=28 * trainable / MEMORY_RATE)
     gather = GatherCost(layer_bytes=2 * weights, table_bytes=2 * table, devices=mesh.fsdp, overlapped=False)
     counts = worth_in_layers(model, problem.layers)
@@ -213,7 +209,7 @@ def _row(problem: MemoryProblem, mesh: Mesh, plan: Plan) -> dict:
         "replicas": mesh.replicas,
         "fsdp": mesh.fsdp,
         "capacity": problem.capacity_tokens,
-        "keep": problem.keep,
+        "keep": problem.remat,
         "memory_gib": round(max(stage.total for stage in stage_memory(problem)) / 2**30, 1),
         "tokens_per_s": round(timeline.tokens_per_s),
         "slots": plan.num_slots,
@@ -291,7 +287,11 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, help="folder of the run")
+    options = parser.parse_args()
+    quick = options.quick
+    if not quick and options.out is None:
+        parser.error("--out names the folder for the table")
     rows = []
     for adapters in (4, 16):
         for global_batch in (8, 64) if quick else BATCHES:
@@ -304,12 +304,12 @@ def main() -> None:
     rows = with_efficiency(sorted(rows, key=lambda row: list(MODELS).index(row["model"])))
     if quick:
         return
-    write(rows, RESULTS)
+    write(rows, options.out)
 
 
 def write(rows: list[dict], folder: Path) -> None:
     """The table, what it assumes, and the plot."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())
         writer.writeheader()

@@ -9,24 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pallas_kernels.api import lora_linear as lora_linear
-    from pallas_kernels.api import multi_lora_linear as multi_lora_linear
-    from pallas_kernels.api import multi_lora_linears as multi_lora_linears
-    from pallas_kernels.backends import Implementation as Implementation
     from pallas_kernels.device import compiler_options as compiler_options
     from pallas_kernels.dropout import Dropout as Dropout
     from pallas_kernels.dropout import fold_key as fold_key
-    from pallas_kernels.mlp import multi_lora_mlp as multi_lora_mlp
+    from pallas_kernels.linear.api import lora_linear as lora_linear
+    from pallas_kernels.linear.api import multi_lora_linear as multi_lora_linear
+    from pallas_kernels.linear.api import multi_lora_linears as multi_lora_linears
+    from pallas_kernels.mlp.api import multi_lora_mlp as multi_lora_mlp
+    from pallas_kernels.policy import Implementation as Implementation
 
 _HOMES = {  # name: file
     "Dropout": "dropout",
-    "Implementation": "backends",
+    "Implementation": "policy",
     "compiler_options": "device",
     "fold_key": "dropout",
-    "lora_linear": "api",
-    "multi_lora_linear": "api",
-    "multi_lora_linears": "api",
-    "multi_lora_mlp": "mlp",
+    "lora_linear": "linear.api",
+    "multi_lora_linear": "linear.api",
+    "multi_lora_linears": "linear.api",
+    "multi_lora_mlp": "mlp.api",
 }
 __all__ = [
     "Dropout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-_DEFAULT_SMS = 132
+from pallas_kernels.policy import HOPPER_SMS
 
 
 def target_platform() -> str:
@@ -23,7 +23,7 @@ def num_sms() -> int:
     """Multiprocessors of the GPU: the size of a persistent grid."""
     abstract = _abstract_device()
     device = abstract if abstract is not None else jax.devices()[0]
-    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _DEFAULT_SMS
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or HOPPER_SMS
 
 
 def shared_memory_bytes() -> int:

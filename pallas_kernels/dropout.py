@@ -19,6 +19,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, UInt32
 
 BLOCK = 256  # columns that share one set of words
 WORDS = 8  # words of a block
@@ -46,9 +47,9 @@ class Dropout:
         (4, 512)
     """
 
-    rate: jax.Array
-    key: jax.Array
-    row_key: jax.Array
+    rate: Float[Array, " A"]
+    key: UInt32[Array, " A"]
+    row_key: UInt32[Array, " T"]
 
 
 def fold_key(key: jax.Array, site: int | jax.Array) -> jax.Array:

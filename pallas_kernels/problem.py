@@ -11,6 +11,26 @@ from typing import Any
 import jax
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.policy import LinearShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfigs:
+    """Explicit tile sizes by kernel; None takes the measured ones or the heuristic's.
+
+    Each is an instance of the configuration class beside its kernel.
+    """
+
+    down: Any = None  # small passes, in `linear/passes/config.py`
+    dsdb: Any = None
+    da: Any = None
+    forward: Any = None  # products, in the `GemmConfig` of the backend
+    dx: Any = None
+    drop_down: Any = None  # Hopper's passes
+    drop_da: Any = None
+    wide_dsdb: Any = None
+    gate: Any = None
+    wide_gate: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +39,9 @@ class Static:
 
     tile: int  # rows of a tile
     num_adapters: int
-    backend: str
     single: bool  # every row belongs to adapter 0: no table, no selection
     interpret: bool = False
-    config: Any = None  # explicit tile sizes of a backend (tuner, benchmark); None = its own choice
+    config: KernelConfigs = KernelConfigs()
 
 
 @jax.tree_util.register_dataclass
@@ -42,3 +61,31 @@ class Operands:
     @property
     def with_lora(self) -> tuple[int, ...]:
         return tuple(i for i, a in enumerate(self.as_) if a is not None)
+
+    def lora(self, i: int) -> tuple[jax.Array, jax.Array]:
+        """A and B of a projection that has LoRA."""
+        a, b = self.as_[i], self.bs[i]
+        assert a is not None, i
+        assert b is not None, i
+        return a, b
+
+
+def select_projection(ops: Operands, i: int) -> Operands:
+    """The call with a single one of its projections."""
+    lists = {name: (getattr(ops, name)[i],) for name in ("ws", "as_", "bs", "biases")}
+    return dataclasses.replace(ops, **lists)
+
+
+def linear_shape(static: Static, ops: Operands) -> LinearShape:
+    """The sizes by which `policy` decides."""
+    rows, num_in = ops.x.shape
+    return LinearShape(
+        rows=rows,
+        in_features=num_in,
+        out_features=tuple(w.shape[1] for w in ops.ws),
+        ranks=tuple(0 if a is None else a.shape[2] for a in ops.as_),
+        tile=static.tile,
+        adapters=static.num_adapters,
+        dropout=ops.dropout is not None,
+        dtype=str(ops.x.dtype),
+    )

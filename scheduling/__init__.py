@@ -35,6 +35,7 @@ from scheduling.pipeline import Program as Program
 from scheduling.pipeline import forward_then_backward as forward_then_backward
 from scheduling.pipeline import issue_order as issue_order
 from scheduling.pipeline import one_forward_one_backward as one_forward_one_backward
+from scheduling.plan import Plan as Plan
 from scheduling.planner import make_plan as make_plan
 from scheduling.plots import timeline_html as timeline_html
 from scheduling.plots import timeline_svg as timeline_svg
@@ -44,17 +45,16 @@ from scheduling.rates import default_cost_model as default_cost_model
 from scheduling.rates import default_cost_parts as default_cost_parts
 from scheduling.replan import replan as replan
 from scheduling.simulate import simulate as simulate
+from scheduling.spans import Pause as Pause
+from scheduling.spans import Span as Span
 from scheduling.statistics import AdapterStatistics as AdapterStatistics
 from scheduling.statistics import Limit as Limit
 from scheduling.statistics import PlanStatistics as PlanStatistics
 from scheduling.statistics import plan_statistics as plan_statistics
 from scheduling.statistics import speed_up_over_one_after_another as speed_up_over_one_after_another
-from scheduling.timeline import Pause as Pause
-from scheduling.timeline import Span as Span
 from scheduling.timeline import Timeline as Timeline
 from scheduling.types import AdapterJob as AdapterJob
 from scheduling.types import Layout as Layout
-from scheduling.types import Plan as Plan
 from scheduling.types import SampleRef as SampleRef
 from scheduling.types import Slot as Slot
 from scheduling.verify import Violation as Violation

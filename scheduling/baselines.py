@@ -13,8 +13,9 @@ from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.fill import fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.plan import Plan
 from scheduling.simulate import simulate
-from scheduling.types import AdapterJob, Plan
+from scheduling.types import AdapterJob
 from scheduling.verify import verify_plan
 
 
@@ -98,7 +99,8 @@ def tuned(
     ...       num_stages=1).capacity_tokens
     2048
     """
-    plans, refused = [], None
+    plans: list[Plan] = []
+    refused: PlanError | None = None
     for capacity in sorted(capacities):
         try:
             plans.append(make(jobs, capacity_tokens=capacity, **settings))

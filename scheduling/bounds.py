@@ -37,7 +37,10 @@ def lower_bound(
 
 def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready: Sequence[int], limits: Limits) -> int:
     """The same for the positions in `left` alone, when job k may not start before slot `ready[k]`."""
-    tiles, counts, lengths, starts = [], [], [np.zeros(0, np.int64)], []
+    tiles: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    lengths = [np.zeros(0, np.int64)]
+    starts: list[int] = []
     room = limits.tiles * limits.tile_tokens
     for job, positions, first in zip(jobs, left, ready, strict=True):
         if not len(positions):
@@ -77,10 +80,10 @@ def _bins_for(lengths: np.ndarray, room: int) -> int:
     if shortest.size > 256:  # any subset of thresholds gives a valid bound
         shortest = shortest[np.linspace(0, shortest.size - 1, 256).astype(int)]
     best = int((ordered * 2 > room).sum())
-    for threshold in np.r_[0, shortest]:
-        small = np.searchsorted(ordered, threshold)  # shorter than the threshold: left out
-        half = np.searchsorted(ordered, room // 2, side="right")
-        large = np.searchsorted(ordered, room - threshold, side="right")  # these leave no room for a middle one
+    for threshold in [0, *shortest.tolist()]:
+        small = int(np.searchsorted(ordered, threshold))  # shorter than the threshold: left out
+        half = int(np.searchsorted(ordered, room // 2, side="right"))
+        large = int(np.searchsorted(ordered, room - threshold, side="right"))  # these leave no room for a middle one
         beside = (large - half) * room - (prefix[large] - prefix[half])
         excess = int(prefix[half] - prefix[small] - beside)
         best = max(best, int(len(ordered) - half) + max(0, -(-excess // room)))
@@ -91,7 +94,7 @@ def _one_machine(
     tiles: list[np.ndarray], counts: list[np.ndarray], starts: list[int], slot_tiles: int, num_stages: int
 ) -> int:
     """Jackson's preemptive schedule: always run the waiting batch with the longest tail. Time is counted in tiles."""
-    arrivals = []
+    arrivals: list[tuple[int, int, int]] = []
     longest = 0
     for work, slots, start in zip(tiles, counts, starts, strict=True):
         heads = np.cumsum(np.r_[start, slots[:-1] + num_stages - 1])

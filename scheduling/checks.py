@@ -8,21 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Limits
+from scheduling.types import AdapterJob, Limits, as_whole
 
 
-def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> Limits:
+def check_jobs(jobs: Sequence[AdapterJob], **limits: object) -> Limits:
     """Refuses what cannot be planned; returns the limits as plain whole numbers."""
+    whole: dict[str, int] = {}
     for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        count = as_whole(value)
+        if count is None or count < 1:
             raise PlanError("plan.setting", f"{name} must be a whole number of at least 1, not {value!r}")
+        whole[name] = count
     if not jobs:
         raise PlanError("plan.no-jobs", "no adapters to plan", fix="give at least one AdapterJob")
     names = [job.name for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    checked = Limits(**{name: int(value) for name, value in limits.items()})
+    checked = Limits(**whole)
     capacity, tile = checked.capacity_tokens, checked.tile_tokens
     if capacity < tile:
         raise PlanError(
@@ -34,7 +37,7 @@ def check_jobs(jobs: Sequence[AdapterJob], **limits: int) -> Limits:
     return checked
 
 
-def check_time_limit(seconds: float) -> float:
+def check_time_limit(seconds: object) -> float:
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, (int, float))
@@ -45,7 +48,8 @@ def check_time_limit(seconds: float) -> float:
 
 
 def _refuse_long_samples(jobs: Sequence[AdapterJob], room: int, tile: int) -> None:
-    problems, longest = [], 0
+    problems: list[str] = []
+    longest = 0
     for job in jobs:
         lengths = np.asarray(job.sample_tokens)
         for index in np.flatnonzero(lengths > room):

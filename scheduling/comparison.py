@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from scheduling.errors import PlanError
 from scheduling.pipeline import Kind
-from scheduling.timeline import Span, Timeline
+from scheduling.spans import Span
+from scheduling.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ class CostModel:
     source: str = ""
     capacity_tokens: int | None = None
     layers: tuple[float, ...] | None = None
-    measured_with: dict[str, str | int] = field(default_factory=dict, hash=False)  # a table has no hash
+    measured_with: dict[str, str | int] = field(default_factory=dict[str, str | int], hash=False)  # a table has no hash
 
     def __post_init__(self):
         _check_costs(self)

@@ -78,7 +78,7 @@ def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: Gath
     if not layers or min(layers) < 1:
         raise PlanError("plan.cost", f"every stage needs a layer, not {list(layers)}")
     last = len(layers) - 1
-    stages = []
+    stages: list[StageCost] = []
     for stage, count in enumerate(layers):
         shares = [(count, parts.layer)] + [(1, parts.embed)] * (stage == 0) + [(1, parts.head)] * (stage == last)
         forward = _sum([(n, cost.forward) for n, cost in shares], parts.call_s)

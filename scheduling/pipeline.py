@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.types import Plan
+from scheduling.plan import Plan
 
 Kind = Literal["forward", "backward", "update"]
 
@@ -21,6 +21,7 @@ class Event(NamedTuple):
 
 
 Program = tuple[tuple[Event, ...], ...]  # per stage, in order
+Order = Callable[[Sequence[int], int], Iterator[tuple[Kind, int]]]  # of a group's slots, on a stage
 
 
 def one_forward_one_backward(plan: Plan, *, flush: bool = False) -> Program:
@@ -102,11 +103,11 @@ def play(
         raise PlanError("plan.deadlock", "the events wait for each other", where=f"positions {position}")
 
 
-def _program(plan: Plan, groups: Sequence[tuple]) -> Program:
+def _program(plan: Plan, groups: Sequence[tuple[range, Order]]) -> Program:
     ending: dict[int, list[str]] = {}
     for slot, adapter, _ in plan.batches_ending():
         ending.setdefault(slot, []).append(adapter)
-    stages = []
+    stages: list[tuple[Event, ...]] = []
     for stage in range(plan.num_stages):
         events: list[Event] = []
         for slots, order in groups:
@@ -143,7 +144,8 @@ def _groups(plan: Plan) -> list[range]:
     ends: dict[int, list[tuple[str, int]]] = {}
     for slot, adapter, batch in plan.batches_ending():
         ends.setdefault(slot, []).append((adapter, batch))
-    groups, start = [], 0
+    groups: list[range] = []
+    start = 0
     for index, slot in enumerate(plan.slots):
         open_batches.update((ref.adapter, ref.batch) for ref in slot.samples)
         open_batches.difference_update(ends.get(index, ()))

@@ -21,7 +21,8 @@ from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
 from scheduling.packing.swap import even_work
-from scheduling.types import AdapterJob, Limits, Plan
+from scheduling.plan import Plan
+from scheduling.types import AdapterJob, Limits
 from scheduling.verify import verify_plan
 
 EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides

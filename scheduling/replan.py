@@ -11,8 +11,9 @@ import numpy as np
 from scheduling.checks import check_jobs
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
+from scheduling.plan import Plan
 from scheduling.planner import effort_within, fill
-from scheduling.types import AdapterJob, Plan
+from scheduling.types import AdapterJob, as_whole
 from scheduling.verify import verify_plan
 
 
@@ -131,8 +132,9 @@ def _shortened(job: AdapterJob, progress: _Progress) -> AdapterJob:
     return replace(job, max_batches=progress.batches) if progress.batches else job
 
 
-def _check_request(plan: Plan, at_slot: int, names: Sequence[str], resume: Sequence[str]) -> None:
-    if isinstance(at_slot, bool) or not isinstance(at_slot, (int, np.integer)) or not 0 <= at_slot <= plan.num_slots:
+def _check_request(plan: Plan, at_slot: object, names: Sequence[str], resume: Sequence[str]) -> None:
+    slot = as_whole(at_slot)
+    if slot is None or not 0 <= slot <= plan.num_slots:
         raise PlanError("plan.slot", f"at_slot must be from 0 to {plan.num_slots}, not {at_slot!r}")
     known = ", ".join(plan.job_of)
     for name in names:

@@ -5,80 +5,89 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Layout, Plan, SampleRef, Slot
+from scheduling.types import AdapterJob, Layout, SampleRef, Slot
 
 SCHEMA = "lorafusion.plan/1"
-_SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
+SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
 
 
-def plan_to_json(plan: Plan) -> str:
-    lines = _content_lines(plan)
-    statistics = {
-        "slots": plan.num_slots,
-        "noops": plan.num_noops,
-        "tokens": plan.tokens,
-        "density": round(plan.density, 6),
-        "gap": round(plan.gap, 6),
-    }
+class PlanContent(NamedTuple):
+    """Everything that the file of a plan says; statistics follow from it."""
+
+    settings: dict[str, int]
+    jobs: tuple[AdapterJob, ...]
+    slots: tuple[Slot, ...]
+    stopped: tuple[tuple[str, int], ...]
+    earlier: tuple[Layout, ...]
+
+
+def content_to_json(content: PlanContent, digest: str, statistics: dict[str, float]) -> str:
+    """Writes a plan, with numbers for whoever opens the file."""
     head = [
         "{",
         f'"schema": {_dump(SCHEMA)},',
-        f'"digest": {_dump(plan.digest)},',
+        f'"digest": {_dump(digest)},',
         f'"statistics": {_dump(statistics)},',
     ]
-    return "\n".join(head + lines) + "\n}\n"
+    return "\n".join(head + _content_lines(content)) + "\n}\n"
 
 
-def plan_digest(plan: Plan) -> str:
+def content_digest(content: PlanContent) -> str:
     """sha256 over the lines of the file that carry content (not the statistics, which follow from them)."""
-    return hashlib.sha256("\n".join([SCHEMA, *_content_lines(plan)]).encode()).hexdigest()
+    return hashlib.sha256("\n".join([SCHEMA, *_content_lines(content)]).encode()).hexdigest()
 
 
-def plan_from_json(text: str) -> Plan:
+def content_from_json(text: str) -> PlanContent:
+    """Reads a plan.
+
+    Raises:
+        PlanError: `plan.format`, `plan.schema`; `plan.digest`, it was changed after it was written.
+    """
     try:
-        data = json.loads(text)
+        data: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    found = _schema_of(data)
+    if found != SCHEMA:
         raise PlanError("plan.schema", f"this is not a plan of version {SCHEMA}, but {found!r}", fix="plan again")
     try:
-        plan = Plan(
+        content = PlanContent(
+            settings={name: _whole(data["settings"], name) for name in SETTINGS},
             jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
             slots=tuple(_slot_from(replicas) for replicas in data["slots"]),
             stopped=tuple((name, slot) for name, slot in data["stopped"]),
             earlier=tuple(Layout(*map(int, layout)) for layout in data.get("earlier", ())),
-            **{name: _whole(data["settings"], name) for name in _SETTINGS},
         )
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error)) from None
-    if plan.digest != data.get("digest"):
+    digest = content_digest(content)
+    if digest != data.get("digest"):
         raise PlanError(
             "plan.digest",
             "the plan was changed after it was written: its digest does not match its content",
-            where=f"digest {str(data.get('digest'))[:12]}, content {plan.digest[:12]}",
+            where=f"digest {str(data.get('digest'))[:12]}, content {digest[:12]}",
             fix="plan again instead of editing a plan",
         )
-    return plan
+    return content
 
 
-def _content_lines(plan: Plan) -> list[str]:
+def _content_lines(content: PlanContent) -> list[str]:
     jobs = [
         {field: getattr(job, field) for field in ("name", "global_batch", "epochs", "weight", "max_batches")}
         | {"sample_tokens": job.sample_tokens}
-        for job in plan.jobs
+        for job in content.jobs
     ]
-    lines = [f'"settings": {_dump({name: getattr(plan, name) for name in _SETTINGS})},']
-    lines += [f'"earlier": {_dump(plan.earlier)},'] if plan.earlier else []  # few runs move
-    lines += [f'"stopped": {_dump(plan.stopped)},', '"jobs": [']
+    lines = [f'"settings": {_dump({name: content.settings[name] for name in SETTINGS})},']
+    lines += [f'"earlier": {_dump(content.earlier)},'] if content.earlier else []  # few runs move
+    lines += [f'"stopped": {_dump(content.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
     lines += ["],", '"slots": [']
-    lines += _comma_separated([_dump([_runs(part) for part in slot.replicas]) for slot in plan.slots])
+    lines += _comma_separated([_dump([_runs(part) for part in slot.replicas]) for slot in content.slots])
     return [*lines, "]"]
 
 
@@ -105,6 +114,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"an adapter's name is {value!r}")
     return value
+
+
+def _schema_of(data: Any) -> Any:
+    try:
+        return data.get("schema")
+    except AttributeError:
+        return type(data).__name__
 
 
 def _whole(settings: dict[str, Any], name: str) -> int:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from scheduling.cost_model import CostModel
 from scheduling.pipeline import Event, Program, one_forward_one_backward, play
-from scheduling.timeline import Span, Timeline
-from scheduling.types import Plan
+from scheduling.plan import Plan
+from scheduling.spans import Span
+from scheduling.timeline import Timeline
 
 
 def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = None) -> Timeline:
@@ -60,7 +61,7 @@ def slot_squares(plan: Plan) -> list[int]:
     True
     """
     lengths = {job.name: job.sample_tokens for job in plan.jobs}
-    found = []
+    found: list[int] = []
     for slot in plan.slots:
         squares = 0
         for part in slot.replicas:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from scheduling.baselines import one_after_another
 from scheduling.cost_model import CostModel
 from scheduling.pipeline import one_forward_one_backward
+from scheduling.plan import Plan
 from scheduling.simulate import simulate
 from scheduling.timeline import Timeline
-from scheduling.types import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,26 +9,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from scheduling.pipeline import Kind
-
-
-class Span(NamedTuple):
-    """One event with its times."""
-
-    kind: Kind
-    stage: int
-    slot: int
-    start_s: float
-    end_s: float
-    adapters: tuple[str, ...] = ()
-
-
-class Pause(NamedTuple):
-    """Training stood still for something else: an evaluation, a checkpoint. Everything begun before ends in it."""
-
-    start_s: float
-    end_s: float
-    what: str = ""
+from scheduling.spans import Pause, Span
+from scheduling.timeline_json import TimelineFields, fields_from_json, fields_to_json
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
@@ -50,7 +32,7 @@ class Timeline:
     spans: tuple[Span, ...]
     num_stages: int
     title: str = ""
-    slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    slot_adapters: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     tokens: int = 0
     host: tuple[Span, ...] = ()
     pauses: tuple[Pause, ...] = ()
@@ -150,9 +132,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """Writes the timeline as JSON, a line per span; `from_json` reads it back exactly."""
-        from scheduling.timeline_json import timeline_to_json
-
-        return timeline_to_json(self)
+        return fields_to_json(TimelineFields(*(getattr(self, name) for name in TimelineFields._fields)))
 
     @staticmethod
     def from_json(text: str) -> Timeline:
@@ -161,9 +141,7 @@ class Timeline:
         Raises:
             PlanError: `plan.timeline-format`, no timeline of this version.
         """
-        from scheduling.timeline_json import timeline_from_json
-
-        return timeline_from_json(text)
+        return Timeline(**fields_from_json(text)._asdict())
 
     @cached_property
     def finish_s(self) -> dict[str, float]:

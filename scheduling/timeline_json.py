@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.timeline import Pause, Span, Timeline
+from scheduling.spans import Pause, Span
 
 SCHEMA = "lorafusion.timeline/1"
 _KINDS = ("forward", "backward", "update")
 
 
-def timeline_to_json(timeline: Timeline) -> str:
+class TimelineFields(NamedTuple):
+    """Everything that the file of a timeline says."""
+
+    spans: tuple[Span, ...]
+    num_stages: int
+    title: str
+    slot_adapters: Mapping[int, tuple[str, ...]]
+    tokens: int
+    host: tuple[Span, ...]
+    pauses: tuple[Pause, ...]
+
+
+def fields_to_json(timeline: TimelineFields) -> str:
+    """Writes a timeline, a line per span."""
     head = {
         "schema": SCHEMA,
         "title": timeline.title,
@@ -28,12 +41,17 @@ def timeline_to_json(timeline: Timeline) -> str:
     return "\n".join(["{", *lines, "}"]) + "\n"
 
 
-def timeline_from_json(text: str) -> Timeline:
+def fields_from_json(text: str) -> TimelineFields:
+    """Reads a timeline.
+
+    Raises:
+        PlanError: `plan.timeline-format`.
+    """
     try:
         data = json.loads(text)
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, expected {SCHEMA}")
-        return Timeline(
+        return TimelineFields(
             spans=tuple(map(_span, data["spans"])),
             host=tuple(map(_span, data["host"])),
             num_stages=int(data["num_stages"]),

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Plan
+from scheduling.plan import Plan
+from scheduling.types import AdapterJob, SampleRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,9 @@ class _Table:
 
     @staticmethod
     def of(plan: Plan, index_of: dict[str, int], found: list[Violation]) -> _Table:
-        refs, slots, replicas = [], [], []
+        refs: list[SampleRef] = []
+        slots: list[int] = []
+        replicas: list[int] = []
         for slot_index, slot in enumerate(plan.slots):
             for replica_index, part in enumerate(slot.replicas):
                 refs.extend(part)
@@ -98,7 +101,7 @@ class _Table:
 
 def _layouts(plan: Plan) -> list[Violation]:
     """Stretches that do not follow each other, and slots that have not one microbatch for each of their replicas."""
-    found = []
+    found: list[Violation] = []
     start = 0
     for end, _, replicas in plan.layouts:
         if end < start or (end == start and end < plan.num_slots):
@@ -130,7 +133,7 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     for at, job in runs[:, counts > 1].T:
         where = f"slot {at // width}"
         found.append(
-            Violation(code="plan.scattered", what=f"{where}: samples of {jobs[job].name} are not side by side")
+            Violation(code="plan.scattered", what=f"{where}: samples of {jobs[int(job)].name} are not side by side")
         )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
     rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
@@ -159,7 +162,7 @@ def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
 def _counts(plan: Plan, job: AdapterJob, position: np.ndarray) -> list[Violation]:
     count = np.bincount(position, minlength=job.num_samples)
     wrong = count > 1 if job.name in dict(plan.stopped) else count != 1
-    found = []
+    found: list[Violation] = []
     for at in np.flatnonzero(wrong):
         ref = job.ref(int(at))
         code = "plan.missing" if count[at] == 0 else "plan.duplicate"
@@ -187,7 +190,7 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     here, there = (np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first))  # of which stretch
     for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
-        needed = stages[here[earlier]] if here[earlier] == there[later] else 1
+        needed = stages[int(here[earlier])] if here[earlier] == there[later] else 1
         if distance < needed:
             what = (
                 f"{job.name}: batch {later} starts in slot {first[later]}, batch {earlier} ends in slot {last[earlier]}"

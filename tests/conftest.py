@@ -6,13 +6,18 @@ import gc
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
-import small_jobs
+import shape_checks
 
-from lorafusion_jax.examples import examples_directory
+shape_checks.install()
+
+import small_jobs  # noqa: E402
+
+from lorafusion_jax.examples import examples_directory  # noqa: E402
 
 KEPT = {}  # programs of stages that runs of one module share, in order of their last use
 MOST_KEPT = 16  # each holds some megabytes of machine code
@@ -35,6 +40,13 @@ def _forget_programs():
     KEPT.clear()
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _wrong_types(request):
+    """Tests marked `wrong_types` see our own errors, not those of the check of signatures."""
+    with shape_checks.off() if request.node.get_closest_marker("wrong_types") else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

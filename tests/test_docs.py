@@ -40,7 +40,7 @@ def test_job_files_are_valid(page, tmp_path):
         assert yaml.safe_load(text)
         (tmp_path / "jobs.yaml").write_text(text)
         config = parse_config(read_source(tmp_path / "jobs.yaml"))
-        assert [adapter.name for adapter in config.adapters] == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+        assert [adapter.name for adapter in config.adapters] == ["law", "chat-lr1e-4", "chat-lr2e-4"]
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:

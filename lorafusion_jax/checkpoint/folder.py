@@ -9,18 +9,28 @@ adapters/<name>/step-000250/           PEFT folders; `latest` points to the newe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.config.load import dump_config, read_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan
+
+CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
+SEAL = "digest"  # key of run.json
+_STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +54,14 @@ class RunFolder:
     def adapter_step(self, name: str, step: int) -> Path:
         return self.path / "adapters" / name / f"step-{step:06d}"
 
+    def exported(self, name: str) -> list[Path]:
+        """Exported folders of an adapter, oldest first."""
+        folders = (self.path / "adapters" / name).glob("step-*")
+        return sorted((one for one in folders if _STEP.fullmatch(one.name)), key=step_of)
+
     def latest(self, name: str) -> Path | None:
         """Newest exported folder of an adapter."""
-        steps = sorted((self.path / "adapters" / name).glob("step-*"))
-        return steps[-1] if steps else None
+        return next(reversed(self.exported(name)), None)
 
     def must_be_new(self, plan: Plan) -> None:
         """Makes sure that no run would be overwritten.
@@ -55,6 +69,7 @@ class RunFolder:
         Raises:
             CheckpointError: the folder already holds a run (`run.exists`), also one of another plan (`run.other-plan`).
         """
+        self.must_have_its_plan()
         if self.plan_file.exists():
             other = self.read_plan().digest
             if other != plan.digest:
@@ -70,16 +85,41 @@ class RunFolder:
                 fix=f"lorafusion resume {self.path}   or another --out",
             )
 
+    def must_have_its_plan(self) -> None:
+        """Makes sure that nothing of a run is there without the plan that it belongs to.
+
+        Raises:
+            CheckpointError: `run.no-plan`.
+        """
+        if self.plan_file.exists():
+            return
+        found = [
+            name
+            for name, there in {
+                "state/": slots_of(self.state),
+                "adapters/": list(self.path.glob("adapters/*/step-*")),
+                "metrics.jsonl": (self.path / "metrics.jsonl").exists(),
+            }.items()
+            if there
+        ]
+        if found:
+            raise CheckpointError(
+                "run.no-plan",
+                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is gone.",
+                why="without its plan a run cannot go on, and another run would mix with what is left of it",
+                fix="bring plan.json back from a copy; or move the folder away, or choose another --out, for a new run",
+            )
+
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
         """Starts a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write_config(config)
-        self.write_record(record)
-        _write(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
+        self.write_config(config, record)
+        replace_text(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
 
     def lock(self) -> AbstractContextManager[None]:
         """Keeps other processes from training this run; see `run_lock`."""
+        self.must_have_its_plan()
         self._need("plan.json")  # else the lock would begin a folder
         return run_lock(self.path)
 
@@ -87,9 +127,17 @@ class RunFolder:
         self._need("config.yaml")
         return read_resolved(self.path / "config.yaml")
 
-    def write_config(self, config: JobConfig) -> None:
-        """Notes the settings that a run goes on with."""
-        _write(self.path / "config.yaml", dump_config(config))
+    def write_config(self, config: JobConfig, record: dict) -> None:
+        """Notes the settings that a run goes on with, in run.json first: a crash may leave config.yaml as it was."""
+        text = dump_config(config)
+        self.write_record(_with_file(record, CONFIG, text) | {"config": config.model_dump(mode="json")})
+        replace_text(self.path / CONFIG, text)
+
+    def write_timeline(self, text: str) -> None:
+        """Replaces timeline.json, which is gone rather than another one after a crash."""
+        (self.path / TIMELINE).unlink(missing_ok=True)
+        self.write_record(_with_file(self.read_record(), TIMELINE, text))
+        replace_text(self.path / TIMELINE, text)
 
     def write_move(self, plan: Plan, slot: int) -> None:
         """Replaces the plan of a run that goes on elsewhere from its checkpoint at `slot`.
@@ -100,41 +148,97 @@ class RunFolder:
         record = self.read_record()
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         self.write_record(record | {"moves": [*record.get("moves", ()), move]})
-        (self.path / "timeline.json").unlink(missing_ok=True)  # its slots may be others in the new plan
-        _write(self.plan_file, plan.to_json())
+        (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may be others in the new plan
+        replace_text(self.plan_file, plan.to_json())
 
     def read_plan(self) -> Plan:
         """Reads the plan.
 
         Raises:
-            CheckpointError: it is missing or was changed.
+            CheckpointError: it is missing (`run.missing`, `run.no-plan`) or was changed (`run.plan`).
         """
+        self.must_have_its_plan()
         self._need("plan.json")
         try:
             return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise CheckpointError("run.plan", f"{self.plan_file} is damaged.", why=str(problem)) from None
+        except (OSError, ValueError, RecursionError) as problem:
+            raise CheckpointError(
+                "run.plan",
+                f"{self.plan_file} is damaged.",
+                why=str(problem).splitlines()[0],
+                fix="bring it back from a copy; or choose another --out for a new run. Adapters that were exported to "
+                f"{self.path / 'adapters'} are not touched, and lora.init_from can begin with them",
+            ) from None
 
     def read_record(self) -> dict:
-        self._need("run.json")
+        """Reads run.json; see `record_damage` for its digest.
+
+        Raises:
+            CheckpointError: `run.missing`, or `run.record`: it cannot be what a run wrote.
+        """
+        self._need(RECORD)
         try:
-            return json.loads(self.record_file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as problem:
-            raise CheckpointError("run.record", f"{self.record_file} is damaged.", why=str(problem)) from None
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+            if (why := _misshapen(record)) is not None:
+                raise ValueError(why)
+        except (OSError, ValueError, RecursionError) as problem:
+            raise self._damaged_record(str(problem)) from None
+        return {key: value for key, value in record.items() if key != SEAL}
+
+    def check_record_file(self) -> None:
+        """Makes sure that run.json is as it was written.
+
+        Raises:
+            CheckpointError: `run.record`.
+        """
+        if (why := self.record_damage()) is not None:
+            raise self._damaged_record(why)
+
+    def record_damage(self) -> str | None:
+        """What is wrong with the bytes of run.json; those of earlier versions have no digest."""
+        record = self.read_record()
+        same = self.record_file.read_bytes() == _sealed(record).encode()
+        return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
+
+    def recorded_config(self) -> JobConfig | None:
+        """The settings that run.json notes; None: an earlier version wrote it.
+
+        Raises:
+            CheckpointError: `run.record`.
+        """
+        noted = self.read_record().get("config")
+        try:
+            return None if noted is None else JobConfig.model_validate(noted)
+        except ValidationError as problem:
+            raise self._damaged_record(f"config: {problem.errors()[0]['msg']}") from None
 
     def write_record(self, record: dict) -> None:
-        _write(self.record_file, json.dumps(record, indent=1))
+        replace_text(self.record_file, _sealed(record))
+
+    def _damaged_record(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            "run.record",
+            f"{self.record_file} is damaged.",
+            why=why,
+            fix="bring it back from a copy; or choose another --out for a new run, which can begin with the adapters "
+            "that were exported (lora.init_from)",
+        )
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Points `latest` to the newest exported folder and removes all but the newest few."""
         home = self.path / "adapters" / name
-        steps = sorted(home.glob("step-*"))
-        for old in steps[:-keep]:
-            shutil.rmtree(old)
-        link = home / "latest.part"
+        steps = self.exported(name)
+        link = home / f".latest{PART}"
         link.unlink(missing_ok=True)
         os.symlink(steps[-1].name, link)
         link.replace(home / "latest")
+        for old in steps[:-keep]:
+            remove_folder(old)
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed processes left in the folder; call it while holding `lock`."""
+        for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
+            remove_leftovers(place)
 
     def _need(self, file: str) -> None:
         if not (self.path / file).is_file():
@@ -145,11 +249,30 @@ class RunFolder:
             )
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a whole file or nothing; what is written later comes after it on the disk, too."""
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+def _sealed(record: dict) -> str:
+    """run.json as it is written: with the digest of everything else in it."""
+    plain = json.dumps(record, indent=1)
+    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
+
+
+def _with_file(record: dict, name: str, text: str) -> dict:
+    return record | {"files": record.get("files", {}) | {name: hashlib.sha256(text.encode()).hexdigest()}}
+
+
+def _misshapen(record: object) -> str | None:
+    """What of run.json has another type than a run writes."""
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    wanted = {"plan": str, "data": dict, "eval": dict, "moves": list, "files": dict, "config": dict}
+    wanted |= {"base_files": dict, "warm_starts": dict, "versions": dict}
+    bad = [key for key, kind in wanted.items() if key in record and not isinstance(record[key], kind)]
+    if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
+        bad = ["moves"]
+    return f"{', '.join(bad)}: not of the type that a run writes" if bad else None
+
+
+def step_of(exported: Path) -> int:
+    """Step of an exported folder, from its name."""
+    found = _STEP.fullmatch(exported.name)
+    assert found, exported
+    return int(found[1])

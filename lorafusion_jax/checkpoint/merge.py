@@ -5,13 +5,12 @@ K in · N out · r an adapter's rank
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -20,9 +19,9 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.models.checkpoint import Stored, list_tensors
 from lorafusion_jax.modules.spec import AdapterSpec
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -46,16 +45,6 @@ class MergeReport:
     @property
     def num_changed(self) -> int:
         return len(self.deltas)
-
-
-class _Place(NamedTuple):
-    """Where a tensor lies in its file."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 def merge_adapter(
@@ -97,8 +86,8 @@ def merge_arrays(
     with new_folder(to_dir) as folder:
         _copy_small_files(base_dir, folder)
         for file in sorted({place.file for place in places.values()}):
-            shutil.copyfile(base_dir / file, folder / file)
-            with (folder / file).open("r+b") as stream:
+            shutil.copyfile(file, folder / file.name)
+            with (folder / file.name).open("r+b") as stream:
                 for name in (name for name in targets if places[name].file == file):
                     deltas[name], rounding = _add(stream, places[name], *targets[name], spec.scale)
                     max_rounding = max(max_rounding, rounding)
@@ -107,7 +96,7 @@ def merge_arrays(
     return MergeReport(deltas=deltas, max_rounding=max_rounding)
 
 
-def _add(stream: BinaryIO, place: _Place, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:
+def _add(stream: BinaryIO, place: Stored, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:
     """Replaces one tensor by its merged self; dtype and shape stay, so its bytes stay where they were."""
     stream.seek(place.start)
     dtype = _DTYPES[place.dtype]
@@ -130,7 +119,7 @@ def _add(stream: BinaryIO, place: _Place, a_Kr: np.ndarray, b_rN: np.ndarray, sc
 
 
 def _misfits(
-    places: Mapping[str, _Place], targets: Mapping[str, tuple[np.ndarray, np.ndarray]], base_dir: Path
+    places: Mapping[str, Stored], targets: Mapping[str, tuple[np.ndarray, np.ndarray]], base_dir: Path
 ) -> list[LoraFusionError]:
     problems = []
     for name, (a_Kr, b_rN) in targets.items():
@@ -162,50 +151,11 @@ def _copy_small_files(base_dir: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _places(base_dir: Path) -> dict[str, _Place]:
+def _places(base_dir: Path) -> dict[str, Stored]:
     """Reads the headers of all weight files."""
-    places: dict[str, _Place] = {}
-    errors: list[LoraFusionError] = []
-    for file in _weight_files(base_dir):
-        try:
-            places.update(_header(base_dir / file))
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            errors.append(
-                CheckpointError("merge.base", f"{file} cannot be read.", where=str(base_dir / file), why=str(problem))
-            )
-    raise_all(errors)
-    return places
-
-
-def _weight_files(base_dir: Path) -> list[str]:
-    index = base_dir / INDEX
-    if not index.is_file():
-        if (base_dir / SINGLE).is_file():
-            return [SINGLE]
-        raise CheckpointError(
-            "merge.base", f"{base_dir} holds neither {SINGLE} nor {INDEX}.", fix="point to the base model's folder"
-        )
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError("merge.base", f"{INDEX} cannot be read.", where=str(index), why=str(problem)) from None
-    if any(Path(file).name != file for file in files):  # "../other" would be written outside the new folder
-        raise CheckpointError("merge.base", f"{INDEX} names files outside its folder.", where=str(index))
-    return files
-
-
-def _header(file: Path) -> Iterator[tuple[str, _Place]]:
-    """Yields name and place of each tensor: 8 bytes length, JSON, then the data (the safetensors layout)."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > size - 8:
-            raise ValueError("the header is longer than the file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        if not 8 + length <= start <= stop <= size:
-            raise ValueError(f"{name} lies outside the file")
-        yield name, _Place(file.name, entry["dtype"], tuple(entry["shape"]), start, stop)
+        return list_tensors(base_dir)
+    except LoraFusionError as problem:
+        found = getattr(problem, "errors", [problem])
+        raise_all([CheckpointError("merge.base", one.what, where=one.where, why=one.why, fix=one.fix) for one in found])
+        raise

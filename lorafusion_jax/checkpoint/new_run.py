@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
@@ -17,11 +18,15 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
     """Makes sure that there is no run in the folder yet; says how its settings differ if there is.
 
     Raises:
-        CheckpointError: `run.exists`.
+        CheckpointError: `run.exists`, `run.no-plan`.
     """
+    folder.must_have_its_plan()
     if not folder.plan_file.exists():
         return
-    differing = list(differences(folder.read_config(), config))
+    before = folder.read_config()
+    if config.base.revision is None:  # the run has pinned its own
+        config = config.model_copy(update={"base": config.base.model_copy(update={"revision": before.base.revision})})
+    differing = [str(one) for one in differences(before, config)]
     if not differing:
         raise CheckpointError(
             "run.exists",
@@ -57,13 +62,23 @@ def must_be_writable(path: Path) -> None:
         ) from None
 
 
-def differences(before: JobConfig, now: JobConfig) -> Iterator[str]:
-    """Says which settings differ: `adapters.law.optim.lr was 0.0001 and is 0.5`."""
+class Difference(NamedTuple):
+    """A setting with two values: `adapters.law.optim.lr was 0.0001 and is 0.5`."""
+
+    key: str
+    was: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.was} and is {self.now}"
+
+
+def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:
+    """Finds the settings that differ."""
     old, new = _flat(before), _flat(now)
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
-            was, now_is = (str(values[name]) if name in values else "absent" for values in (old, new))
-            yield f"{name} was {was} and is {now_is}"
+            yield Difference(name, old.get(name, "absent"), new.get(name, "absent"))
 
 
 def _flat(config: JobConfig) -> dict[str, object]:

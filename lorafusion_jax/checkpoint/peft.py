@@ -16,17 +16,22 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from lorafusion_jax.checkpoint import digests
+from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE, config_of, read_config, spec_of
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, raise_all
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
 
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model."
-_KEY = re.compile(re.escape(_PREFIX) + r"(layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
+_KEY = re.compile(
+    re.escape(_PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(LAYER.modules)})\.(\w+))\.lora_([AB])\.weight"
+)
 
 
 def export_adapter(
@@ -37,6 +42,7 @@ def export_adapter(
     to_dir: str | Path,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    replace: bool = False,
     finish: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes one adapter as a PEFT folder, reads it back and compares it; the folder appears complete or not at all.
@@ -48,6 +54,7 @@ def export_adapter(
         base_name: name or path of the base model, as the adapter's users know it.
         to_dir: new or empty folder.
         dtype: of the tensors.
+        replace: takes the place of a folder that is there.
         finish: called with the folder before it gets its name; adds model card, tokenizer files.
 
     Returns:
@@ -61,7 +68,7 @@ def export_adapter(
     _check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
-    with new_folder(to_dir) as folder:
+    with new_folder(to_dir, replace=replace) as folder:
         (folder / CONFIG_FILE).write_text(json.dumps(config_of(spec, base_name), indent=2) + "\n", encoding="utf-8")
         # not save_file: only their owner may read its files, and it hides the system's error in one of its own
         (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -72,7 +79,7 @@ def export_adapter(
 
 
 def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[AdapterSpec, Arrays]:
-    """Reads a PEFT folder.
+    """Reads a PEFT folder; its files are compared with SHA256SUMS where there is one.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
@@ -85,10 +92,12 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
 
     Raises:
         CheckpointError: `peft.missing-file`, `peft.pickle` (only adapter_model.bin), `peft.bad-config`,
-            `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one), `peft.other-base`.
+            `peft.damaged`, `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one),
+            `peft.other-base`.
         ErrorList: several options that are not supported.
     """
     folder = Path(folder)
+    check_digests(folder)
     raw = read_config(folder)
     tensors = _read_tensors(folder)
     matches = {key: _KEY.fullmatch(key) for key in tensors}
@@ -103,7 +112,7 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
                 where=str(folder / CONFIG_FILE),
                 what=f"the adapter was made for '{made_for}', not for '{base_name}'.",
                 fix="use that base model; if it is the same one under another name, correct "
-                f"base_model_name_or_path in {CONFIG_FILE}",
+                f"base_model_name_or_path in {CONFIG_FILE} and remove {digests.FILE}, which tells of edits",
             )
         )
     problems = _problems(tensors, matches, spec)
@@ -118,6 +127,20 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
     raise_all(errors)
     paths = dict.fromkeys(match[1] for match in matches.values() if match)
     return spec, {path: (_a(tensors, path), _b(tensors, path)) for path in paths}
+
+
+def check_digests(folder: Path) -> None:
+    """Makes sure that the files of an adapter are as they were written; folders of other programs have no digests.
+
+    Raises:
+        CheckpointError: `peft.damaged`.
+    """
+    if digests.has_digests(folder):
+        refuse_damage(
+            "peft.damaged",
+            find_damage(folder, (CONFIG_FILE, TENSOR_FILE)),
+            fix=f"take another copy or another step; if you changed the file yourself, remove {folder / digests.FILE}",
+        )
 
 
 def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
@@ -153,7 +176,7 @@ def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None
     """Says what is missing, extra or misshapen."""
     num_layers = max(1, len({match[2] for match in matches.values() if match}))
     wanted = {
-        f"{_PREFIX}layers.{layer}.{_home(name)}.{name}.lora_{part}.weight"
+        f"{_PREFIX}layers.{layer}.{LAYER.linear(name).path}.lora_{part}.weight"
         for layer in range(num_layers)
         for name in spec.targets
         for part in "AB"
@@ -203,10 +226,6 @@ def _a(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
 
 def _b(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
     return np.ascontiguousarray(tensors[f"{_PREFIX}{path}.lora_B.weight"].astype(np.float32).T)
-
-
-def _home(name: str) -> str:
-    return "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
 
 
 def _last(name: str) -> str:

@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lorafusion_jax.checkpoint.starts import read_starts
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory, prepare
+from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
-from lorafusion_jax.pipeline.layout import stage_layers
+from lorafusion_jax.planning.stages import stage_layers
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
@@ -67,7 +68,7 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
         raise_all(errors)
     assert config is not None
     found, prepared = list(errors), None
-    for read in (read_starts, prepare):
+    for read in (read_warm_starts, prepare):
         try:
             prepared = read(config)
         except LoraFusionError as problem:

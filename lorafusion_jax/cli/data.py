@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -45,7 +45,12 @@ def preview(
     tokenizer, console = load_tokenizer(base_directory(config)), out()
     sets = {
         one.name: load_samples(
-            one.data.train, settings=one.data, tokenizer=tokenizer, adapter=one.name, base_dir=Path(config.directory)
+            one.data.train,
+            settings=one.data,
+            tokenizer=tokenizer,
+            adapter=one.name,
+            base_dir=Path(config.directory),
+            objective=one.objective.chosen,
         )
         for one in config.adapters
         if adapter in (None, one.name)
@@ -63,11 +68,13 @@ def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dic
     result = []
     for index in range(min(rows, len(samples))):
         tokens, learned = samples.sample(index)
+        lengths = samples.segment_lengths_of(index)
         result.append(
             {
                 "row": int(samples.rows[index]),
                 "tokens": tokens.tolist(),
                 "learned": learned.tolist(),
+                **({} if lengths is None else {"segment_lengths": list(lengths)}),
                 "pieces": [tokenizer.piece(int(token)) for token in tokens],
             }
         )

@@ -26,7 +26,7 @@ def command(
     Example: lorafusion demo
     """
     from lorafusion_jax.cli.running import watch
-    from lorafusion_jax.report.comparison import slots_one_after_another
+    from lorafusion_jax.planning.comparison import slots_one_after_another
     from lorafusion_jax.training import train
     from lorafusion_jax.training.verify import verify_exports
 

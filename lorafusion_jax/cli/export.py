@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.digests import FILE as SUMS
+from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
+from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out, say
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import CheckpointError, ConfigError
-from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.log_file import read_rows
 
 NAME = "export"
 
@@ -33,6 +35,7 @@ def command(
     folder = RunFolder(run)
     config = folder.read_config()
     source = _source(folder, [one.name for one in config.adapters], adapter, step)
+    _no_link(source)
     console = out()
     failure = _failure(folder, adapter)
     if failure is not None:
@@ -40,8 +43,11 @@ def command(
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
-        report = merge_adapter(base_directory(config), source, to)
-        console.print(f"merged {adapter} (step {_step(source)}) into a full model: {to}", highlight=False)
+        base, noted = base_directory(config), folder.read_record().get("base_files")
+        if noted is not None:  # runs of earlier versions did not note it
+            check_base(noted, base_digests(base), base)
+        report = merge_adapter(base, source, to)
+        console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
         next_command(
             console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\""
@@ -50,9 +56,9 @@ def command(
     from lorafusion_jax.checkpoint.peft import read_adapter
 
     with new_folder(to) as draft:
-        shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    spec, arrays = read_adapter(to)
-    console.print(f"exported {adapter} (step {_step(source)}): {to}", highlight=False)
+        _copy(source, draft)
+        spec, arrays = read_adapter(draft)
+    console.print(f"exported {adapter} (step {step_of(source)}): {to}", highlight=False)
     console.print(f"  re-read: rank {spec.rank}, alpha {spec.alpha:g}, {len(arrays)} projections", highlight=False)
     next_command(console, f"lorafusion export {run} {adapter} --merge --to {to}-merged")
 
@@ -64,10 +70,9 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
             f"there is no adapter '{adapter}' in {folder.path}.",
             fix=f"one of: {', '.join(names)}",
         )
-    home = folder.path / "adapters" / adapter
     source = folder.latest(adapter) if step is None else folder.adapter_step(adapter, step)
     if source is None or not source.is_dir():
-        steps = sorted(int(kept.name.removeprefix("step-")) for kept in home.glob("step-*"))
+        steps = [step_of(kept) for kept in folder.exported(adapter)]
         raise CheckpointError(
             "export.no-step",
             f"{adapter} has no exported weights" + (" yet." if step is None else f" of step {step}."),
@@ -83,8 +88,33 @@ def _failure(folder: RunFolder, adapter: str) -> str | None:
         for event in read_rows(folder.path / "events.jsonl")
         if event.get("adapter") == adapter and event["kind"] in ("adapter-done", "adapter-failed")
     ]
-    return ends[-1]["reason"] if ends and ends[-1]["kind"] == "adapter-failed" else None
+    return ends[-1].get("reason", "") if ends and ends[-1]["kind"] == "adapter-failed" else None
 
 
-def _step(source: Path) -> int:
-    return json.loads((source / "run.json").read_text(encoding="utf-8"))["step"]
+def _copy(source: Path, draft: Path) -> None:
+    """Copies an exported folder and compares the copy with the digests that came along."""
+    for file in sorted(source.rglob("*")):
+        place = draft / file.relative_to(source)
+        if file.is_dir() and not file.is_symlink():
+            place.mkdir()
+        else:
+            shutil.copyfile(file, place)
+    if has_digests(draft):
+        fix = f"--step another step; if you changed the file yourself, remove {source / SUMS}"
+        refuse_damage("export.damaged", find_damage(draft), fix=fix)
+
+
+def _no_link(source: Path) -> None:
+    """Refuses links inside a run folder: they may point to any file of this machine.
+
+    Raises:
+        CheckpointError: `export.link`.
+    """
+    links = [file for file in (source, *sorted(source.rglob("*"))) if file.is_symlink()]
+    if links:
+        raise CheckpointError(
+            "export.link",
+            f"{links[0].name} is a link, which is not followed.",
+            where=str(links[0]),
+            fix="replace it by the file that it should be, or export another --step",
+        )

@@ -35,7 +35,7 @@ batch:
   tile_tokens: 128
 save:    {every_minutes: 15, keep: 3}
 mesh:    {stages: 1, data: 1, fsdp: 1}   # devices: pipeline stages × replicas (fsdp: replicas that share the base)
-train:   {keep: auto}        # for the backward pass: everything, gemm_inputs, nothing (a third slower); auto: what fits
+train:   {remat: auto}       # for the backward pass: everything, gemm_inputs, nothing (a third slower); auto: what fits
 
 adapters:
   - name: law
@@ -43,7 +43,7 @@ adapters:
   - name: chat
     data: {train: data/chat.jsonl}
     lora: {rank: 32, alpha: 64}
-    optim: {lr: [1e-4, 2e-4]}      # a list makes several adapters: chat@lr=1e-4, chat@lr=2e-4
+    optim: {lr: [1e-4, 2e-4]}      # a list makes several adapters: chat-lr1e-4, chat-lr2e-4
     batch: {global_samples: 8}
     epochs: 3
 """

@@ -29,6 +29,7 @@ from lorafusion_jax.cli import (
     timeline,
     train,
     tune,
+    verify,
 )
 from lorafusion_jax.cli.common import errors_to
 from lorafusion_jax.errors import LoraFusionError, RunError
@@ -43,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
-for command in (demo, init, check, plan, train, resume, status, timeline, export, profile, tune, doctor):
+for command in (demo, init, check, plan, train, resume, status, timeline, export, verify, profile, tune, doctor):
     app.command(command.NAME)(command.command)
 app.add_typer(data.app, name="data")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import (
     JobFile,
     Json,
@@ -27,13 +28,15 @@ from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory, plan_training
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.report.comparison import plans_one_after_another
+from lorafusion_jax.files import replace_text
+from lorafusion_jax.planning.comparison import plans_one_after_another
+from lorafusion_jax.planning.floor import plan_floor_s
+from lorafusion_jax.planning.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.floor import plan_floor_s
 from lorafusion_jax.report.format import count, duration, percent, whole
-from lorafusion_jax.report.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
@@ -76,9 +79,11 @@ def command(
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
         floor_s = plan_floor_s(config, model, prepared, plan, kind)
     if output:
-        _write(output, plan.to_json())
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(output, plan.to_json())
     if timeline and costs:
-        _write(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
+        timeline.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
     numbers = plan_numbers(config, prepared, plan, costs) | {"floor_s": floor_s, "memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
@@ -220,10 +225,3 @@ def _compared(numbers: dict) -> str:
         f"one after another {duration(alone_s)} ({whole(alone)} slots)   together {duration(together_s)} "
         f"({whole(together)})   {alone_s / together_s:.2f}×"
     )
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -22,7 +22,7 @@ def show_memory(console: Console, memory: dict[str, Any]) -> None:
     if memory["advice"]:
         say(console, f"  to make it fit: {memory['advice']}", "bold red")
     layers = " + ".join(map(str, memory["layers"]))
-    say(console, f"  layers {layers}, kept for backward: {memory['keep']}")
+    say(console, f"  layers {layers}, kept for backward: {memory['remat']}")
     say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
 
 

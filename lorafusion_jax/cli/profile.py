@@ -11,6 +11,7 @@ import typer
 from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say, typed
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.events import PhaseBegun
 from lorafusion_jax.report.format import better_layers, duration, percent
 
 NAME = "profile"
@@ -41,7 +42,7 @@ def command(
         costs, plan, better = profile(
             load_config(jobs, overrides or []),
             repeats=repeats,
-            listeners=[lambda event: status.update(event.values["text"])],
+            listeners=[lambda event: status.update(event.text) if isinstance(event, PhaseBegun) else None],
         )
     to.write_text(costs.to_json(), encoding="utf-8")
     table = plain_table(("stage",), ("forward", "backward", "step"))

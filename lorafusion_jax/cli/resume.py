@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -15,7 +16,7 @@ Where = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.keep, save.*",
+        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, save.*",
     ),
 ]
 
@@ -23,25 +24,36 @@ Where = Annotated[
 def command(
     run: RunPath,
     overrides: Where = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="leave an adapter out of what is left; its last good step stays; repeatable"),
+    ] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
     started: Started = None,
+    verify_base: Annotated[
+        bool, typer.Option("--verify-base", help="compare every byte of the base model, also of one above 4 GB")
+    ] = False,
 ) -> int:
     """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
 
-    What is left is planned again for another number of stages or replicas (mesh.data · mesh.fsdp).
+    What is left is planned again for another number of stages or replicas (mesh.data · mesh.fsdp), and without the
+    adapters that are dropped. An adapter that failed needs not be dropped: the others go on either way.
 
     Example: lorafusion resume runs/exp1
 
     Example: lorafusion resume runs/exp1 mesh.stages=1 mesh.data=2
+
+    Example: lorafusion resume runs/exp1 --drop law
     """
     from lorafusion_jax.cli.running import follow
-    from lorafusion_jax.training import RunFolder, resume
-    from lorafusion_jax.training.relayout import go_on_with
+    from lorafusion_jax.report.events import Listener
+    from lorafusion_jax.training import RunFolder, RunResult, resume
+    from lorafusion_jax.training.relayout import apply_resume_overrides
 
-    config = go_on_with(RunFolder(run).read_config(), overrides or ())
+    config = apply_resume_overrides(RunFolder(run).read_config(), overrides or ())
     join_processes(
         config.mesh,
         distributed=distributed,
@@ -51,4 +63,8 @@ def command(
         started=started,
     )
     prepare_machine()
-    return follow(out(), run, config, lambda listeners: resume(run, overrides or (), listeners=listeners))
+
+    def work(listeners: Sequence[Listener]) -> RunResult:
+        return resume(run, overrides or (), drop=drop or (), listeners=listeners, verify_base=verify_base)
+
+    return follow(out(), run, config, work)

@@ -11,7 +11,7 @@ from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
-from lorafusion_jax.pipeline.processes import is_first, leave_the_others, leave_without_the_lost
+from lorafusion_jax.pipeline.processes import exit_after_failure, exit_after_peer_loss, is_first
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, whole
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
@@ -41,13 +41,13 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
     except RunError as problem:
-        leave = leave_without_the_lost if problem.code == PROCESS_LOST else leave_the_others
+        leave = exit_after_peer_loss if problem.code == PROCESS_LOST else exit_after_failure
         leave(problem.exit_code)
         raise
     except LoraFusionError:  # of job, data or folder: all processes meet it alike
         raise
     except Exception:
-        leave_the_others(1)
+        exit_after_failure(1)
         raise
     if is_first():
         show_result(console, result)

@@ -15,9 +15,9 @@ from rich.text import Text
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, layout, whole
-from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.report.summary import final_rows, got_worse, throughput
+from lorafusion_jax.report.summary import got_worse, rates, read_summary, remat_of
 
 NAME = "status"
 SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
@@ -56,15 +56,15 @@ def run_numbers(run: Path) -> dict:
     folder = RunFolder(run)
     plan = folder.read_plan()
     holder = held_by(run)  # before the events: who lets go has told its end
-    rows, events, metrics = final_rows(run), read_rows(run / "events.jsonl"), read_rows(run / "metrics.jsonl")
+    events, metrics = read_rows(run / "events.jsonl"), read_summary(run)
     ends = {event.get("adapter"): event for event in events if event["kind"] in ("adapter-done", "adapter-failed")}
-    last = next((row for row in reversed(metrics) if row["kind"] == "slot"), {})
+    last = metrics.slots[-1] if metrics.slots else {}
     adapters = {}
     for job in plan.jobs:
-        own, ended = rows.get(job.name, {}), ends.get(job.name)
+        own, ended = metrics.adapters.get(job.name, {}), ends.get(job.name)
         adapters[job.name] = {
             "status": "running" if ended is None else ended["kind"].removeprefix("adapter-"),
-            "step": own.get("step", 0),
+            "step": own.get("step") or 0,
             "steps": job.num_batches,
             "loss": own.get("loss"),
             "held_out_before": own.get("before"),
@@ -75,13 +75,14 @@ def run_numbers(run: Path) -> dict:
     began = next((event for event in reversed(events) if event["kind"] == "started"), {})
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
-    news = max((row["time"] for row in (*metrics[-1:], *events[-1:])), default=folder.plan_file.stat().st_mtime)
+    times = [metrics.time, *(row.get("time") for row in events[-1:])]
+    news = max((one for one in times if one is not None), default=folder.plan_file.stat().st_mtime)
     return {
         "run": str(run),
         "state": state,
         "alive": holder["alive"],
         "plan": plan.digest,
-        "slot": max((row["slot"] for row in metrics), default=0),
+        "slot": metrics.slot,
         "slots": plan.num_slots,
         "eta_s": last.get("eta_s"),
         "last_news_s": round(max(time.time() - news, 0.0), 1),
@@ -89,10 +90,10 @@ def run_numbers(run: Path) -> dict:
         "device": began.get("device"),
         "mesh": began.get("mesh"),
         "layers": began.get("layers"),
-        "keep": began.get("keep"),
+        "remat": remat_of(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
-        "throughput": throughput(run),
+        "throughput": rates(metrics, events),
     }
 
 
@@ -149,7 +150,7 @@ def _devices(numbers: dict) -> list[Text]:
     """What the last sitting ran on; nothing before it has started."""
     if not numbers["device"]:
         return []
-    what = layout(numbers["mesh"], numbers["layers"], numbers["keep"]) if numbers["mesh"] else ""
+    what = layout(numbers["mesh"], numbers["layers"], numbers["remat"]) if numbers["mesh"] else ""
     peak = f"peak {count(numbers['peak_bytes'])}B of device memory" if numbers["peak_bytes"] else ""
     return [Text("  ·  ".join(text for text in (numbers["device"], what, peak) if text))]
 

@@ -9,19 +9,20 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out, plain_table, say
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import LoraFusionError
-from lorafusion_jax.pipeline.extent import extents
-from lorafusion_jax.pipeline.layout import worth_in_layers
-from lorafusion_jax.pipeline.rebalance import Moved
+from lorafusion_jax.layout.extent import extents
+from lorafusion_jax.planning.prediction import DEVICES, better_layout, measured_with, memory_of, read_costs
+from lorafusion_jax.planning.rebalance import Moved
+from lorafusion_jax.planning.stages import worth_in_layers
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
-from lorafusion_jax.report.prediction import DEVICES, better_layout, measured_with, memory_of
 from lorafusion_jax.report.recorder import read_rows
-from scheduling import Timeline, compare_timelines, read_cost_model, simulate, timeline_html, to_perfetto
+from lorafusion_jax.report.summary import remat_of
+from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
 
 NAME = "timeline"
 
@@ -75,7 +76,7 @@ def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) 
     """(what costs say of the run's plan, slots to compare)"""
     folder, started = RunFolder(run), _started(run, measured.num_stages)
     plan, layers = folder.read_plan(), started["layers"]
-    costs = read_cost_model(cost_model.read_text(encoding="utf-8"), _worth(run, layers))
+    costs = read_costs(cost_model, _worth(run, layers))
     costs.check_layers(layers)
     costs.check_capacity(plan.capacity_tokens)
     costs.check_measured_with(
@@ -83,7 +84,7 @@ def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) 
             dtype=folder.read_config().base.dtype,
             parameters=started["frozen"],
             fsdp=started["mesh"]["fsdp"],
-            keep=started["keep"],
+            remat=remat_of(started),
         )
     )
     seen = {span.slot for span in measured.spans}
@@ -112,7 +113,7 @@ def _moved(run: Path, measured: Timeline) -> Moved | None:
         model,
         extents(started["layers"]),
         measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
-        keep=started["keep"],
+        remat=remat_of(started),
         device_bytes=memory_of(next((name for name in DEVICES if name in started["device"].lower()), "")),
     )
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, say
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import base_directory
 from lorafusion_jax.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def check_table(path: Path) -> None:
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
     """The layers whose kernels a run of this job calls: every projection, and siblings with their ranks together."""
     from pallas_kernels.arg_specs import LinearSpec
-    from pallas_kernels.split_graph import padded_rank
+    from pallas_kernels.policy import padded_rank
 
     width, inner = model.hidden_size, model.intermediate_size
     heads, key_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError
 
@@ -14,6 +15,7 @@ LISTS: dict[Keys, tuple[str, str]] = {  # told as a whole: what one value has to
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
     ("lora", "targets"): ("a text or a list of texts", "[q_proj, v_proj]"),
 }
+RENAMED: dict[Keys, Keys] = {("train", "keep"): ("train", "remat")}  # what older job files and runs say
 EXPECTED = {  # pydantic's findings in words of a job file
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -28,7 +30,7 @@ EXPECTED = {  # pydantic's findings in words of a job file
     "less_than_equal": "{le} or less",
     "literal_error": "{expected}",
     "string_type": "a text",
-    "string_pattern_mismatch": "at most 100 letters, digits and . _ @ = + -, the first a letter or digit",
+    "string_pattern_mismatch": "at most 100 letters, digits and . _ @ + -, the first a letter or digit",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "tuple_type": "a list of numbers",
@@ -38,8 +40,22 @@ EXPECTED = {  # pydantic's findings in words of a job file
 }
 
 
+def new_name(setting: str) -> str:
+    """What a setting is called today.
+
+    >>> new_name("train.keep"), new_name("mesh.fsdp")
+    ('train.remat', 'mesh.fsdp')
+    """
+    return {dotted(old): dotted(new) for old, new in RENAMED.items()}.get(setting, setting)
+
+
 def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
-    """Builds the error for a key that does not exist, with the nearest one that does."""
+    """Builds the error for a key that does not exist, with its new name or the nearest key that does."""
+    if keys in RENAMED:
+        new = dotted(RENAMED[keys])
+        return ConfigError(
+            "config.renamed-key", f"'{dotted(keys)}' is now '{new}'.", where=source.where(keys), fix=f"write {new}"
+        )
     known = sorted(known)
     near = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
     return ConfigError(
@@ -53,7 +69,8 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
     """Builds the error for one finding of pydantic below `section`."""
     location: Keys = detail["loc"]
-    keys = (*section, *(("batch", "global_samples") if location[:1] == ("global_samples",) else location))
+    adapters_own = location[:1] == ("global_samples",) and section != ("batch",)
+    keys = (*section, *(("batch", "global_samples") if adapters_own else location))
     if detail["type"] == "extra_forbidden":
         return unknown_key(source, keys, _fields(model, location[:-1]))
     if detail["type"] == "missing":
@@ -78,7 +95,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 
 
 def _expected(detail) -> str:
-    found = "null" if detail["input"] is None else repr(detail["input"])
+    found = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # raised by a validator of the schema
         return str(detail["ctx"]["error"])

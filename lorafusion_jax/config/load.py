@@ -11,10 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lorafusion_jax.config import schema
-from lorafusion_jax.config.explain import explain, unknown_key
+from lorafusion_jax.config.explain import RENAMED, explain, unknown_key
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Keys, Source, read_source
-from lorafusion_jax.config.sweep import expand
+from lorafusion_jax.config.sweep import MOST_ADAPTERS, expand
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import resolve_targets
 from lorafusion_jax.optim.schedules import schedule
@@ -32,7 +32,9 @@ DEFAULTS: dict[str, type[BaseModel]] = {  # defaults that every adapter may over
     "data": schema.DataSettings,
     "lora": schema.LoraSettings,
     "optim": schema.OptimSettings,
+    "objective": schema.ObjectiveSettings,
 }
+MOST_DEVICES = 4096  # of a mesh
 SINGLE_DEFAULTS = ("epochs", "seed", "weight")
 ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)
 
@@ -75,19 +77,26 @@ def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
     ]
     shared: dict[str, Any] = {
-        key: _section(source, (key,), model, values.get(key, {}), errors) for key, model in SHARED.items()
-    }
+        key: _section(source, (key,), model, values.get(key, {}), errors)
+        for key, model in SHARED.items()
+        if key != "batch"
+    } | {"batch": None}
+    batch = None
+    for single in _batches(values.get("batch", {}), source, errors):
+        batch = shared["batch"] = _section(source, ("batch",), schema.BatchSettings, single, errors)
     for key, model in DEFAULTS.items():
-        for single in expand({key: values.get(key, {})}):
+        for single in _expanded({key: values.get(key, {})}, source, errors):
             _section(source, (key,), model, single[key], errors, partial=True)
-    for single in expand({key: values[key] for key in SINGLE_DEFAULTS if key in values}):
+    for single in _expanded({key: values[key] for key in SINGLE_DEFAULTS if key in values}, source, errors):
         own = {key: single[key] for key in SINGLE_DEFAULTS if key in single}
         _section(source, (), schema.AdapterConfig, own, errors, partial=True)
     entries = _entries(source, values, errors)
     valid = [(entry, adapter) for entry in entries if (adapter := _adapter(source, entry, errors)) is not None]
     adapters = [adapter for _, adapter in valid]
-    if shared["batch"] is not None:
-        errors += _lengths_fit(shared["batch"], adapters, source)
+    if batch is not None:
+        errors += _lengths_fit(batch, adapters, source)
+    if shared["mesh"] is not None:
+        errors += _mesh_fits(shared["mesh"], source)
     errors += _names_differ(entries, source) + _targets_exist(valid, source)
     config = None
     if adapters and None not in shared.values():
@@ -101,11 +110,35 @@ def dump_config(config: schema.JobConfig) -> str:
 
 
 def read_resolved(path: Path) -> schema.JobConfig:
-    """Reads the `config.yaml` of a run folder."""
+    """Reads the `config.yaml` of a run folder; a run that began under the old name of a setting goes on.
+
+    Raises:
+        ConfigError: `run.config`.
+    """
     try:
-        return schema.JobConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError, TypeError) as problem:
-        raise ConfigError("run.config", f"{path} is not the configuration of a run.", why=str(problem)) from None
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _use_new_names(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as problem:  # bad dates are ValueErrors
+        raise ConfigError(
+            "run.config",
+            f"{path} is not the configuration of a run.",
+            why=str(problem),
+            fix="bring it back from a copy; run.json notes the settings, too, under config",
+        ) from None
+
+
+def _use_new_names(values: dict) -> None:
+    for (section, old), (_, new) in RENAMED.items():
+        if old in values.get(section, {}):
+            values[section][new] = values[section].pop(old)
 
 
 def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:
@@ -120,13 +153,15 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     )
     raise_all(errors)
     try:
-        return schema.JobConfig.model_validate(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
     except ValidationError as problem:
         raise_all(_unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
         raise
 
 
-def _section(source: Source, keys, model: type[BaseModel], values, errors: list, *, partial: bool = False):
+def _section[M: BaseModel](
+    source: Source, keys: Keys, model: type[M], values: Any, errors: list, *, partial: bool = False
+) -> M | None:
     try:
         return model.model_validate(values if values is not None else {})
     except ValidationError as problem:
@@ -176,8 +211,36 @@ def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
             )
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in own if key not in ADAPTER_KEYS]
-        result += [_Entry(keys=keys, own=own, single=single) for single in expand(_merged(values, own))]
+        singles = _expanded(_merged(values, own), source, errors)
+        result += [_Entry(keys=keys, own=own, single=single) for single in singles]
+    if len(result) > MOST_ADAPTERS:
+        errors.append(
+            ConfigError(
+                "config.too-many-adapters",
+                f"the file makes {len(result)} adapters; a run has at most {MOST_ADAPTERS}.",
+                where=source.where(("adapters",)),
+                fix="shorter lists, or several runs",
+            )
+        )
+        return []
     return result
+
+
+def _batches(batch: Any, source: Source, errors: list) -> list[Any]:
+    """The shared section, once for each value of the only key that adapters may have their own of."""
+    if not isinstance(batch, dict) or not isinstance(batch.get("global_samples"), list):
+        return [batch]
+    swept = _expanded({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
+    return [batch | single["batch"] for single in swept]
+
+
+def _expanded(entry: dict, source: Source, errors: list) -> list[dict]:
+    """The entries of a sweep; none where they are too many, which is one of the errors."""
+    try:
+        return expand(entry)
+    except ConfigError as problem:
+        errors.append(ConfigError(problem.code, problem.what, where=str(source.path), why=problem.why, fix=problem.fix))
+        return []
 
 
 def _merged(values: dict, entry: dict) -> dict:
@@ -188,6 +251,8 @@ def _merged(values: dict, entry: dict) -> dict:
         merged["batch"] = {"global_samples": values["batch"]["global_samples"]}
     for key, value in entry.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if both and key == "objective" and value.get("name", merged[key].get("name")) != merged[key].get("name"):
+            both = False  # options of another objective
         merged[key] = {**merged[key], **value} if both else value
     return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
 
@@ -237,19 +302,48 @@ def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
 
 
 def _names_differ(entries: Sequence[_Entry], source: Source) -> list[LoraFusionError]:
-    places: dict[str, list[Keys]] = {}
+    """Names are folders; some systems take `Law` and `law` for the same one."""
+    places: dict[str, list[tuple[str, Keys]]] = {}
     for entry in entries:
         if isinstance(name := entry.single.get("name"), str):
-            places.setdefault(name, []).append(entry.keys)
+            places.setdefault(name.casefold(), []).append((name, entry.keys))
+    errors: list[LoraFusionError] = []
+    for _, named in sorted(places.items()):
+        if "=" in named[0][0]:
+            errors.append(
+                ConfigError(
+                    "config.name",
+                    f"the name '{named[0][0]}' contains '='.",
+                    where=source.where((*named[0][1], "name")),
+                    why="names are folders, and vllm --lora-modules name=path splits there",
+                    fix=named[0][0].replace("=", "-"),
+                )
+            )
+        if len(named) > 1:
+            (first, _), (second, keys) = named[:2]
+            same = f"two adapters are called '{first}'."
+            errors.append(
+                ConfigError(
+                    "config.duplicate-name",
+                    same if first == second else f"'{first}' and '{second}' differ in nothing but case.",
+                    where=source.where(keys),
+                    fix="give each adapter its own name",
+                )
+            )
+    return errors
+
+
+def _mesh_fits(mesh: schema.MeshSettings, source: Source) -> list[LoraFusionError]:
+    devices = mesh.stages * mesh.replicas
+    if devices <= MOST_DEVICES:
+        return []
     return [
         ConfigError(
-            "config.duplicate-name",
-            f"two adapters are called '{name}'.",
-            where=source.where(keys[1]),
-            fix="give each adapter its own name",
+            "config.mesh",
+            f"stages={mesh.stages} · data={mesh.data} · fsdp={mesh.fsdp} are {devices} devices.",
+            where=source.where(("mesh",)),
+            why=f"a run has at most {MOST_DEVICES}",
         )
-        for name, keys in sorted(places.items())
-        if len(keys) > 1
     ]
 
 
@@ -271,14 +365,25 @@ def _lengths_fit(
     return errors + [
         ConfigError(
             "config.max-length",
-            f"{adapter.name}: data.max_length={adapter.data.max_length} does not fit into a "
+            f"{adapter.name}: {_texts(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
             f"microbatch of {capacity} tokens.",
             where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
-            fix=f"batch.capacity_tokens: {_round_up(adapter.data.max_length, tile)}   or   data.max_length: {capacity}",
+            fix=f"batch.capacity_tokens: {_round_up(_longest(adapter), tile)}   or   data.max_length: "
+            f"{capacity // adapter.objective.chosen.objective.num_segments}",
         )
         for adapter in adapters
-        if adapter.data.max_length > capacity
+        if _longest(adapter) > capacity
     ]
+
+
+def _longest(adapter: schema.AdapterConfig) -> int:
+    """Most tokens of a sample, all its texts together."""
+    return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
+
+
+def _texts(adapter: schema.AdapterConfig) -> str:
+    count = adapter.objective.chosen.objective.num_segments
+    return f"{count} texts of " if count > 1 else ""
 
 
 def _targets_exist(valid: Sequence[tuple[_Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:

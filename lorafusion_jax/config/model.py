@@ -13,22 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..layout.layer import LAYER
+from .families import Family, family_named, find_family, known_models
+from .hf_config import HFConfig, RopeValues, parse_part, shortened
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-# The keys that change the arithmetic and that this decoder knows; where a file leaves one out, the value here is meant.
-_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "max_position_embeddings": 2048,
-}
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -55,7 +43,7 @@ class ModelConfig:
         ('qwen2', 8, True)
     """
 
-    family: Family
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -79,24 +67,34 @@ class ModelConfig:
         """Reads a model directory, a config.json or its dictionary.
 
         Raises:
-            CheckpointError: no readable config.json, an unknown architecture, or options that this decoder lacks, all
-                in one message.
+            CheckpointError: `model.not-found`; `model.bad-config`, values of wrong types or ranges;
+                `model.unsupported`, an unknown architecture or options that this decoder lacks, all in one message.
+            ConfigError: `plugin.broken`, the installed family of this model does not load.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
-        problems: list[str] = []
-        config = _translate(raw, problems)
-        if config is None or problems:
+        malformed: list[str] = []
+        unsupported: list[str] = []
+        config = _translate(raw, malformed, unsupported)
+        if config is not None and not malformed and not unsupported:
+            return config
+        if malformed and not unsupported:
             raise CheckpointError(
-                "model.unsupported",
-                "this model cannot be run: " + _sentence(problems),
+                "model.bad-config",
+                "config.json cannot be used: " + _sentence(malformed),
                 where=where,
-                why="only plain Llama, Mistral, Qwen2 and Qwen3 decoders are implemented",
-                fix="choose a base model of these families, or a copy of it that is not quantised",
+                fix="take the file from the model's source again",
             )
-        return config
+        raise CheckpointError(
+            "model.unsupported",
+            "this model cannot be run: " + _sentence([*unsupported, *malformed]),
+            where=where,
+            why=f"the decoders that are implemented: {known_models()}",
+            fix="choose a base model of these families, or a copy of it that is not quantised",
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` and other libraries read back."""
+        family = family_named(self.family)
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         if (scaling := self.rope_scaling) is not None:
             rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -107,7 +105,7 @@ class ModelConfig:
                 "original_max_position_embeddings": scaling.original_max_positions,
             }
         out = {
-            "architectures": [next(name for name, family in ARCHITECTURES.items() if family == self.family)],
+            "architectures": [family.architectures[0]],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -126,41 +124,56 @@ class ModelConfig:
             "rope_parameters": rope,
             "sliding_window": self.sliding_window,
         }
-        if self.family in ("qwen2", "qwen3"):
+        if family.window == "switched":
             out |= {
                 "use_sliding_window": self.sliding_window is not None,
                 "max_window_layers": 0 if self.sliding_window else self.num_layers,
             }
-        if self.family == "qwen2":
-            return out
-        return out | {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        if not family.qkv_bias:
+            out |= {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        return family.write_keys(out)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the base model, a tied head counted once."""
-        D, F = self.hidden_size, self.intermediate_size
-        attention = 2 * D * self.head_dim * (self.num_heads + self.num_kv_heads)
-        biases = self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        biases += self.o_bias * D + self.mlp_bias * (2 * F + D)
-        norms = 2 * D + self.qk_norm * 2 * self.head_dim
-        embeddings = self.vocab_size * D * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * (attention + 3 * D * F + biases + norms) + D
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * LAYER.num_parameters(self) + self.hidden_size
 
-    def check_length(self, longest: int, *, where: str = "") -> None:
+    def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
         """Refuses samples that this decoder would compute differently from the model's authors.
 
+        Args:
+            longest: tokens of the sample.
+            where: the model's folder, for the message.
+            sample: what the message calls the sample.
+
         Raises:
-            CheckpointError: the model limits attention to a window that is shorter than the longest sample.
+            CheckpointError: `model.sliding-window`, `model.positions`.
         """
         if self.sliding_window is not None and longest > self.sliding_window:
             raise CheckpointError(
                 "model.sliding-window",
-                f"the longest sample has {longest} tokens, but this model attends to the last "
-                f"{self.sliding_window} only.",
+                f"{sample} has {longest} tokens, but this model attends to the last {self.sliding_window} only.",
                 where=where,
                 why="sliding-window attention is not implemented; within the window it is the same as full attention",
                 fix=f"data.max_length: {self.sliding_window}",
             )
+        if longest > self.positions:
+            raise CheckpointError(
+                "model.positions",
+                f"{sample} has {longest} tokens, but this model knows {self.positions} positions.",
+                where=where,
+                why=f"max_position_embeddings is {self.max_positions} in its config.json",
+                fix=f"data.max_length: {self.positions}",
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model can tell apart; linear scaling of the rotary frequencies stretches them."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "linear":
+            return self.max_positions
+        return int(self.max_positions * scaling.factor)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -174,7 +187,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             where=str(file),
             fix="base.model: a folder that holds config.json",
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "model.bad-config", "config.json cannot be read.", where=str(file), why=str(error)
         ) from None
@@ -183,125 +196,124 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     return raw, str(file)
 
 
-def _translate(raw: dict[str, Any], problems: list[str]) -> ModelConfig | None:
-    family = _family(raw, problems)
-    counts = {key: _count(raw, key, problems) for key in _COUNTS}
-    heads, hidden = counts["num_attention_heads"], counts["hidden_size"]
-    kv_heads = _count(raw, "num_key_value_heads", problems, default=heads)
-    head_dim = _count(raw, "head_dim", problems, default=128 if family == "qwen3" else hidden // max(heads, 1))
-    theta, scaling = _rope(raw, problems)
-    window = _sliding_window(raw, family, counts["num_hidden_layers"])
-    _refuse_other_options(raw, problems)
+def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> ModelConfig | None:
+    said = parse_part(HFConfig, raw, malformed)
+    name = None if {"architectures", "model_type"} & _named(malformed) else _family(said, unsupported)
+    family = Family(architectures=()) if name is None else family_named(name)
+    if family.keys:
+        malformed.clear()
+        said = parse_part(HFConfig, family.read_keys(raw), malformed)
+    missing = [key for key in _COUNTS if getattr(said, key) is None and key not in _named(malformed)]
+    malformed += [f"{family.keys.get(key, key)} is missing" for key in missing]
+    heads, hidden = said.num_attention_heads or 0, said.hidden_size or 0
+    kv_heads = said.num_key_value_heads or heads
+    head_dim = said.head_dim or family.head_dim or hidden // max(heads, 1)
+    theta, scaling = _rope(said, malformed, unsupported)
+    _refuse_other_options(said, unsupported)
     if kv_heads and heads % kv_heads:
-        problems.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        malformed.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     if head_dim % 2:
-        problems.append(f"head_dim={head_dim} is odd")
-    if family is None or problems:
+        unsupported.append(f"head_dim={head_dim} is odd")
+    if not head_dim and not malformed:
+        malformed.append(f"hidden_size={hidden} is less than num_attention_heads={heads}")
+    if name is None or malformed or unsupported:
         return None
-    option = {key: raw[key] if raw.get(key) is not None else default for key, default in _DEFAULTS.items()}
-    biased = bool(option["attention_bias"]) and family in ("llama", "qwen3")
+    biased = bool(said.attention_bias) and family.reads_attention_bias
+    layers = said.num_hidden_layers or 0
     return ModelConfig(
-        family=family,
-        vocab_size=counts["vocab_size"],
+        family=name,
+        vocab_size=said.vocab_size or 0,
         hidden_size=hidden,
-        intermediate_size=counts["intermediate_size"],
-        num_layers=counts["num_hidden_layers"],
+        intermediate_size=said.intermediate_size or 0,
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(option["rms_norm_eps"]),
-        qkv_bias=family == "qwen2" or biased,
+        norm_eps=1e-6 if said.rms_norm_eps is None else said.rms_norm_eps,
+        qkv_bias=family.qkv_bias or biased,
         o_bias=biased,
-        mlp_bias=bool(option["mlp_bias"]) and family == "llama",
-        qk_norm=family == "qwen3",
-        tie_embeddings=bool(option["tie_word_embeddings"]),
-        max_positions=int(option["max_position_embeddings"]),
-        sliding_window=window,
+        mlp_bias=bool(said.mlp_bias) and family.reads_mlp_bias,
+        qk_norm=family.qk_norm,
+        tie_embeddings=bool(said.tie_word_embeddings),
+        max_positions=said.max_position_embeddings or family.positions,
+        sliding_window=_sliding_window(said, family, layers),
     )
 
 
-def _family(raw: dict[str, Any], problems: list[str]) -> Family | None:
-    names = raw.get("architectures") or []
-    known: list[Family] = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    if known:
-        return known[0]
-    by_type: dict[str, Family] = {family: family for family in ARCHITECTURES.values()}
-    if not names and raw.get("model_type") in by_type:
-        return by_type[raw["model_type"]]
-    said = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
-    problems.append(f"unknown architecture {said} (known: {', '.join(ARCHITECTURES)})")
+def _named(problems: list[str]) -> set[str]:
+    """The keys that problems begin with."""
+    return {problem.partition("=")[0] for problem in problems}
+
+
+def _family(said: HFConfig, unsupported: list[str]) -> str | None:
+    names = said.architectures or []
+    if (family := find_family(names, said.model_type)) is not None:
+        return family
+    found = shortened(", ".join(names)).strip("'") if names else f"model_type {shortened(said.model_type)}"
+    unsupported.append(f"unknown architecture {found} (known: {known_models()})")
     return None
 
 
-def _count(raw: dict[str, Any], key: str, problems: list[str], *, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        problems.append(f"{key} is missing" if value is None else f"{key}={value!r} is not a positive integer")
-        return 0
-    return value
-
-
-def _rope(raw: dict[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
+def _rope(said: HFConfig, malformed: list[str], unsupported: list[str]) -> tuple[float, RopeScaling | None]:
     """Reads `rope_parameters`, the newer spelling, or `rope_theta` + `rope_scaling`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        problems.append("rope parameters differ between layers")
+    raw = said.rope_parameters or said.rope_scaling or {}
+    if any(isinstance(value, dict) for value in raw.values()):
+        unsupported.append("rope parameters differ between layers")
         return 0.0, None
-    theta = rope.get("rope_theta", raw.get("rope_theta")) or 10000.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1, 1.0, None):
-        problems.append("partial_rotary_factor is not 1")
+    rope = parse_part(RopeValues, raw, malformed)
+    theta = rope.rope_theta or said.rope_theta or 10000.0
+    kind = rope.rope_type or rope.type or "default"
+    if not {said.partial_rotary_factor, rope.partial_rotary_factor} <= {1.0, None}:
+        unsupported.append("partial_rotary_factor is not 1")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     wanted = {
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }
     if kind not in wanted:
-        problems.append(f"rope_type {kind!r} (known: default, linear, llama3)")
+        unsupported.append(f"rope_type {shortened(kind)} (known: default, linear, llama3)")
         return 0.0, None
-    missing = [key for key in wanted[kind] if not isinstance(rope.get(key), int | float)]
+    values = [getattr(rope, key) for key in wanted[kind]]
+    missing = [key for key, value in zip(wanted[kind], values, strict=True) if value is None]
     if missing:
-        problems.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
+        malformed.append(f"rope_type {kind!r} lacks {', '.join(missing)}")
         return 0.0, None
     if kind == "linear":
-        return float(theta), RopeScaling(kind="linear", factor=float(rope["factor"]))
-    factor, low, high, original = (rope[key] for key in wanted["llama3"])
-    return float(theta), RopeScaling(
+        return theta, RopeScaling(kind="linear", factor=float(values[0]))
+    factor, low, high, original = values
+    return theta, RopeScaling(
         kind="llama3",
         factor=float(factor),
         low_freq_factor=float(low),
         high_freq_factor=float(high),
-        original_max_positions=int(original),
+        original_max_positions=original,
     )
 
 
-def _sliding_window(raw: dict[str, Any], family: Family | None, num_layers: int) -> int | None:
-    window = raw.get("sliding_window")
-    if family == "llama" or window is None:
+def _sliding_window(said: HFConfig, family: Family, num_layers: int) -> int | None:
+    window = said.sliding_window
+    if family.window == "never" or window is None:
         return None
-    types = raw.get("layer_types")
-    if types is not None:
-        return int(window) if "sliding_attention" in types else None
-    if family == "mistral":
-        return int(window)
-    switched_on = bool(raw.get("use_sliding_window", False))
-    return int(window) if switched_on and raw.get("max_window_layers", 28) < num_layers else None
+    if said.layer_types is not None:
+        return window if "sliding_attention" in said.layer_types else None
+    if family.window == "given":
+        return window
+    first = 28 if said.max_window_layers is None else said.max_window_layers
+    return window if said.use_sliding_window and first < num_layers else None
 
 
-def _refuse_other_options(raw: dict[str, Any], problems: list[str]) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        problems.append(f"hidden_act {raw['hidden_act']!r} (known: silu)")
-    if raw.get("quantization_config") is not None:
-        problems.append(f"quantised weights ({raw['quantization_config'].get('quant_method', 'unknown')})")
-    if raw.get("num_experts") or raw.get("num_local_experts"):
-        problems.append("mixture of experts")
-    if raw.get("is_encoder_decoder"):
-        problems.append("encoder-decoder")
+def _refuse_other_options(said: HFConfig, unsupported: list[str]) -> None:
+    if said.hidden_act not in ("silu", "swish", None):
+        unsupported.append(f"hidden_act {shortened(said.hidden_act)} (known: silu)")
+    if said.quantization_config is not None:
+        unsupported.append(f"quantised weights ({said.quantization_config.get('quant_method', 'unknown')})")
+    if said.num_experts or said.num_local_experts:
+        unsupported.append("mixture of experts")
+    if said.is_encoder_decoder:
+        unsupported.append("encoder-decoder")
 
 
 def _sentence(problems: list[str]) -> str:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lorafusion_jax.config.read import Keys, Source, parse_value, read_source
 from lorafusion_jax.errors import ConfigError
 
@@ -47,10 +45,14 @@ def _override(values: dict, override: str) -> Keys:
             fix="adapters are addressed by name: adapters.law.optim.lr=1e-4; those of a sweep all at once, by the name "
             "in the file",
         )
+    if not text.strip():
+        raise ConfigError(
+            "config.override", f"'{override}' gives no value.", fix=f"{key}=null sets the default of none"
+        )
     try:
         place[last] = parse_value(text)
-    except yaml.YAMLError:
-        raise ConfigError("config.override", f"'{override}': the value is not YAML.") from None
+    except ConfigError as problem:
+        raise ConfigError("config.override", f"'{override[:60]}': the value cannot be read.", why=problem.why) from None
     return (*keys, last)
 
 
@@ -67,7 +69,7 @@ def _names_in(place) -> str:
     if not isinstance(place, list):
         return ""
     names = [str(item["name"]) for item in place if isinstance(item, dict) and "name" in item]
-    return f"one of: {', '.join(names)}" if names else ""
+    return f"one of: {', '.join(names)}; those of a sweep are set all at once" if names else ""
 
 
 def unreached(path: Path, overrides: Sequence[str]) -> list[str]:

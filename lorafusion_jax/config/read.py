@@ -5,12 +5,18 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError
 
 Keys = tuple[str | int, ...]
+
+LARGEST_FILE = 1 << 20  # bytes; a job of a thousand adapters takes a tenth
+MOST_VALUES = 100_000  # aliases counted as often as they are used
+DEEPEST = 20
+TOO_LARGE_FIX = "several job files, one for each run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ def read_source(path: Path) -> Source:
         ConfigError: the file is missing, is not YAML or TOML, or is not a table of keys.
     """
     try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ConfigError("config.too-large", f"{path} is larger than {LARGEST_FILE} bytes.", fix=TOO_LARGE_FIX)
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
@@ -57,36 +65,72 @@ def read_source(path: Path) -> Source:
 
 
 def parse_value(text: str):
-    """Reads one override value the way YAML would: `20` is a number, `[1, 2]` a list, `abc` a text."""
-    return yaml.safe_load(text)
+    """Reads one override value the way YAML would: `20` is a number, `[1, 2]` a list, `abc` a text.
+
+    Raises:
+        ConfigError: `config.syntax`, no YAML or too deeply nested.
+    """
+    return _parse_yaml(text, "the value")[1]
 
 
 def _read_toml(path: Path, text: str) -> Source:
     try:
-        return Source(path=path, values=tomllib.loads(text))
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError("config.syntax", f"{path} is not TOML.", why=str(problem)) from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError("config.syntax", f"{path} cannot be read.", why=_cause(problem)) from None
+    return Source(path=path, values=values)
 
 
 def _read_yaml(path: Path, text: str) -> Source:
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ConfigError(
-            "config.syntax",
-            "the job file is not YAML.",
-            where=where,
-            why=getattr(problem, "problem", None) or "the text cannot be parsed",
-        ) from None
+    node, values = _parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError("config.empty", f"{path} holds no keys.", fix="lorafusion init > jobs.yaml")
     lines: dict[Keys, int] = {}
     problems: list[LoraFusionError] = []
     _walk(node, (), lines, problems, path)
     return Source(path=path, values=values, lines=lines, problems=tuple(problems))
+
+
+def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML text, checked before anything is built of them, and its values."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _count(node, (), {})
+        return node, yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        raise ConfigError(
+            "config.syntax",
+            "the job file is not YAML.",
+            where=f"{where}, line {mark.line + 1}" if mark else where,
+            why=getattr(problem, "problem", None) or "the text cannot be parsed",
+        ) from None
+    except (ValueError, RecursionError, OverflowError) as problem:  # dates that are none, thousands of digits
+        raise ConfigError("config.syntax", "the job file cannot be read.", where=where, why=_cause(problem)) from None
+
+
+def _cause(problem: Exception) -> str:
+    return "it is nested too deeply" if isinstance(problem, RecursionError) else str(problem)
+
+
+def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int, int]) -> int:
+    """Counts the values below a node, aliases as often as they are used; each node is visited once."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) in known:
+        return known[id(node)]
+    line = f"line {node.start_mark.line + 1}"
+    if any(node is one for one in above):
+        raise ValueError(f"the value of {line} contains itself")
+    if len(above) >= DEEPEST:
+        raise ValueError(f"{line} is nested more than {DEEPEST} deep")
+    inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    known[id(node)] = total = 1 + sum(_count(part, (*above, node), known) for part in inner)
+    if total > MOST_VALUES:
+        raise ValueError(f"the aliases below {line} stand for more than {MOST_VALUES} values")
+    return total
 
 
 def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:

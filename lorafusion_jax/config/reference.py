@@ -17,7 +17,7 @@ COLUMN, WIDTH = 34, 120  # where comments begin and end
 HEAD = """\
 # lorafusion job file: every key with its default. Keep those that you change.
 # Only base.model, adapters[].name and data.train have none."""
-OWN = "data, lora, optim, batch: {global_samples: 8}, epochs, seed, weight"
+OWN = "data, lora, optim, objective, batch: {global_samples: 8}, epochs, seed, weight"
 EXAMPLES = {"model": "path/to/model", "train": "data/law.jsonl", "name": "law"}  # keys without a default
 
 

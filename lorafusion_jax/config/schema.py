@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from functools import cached_property
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from lorafusion_jax.adapters.kind import unknown_kind
+from lorafusion_jax.objective.choose import choose, unknown_objective
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
+from pallas_kernels.policy import AttentionImplementation, Implementation
 
-ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"  # safe as a folder name on every system
+# Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: devices flush smaller ones
+BEGUN = "begun"  # validation context of a run that has begun
+
+
+def _in_float32(value: float, info: ValidationInfo) -> float:
+    """Refuses what is zero or infinite in float32, in which devices compute; a begun run keeps what it has."""
+    if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
+        return value
+    raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value:g}")
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_float32)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_float32)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
 
 
@@ -47,6 +69,9 @@ class BaseSettings(Section):
     """The frozen base model."""
 
     model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
+    revision: str | None = Field(
+        default=None, description="commit, tag or branch of a hub model; a run keeps the commit that it began with"
+    )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
 
 
@@ -61,7 +86,9 @@ class DataSettings(Section):
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(default=4096, description="tokens of one sample")
+    max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
+        default=4096, description="tokens of one text of a sample"
+    )
     on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto", description="which tokens are learned; auto = answers, of plain text all"
@@ -144,6 +171,29 @@ class OptimSettings(Section):
         return getattr(self, name) if name in type(self).model_fields else self.options.get(name)
 
 
+class ObjectiveSettings(Section):
+    """What an adapter minimises; options of an objective stand beside its name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field(default="sft", description="sft (supervised fine-tuning), or one that an installed package adds")
+
+    @field_validator("name")
+    @classmethod
+    def _objective_exists(cls, name: str) -> str:
+        return _known(name, unknown_objective(name))
+
+    @model_validator(mode="after")
+    def _options_exist(self) -> Self:
+        assert self.chosen
+        return self
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """The objective with its options."""
+        return choose(self.name, self.model_extra or {})
+
+
 class BatchSettings(Section):
     """What is trained together."""
 
@@ -182,7 +232,7 @@ class TrainSettings(Section):
     """How long a run goes on, what it computes with, what it tells."""
 
     max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
-    keep: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
+    remat: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
         description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or "
         "its input only (about a third more time); auto = the first that fits into the device's memory",
@@ -191,19 +241,21 @@ class TrainSettings(Section):
         default=None,
         description="layers compiled into one program; default all of a stage up to 8, else 1 (fsdp: 4)",
     )
-    implementation: Literal["xla", "pallas_triton", "pallas_mosaic_gpu"] | None = Field(
+    implementation: Implementation | None = Field(
         default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
     )
-    attention: Literal["xla", "cudnn", "pallas_mosaic_gpu"] | None = Field(
+    attention: AttentionImplementation | None = Field(
         default=None, description="attention kernels; default what suits the device"
     )
-    loss_chunk: Annotated[int, Field(ge=128)] = Field(
+    loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
     eval_every_steps: Count | None = Field(
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
-    plan_seconds: Positive = Field(default=1.0, description="effort of the planner's search, in seconds of one core")
+    plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
+        default=1.0, description="effort of the planner's search, in seconds of one core"
+    )
     log_every_s: NotNegative | None = Field(
         default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
     )
@@ -223,6 +275,7 @@ class AdapterConfig(Section):
     data: DataSettings
     lora: LoraSettings = LoraSettings()
     optim: OptimSettings = OptimSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(

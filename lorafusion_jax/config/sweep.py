@@ -1,13 +1,17 @@
-"""List values make several adapters of one entry: `lr: [1e-4, 2e-4]` → chat@lr=1e-4, chat@lr=2e-4."""
+"""List values make several adapters of one entry: `lr: [1e-4, 2e-4]` → chat-lr1e-4, chat-lr2e-4."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 from lorafusion_jax.config.read import Keys
+from lorafusion_jax.errors import ConfigError
 
-SWEPT = ("lora", "optim", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
+MOST_ADAPTERS = 4096  # of one run
+
+SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
 LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list itself and never a sweep
 
 
@@ -21,18 +25,28 @@ def expand(entry: dict) -> list[dict]:
         entries with single values, named after the swept values; the entry itself without lists.
 
     >>> [e["name"] for e in expand({"name": "law", "optim": {"lr": ["1e-4", "2e-4"]}})]
-    ['law@lr=1e-4', 'law@lr=2e-4']
+    ['law-lr1e-4', 'law-lr2e-4']
     """
     swept = list(_lists({key: entry[key] for key in SWEPT if key in entry}, ()))
     if not swept:
         return [entry]
+    many = math.prod(len(options) for _, options in swept)
+    if many > MOST_ADAPTERS:
+        lists = " × ".join(f"{len(options)} of {keys[-1]}" for keys, options in swept)
+        raise ConfigError(
+            "config.too-many-adapters",
+            f"the lists of '{entry.get('name', 'the shared defaults')}' make {many} adapters.",
+            why=f"{lists}; a run has at most {MOST_ADAPTERS}",
+            fix="shorter lists, or several runs",
+        )
     result = []
     for values in itertools.product(*(options for _, options in swept)):
         single = copy.deepcopy(entry)
         for (keys, _), value in zip(swept, values, strict=True):
             _set(single, keys, value)
-        suffix = "+".join(f"{keys[-1]}={value}" for (keys, _), value in zip(swept, values, strict=True))
-        single["name"] = f"{entry.get('name')}@{suffix}"
+        # Safe as a folder, as a hub repository and in `vllm --lora-modules name=path`.
+        suffix = "".join(f"-{keys[-1]}{value}" for (keys, _), value in zip(swept, values, strict=True))
+        single["name"] = f"{entry.get('name')}{suffix}"
         result.append(single)
     return result
 

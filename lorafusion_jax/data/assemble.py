@@ -1,10 +1,11 @@
 """Slot of a plan → static host arrays of one microbatch.
 
-T packed tokens · A adapters · M segments (static bucket)
+T packed tokens · A adapters · M segments, N samples (static buckets) · S segments of a sample
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,14 @@ from lorafusion_jax.data.tokenized import TokenizedSet
 from scheduling import SampleRef
 
 MASK64 = (1 << 64) - 1
+
+
+class SampleTable(NamedTuple):
+    """Samples of the adapters whose objective takes its mean over samples; places that are not used have adapter -1."""
+
+    segments: np.ndarray  # int32 [N, S], numbers in `segment_ids`
+    adapter: np.ndarray  # int32 [N]
+    weight: np.ndarray  # float32 [N], 1 / samples of the adapter's global batch
 
 
 class Microbatch(NamedTuple):
@@ -33,17 +42,38 @@ class Microbatch(NamedTuple):
     tile_adapter: np.ndarray  # int32 [T / tile], -1 for padding
     row_adapter: np.ndarray  # int32 [T], -1 for padding
     row_key: np.ndarray  # uint32 [T], dropout's key of each row
-    weights: np.ndarray  # float32 [T], 1 / loss tokens of the adapter's global batch where the target counts, else 0
+    weights: np.ndarray  # float32 [T], weight of the token loss where the target counts, else 0; see `Weights`
+    samples: SampleTable | None = None  # None: no objective of the run needs it
+
+
+class Weights(NamedTuple):
+    """What a mean over an adapter's global batch multiplies with.
+
+    A mean over tokens weighs each learned token with 1 / loss tokens of the batch and needs no weight of the sample. A
+    mean over samples takes whole token losses and weighs each sample with 1 / samples of the batch.
+    """
+
+    token: float
+    sample: float | None = None
+
+
+EACH_ONE = Weights(1.0)  # sums of token losses
 
 
 class Piece(NamedTuple):
-    """One sample of a microbatch."""
+    """One sample of a microbatch; `lengths` are its segments' where it has several."""
 
     adapter: int
     tokens: np.ndarray
     loss_mask: np.ndarray
-    weight: float
+    weights: Weights
     key: int
+    lengths: tuple[int, ...] | None = None
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Where each segment begins and ends in the sample."""
+        ends = list(itertools.accumulate(self.lengths or (len(self.tokens),)))
+        return list(zip([0, *ends], ends, strict=False))
 
 
 def mix64(value: int) -> int:
@@ -59,6 +89,11 @@ def sample_key(epoch: int, sample: int) -> int:
     return mix64(mix64(epoch) ^ sample)
 
 
+def segment_key(key: int, segment: int) -> int:
+    """Key of a segment of a sample: the sample's own for the first one."""
+    return mix64(key ^ segment) if segment else key
+
+
 def row_keys(key: int, length: int) -> np.ndarray:
     """uint32 key per position of a sample, independent of where it is packed."""
     with np.errstate(over="ignore"):
@@ -72,7 +107,7 @@ def pieces_of_slot(
     samples: Sequence[SampleRef],
     data: Mapping[str, AdapterData],
     index: Mapping[str, int],
-    loss_tokens: Mapping[tuple[str, int], int],
+    weights: Mapping[tuple[str, int], Weights],
 ) -> list[Piece]:
     """Looks up the samples of a training slot.
 
@@ -80,7 +115,7 @@ def pieces_of_slot(
         samples: what the plan puts into the slot.
         data: the adapters' samples and order.
         index: position of each adapter in the stacked weights.
-        loss_tokens: loss tokens of each (adapter, batch), see `batch_loss_tokens`.
+        weights: of each (adapter, batch).
     """
     pieces = []
     for ref in samples:
@@ -92,18 +127,32 @@ def pieces_of_slot(
                 index[ref.adapter],
                 tokens,
                 mask,
-                1.0 / loss_tokens[ref.adapter, ref.batch],
+                weights[ref.adapter, ref.batch],
                 sample_key(ref.sample // len(own.train.lengths), row),
+                own.train.segment_lengths_of(row),
             )
         )
     return pieces
 
 
 def pieces_of_evaluation(
-    samples: Sequence[SampleRef], sets: Mapping[str, TokenizedSet], index: Mapping[str, int]
+    samples: Sequence[SampleRef],
+    sets: Mapping[str, TokenizedSet],
+    index: Mapping[str, int],
+    weights: Mapping[str, Weights],
 ) -> list[Piece]:
-    """Looks up held-out samples; their weights count tokens, so sums are sums of token losses."""
-    return [Piece(index[ref.adapter], *sets[ref.adapter].sample(ref.sample), 1.0, 0) for ref in samples]
+    """Looks up held-out samples, weighed so that sums are over tokens or samples."""
+    return [
+        Piece(
+            index[ref.adapter],
+            *own.sample(ref.sample),
+            weights[ref.adapter],
+            0,
+            own.segment_lengths_of(ref.sample),
+        )
+        for ref in samples
+        for own in [sets[ref.adapter]]
+    ]
 
 
 def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
@@ -113,15 +162,22 @@ def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
 
 
 def num_segments(num_samples: int) -> int:
-    """Static number of segment places for slots of at most `num_samples` samples.
+    """Static number of segment places for slots of at most so many segments; a sample has one, or a few.
 
-    One more than samples, for the tail; multiples of 8, because packed attention pays for places (cuDNN's backward:
+    One more than those, for the tail; multiples of 8, because packed attention pays for places (cuDNN's backward:
     1.0 ms with tight places, 2.1 ms with 64, 14 samples in 8192 tokens on an H200).
     """
     return -(-(num_samples + 1) // 8) * 8
 
 
-def assemble(pieces: Sequence[Piece], *, capacity_tokens: int, tile_tokens: int, max_segments: int) -> Microbatch:
+def assemble(
+    pieces: Sequence[Piece],
+    *,
+    capacity_tokens: int,
+    tile_tokens: int,
+    max_segments: int,
+    table: tuple[int, int] | None = None,
+) -> Microbatch:
     """Lays samples out in one microbatch.
 
     Args:
@@ -129,6 +185,7 @@ def assemble(pieces: Sequence[Piece], *, capacity_tokens: int, tile_tokens: int,
         capacity_tokens: T.
         tile_tokens: rows of a tile.
         max_segments: M, from `num_segments`.
+        table: N and S of the table of samples; None: without.
 
     Raises:
         ValueError: the samples do not fit (the plan is not for this capacity).
@@ -138,22 +195,24 @@ def assemble(pieces: Sequence[Piece], *, capacity_tokens: int, tile_tokens: int,
     weights = np.zeros(capacity_tokens, np.float32)
     row_adapter = np.full(capacity_tokens, -1, np.int32)
     starts: list[int] = []
+    first_segments: list[int] = []
     end = 0
     for number, piece in enumerate(pieces):
         if number and pieces[number - 1].adapter != piece.adapter:
             end = -(-end // tile_tokens) * tile_tokens
-        length = len(piece.tokens)
-        stop = end + length
+        stop = end + len(piece.tokens)
         if stop > capacity_tokens:
             raise ValueError(f"{stop} rows do not fit into a microbatch of {capacity_tokens} tokens")
-        here = slice(end, stop)
-        tokens[here] = piece.tokens
-        targets[end : stop - 1] = piece.tokens[1:]
-        positions[here] = np.arange(length)
-        row_key[here] = row_keys(piece.key, length)
-        weights[end : stop - 1] = piece.loss_mask[1:] * np.float32(piece.weight)
+        tokens[end:stop] = piece.tokens
         row_adapter[end : -(-stop // tile_tokens) * tile_tokens] = piece.adapter
-        starts.append(end)
+        first_segments.append(len(starts))
+        for segment, (first, last) in enumerate(piece.segments()):
+            here, before_last = slice(end + first, end + last), slice(end + first, end + last - 1)
+            targets[before_last] = piece.tokens[first + 1 : last]
+            positions[here] = np.arange(last - first)
+            row_key[here] = row_keys(segment_key(piece.key, segment), last - first)
+            weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weights.token)
+            starts.append(end + first)
         end = stop
     filled = -(-end // tile_tokens) * tile_tokens
     starts += [filled] if filled < capacity_tokens else []
@@ -169,7 +228,31 @@ def assemble(pieces: Sequence[Piece], *, capacity_tokens: int, tile_tokens: int,
         row_adapter,
         row_key,
         weights,
+        None if table is None else _table(pieces, first_segments, *table),
     )
+
+
+def stacked(rows: Sequence[Microbatch]) -> Microbatch:
+    """Microbatches of several replicas as one, [replicas, ...]."""
+    tables = [row.samples for row in rows if row.samples is not None]
+    arrays = [row._replace(samples=None)[:-1] for row in rows]
+    return Microbatch(
+        *(np.stack(leaves) for leaves in zip(*arrays, strict=True)),
+        samples=SampleTable(*(np.stack(leaves) for leaves in zip(*tables, strict=True))) if tables else None,
+    )
+
+
+def _table(pieces: Sequence[Piece], first_segments: Sequence[int], samples: int, segments: int) -> SampleTable:
+    """Lists the pieces whose samples have a weight of their own."""
+    table = SampleTable(
+        np.zeros((samples, segments), np.int32), np.full(samples, -1, np.int32), np.zeros(samples, np.float32)
+    )
+    chosen = [(piece, first) for piece, first in zip(pieces, first_segments, strict=True) if piece.weights.sample]
+    for place, (piece, first) in enumerate(chosen):
+        count = len(piece.segments())
+        table.segments[place, :count] = range(first, first + count)
+        table.adapter[place], table.weight[place] = piece.adapter, piece.weights.sample
+    return table
 
 
 def _segments(starts: list[int], total: int, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

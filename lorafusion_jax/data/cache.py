@@ -25,14 +25,18 @@ from lorafusion_jax.data.sources import RawSource
 from lorafusion_jax.data.tokenizer import Tokenizer
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
+OPTIONAL = ("segment_lengths",)
 LARGEST_BYTES = 2 << 30  # of all entries; the ones not used for longest go first
 
 
-def entry_path(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cache_dir: Path | None = None) -> Path:
+def entry_path(
+    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cache_dir: Path | None = None, *, reader: str = ""
+) -> Path:
     """Names the file in which the tokens of this source, read this way, are kept.
 
     Args:
         cache_dir: None = the user's cache folder.
+        reader: code of another package that reads the rows.
     """
     folder = cache_dir or platformdirs.user_cache_path("lorafusion-jax") / "tokens"
     own = settings.model_dump(exclude={"train", "eval"})  # which file it is does not matter, its bytes do
@@ -47,6 +51,7 @@ def entry_path(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cac
             tokenizer.eos_id,
             tokenizers.__version__,
             _code_digest(),
+            reader,
         ],
         sort_keys=True,
     )
@@ -57,7 +62,7 @@ def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
     """Reads an entry: arrays and report; None where there is none, or it is damaged."""
     try:
         with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in ARRAYS}
+            arrays = {name: stored[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in stored}
             report = json.loads(stored["report"].tobytes())
         os.utime(entry)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
@@ -73,7 +78,8 @@ def store(entry: Path, samples) -> None:
         handle, name = tempfile.mkstemp(dir=entry.parent, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                np.savez(file, report=report, **{array: getattr(samples, array) for array in ARRAYS})
+                arrays = {array: getattr(samples, array) for array in (*ARRAYS, *OPTIONAL)}
+                np.savez(file, report=report, **{name: own for name, own in arrays.items() if own is not None})
             os.replace(name, entry)
         except OSError:
             os.unlink(name)

@@ -1,54 +1,64 @@
-"""Rows → what a sample says: five formats, recognised by their columns."""
+"""Rows → examples: what a sample says, in five formats that are recognised by their columns."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from lorafusion_jax.data.messages import ROLES, BadRow, checked_text, parse_message, parse_messages, says_something
 from lorafusion_jax.data.sources import Rows, type_name
+from lorafusion_jax.data.template import RESERVED_NAMES
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
+CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 # format → (columns it needs, columns it may have), in the order in which formats are tried
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools",)),
-    "conversations": (("conversations",), ("tools",)),
-    "prompt": (("prompt", "completion"), ()),
-    "instruction": (("instruction", "output"), ("input",)),
+    "messages": (("messages",), CHAT_COLUMNS),
+    "conversations": (("conversations",), CHAT_COLUMNS),
+    "prompt": (("prompt", "completion"), CHAT_COLUMNS),
+    "instruction": (("instruction", "output"), ("input", "history", *CHAT_COLUMNS)),
     "text": (("text",), ()),
 }
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 PROBED_ROWS = 20
+LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each
 FIXES = {
     "data.no-answer": "give these rows an answer or take them out",
     "data.bad-role": "one of " + ", ".join(ROLES),
     "data.bad-type": "text, or for messages a list of {role, content}",
+    "data.bad-column": "repair these rows, or take the column out",
+    "data.two-systems": "keep the system text in one place",
+    "data.bad-weight": "weight: 0 or 1, train: true or false, on what the assistant says",
+    "data.large-row": "split the text into several rows, or take these rows out",
 }
-SAYINGS = {
+PROBLEMS = {
     "data.no-answer": "have no answer",
     "data.bad-role": "have an unknown role",
     "data.bad-type": "cannot be used as they are",
+    "data.bad-column": "have a column that cannot be used",
+    "data.two-systems": "have two different system texts",
+    "data.bad-weight": "say in a wrong way what is learned",
+    "data.large-row": "are too large to be tokenised",
 }
 
 
 class Chat(NamedTuple):
-    """Messages of one conversation, roles in the template's words."""
+    """A conversation, roles in the template's words.
+
+    Attributes:
+        variables: further variables of the chat template.
+        muted: messages that the row excludes from the loss.
+        answer_from: the first message of the row's completion; 0 where the row has none.
+    """
 
     messages: list[dict]
     tools: list | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
+    muted: frozenset[int] = frozenset()
+    answer_from: int = 0
 
 
 class Pair(NamedTuple):
@@ -65,21 +75,20 @@ class Text(NamedTuple):
     text: str
 
 
-type Saying = Chat | Pair | Text
+type Example = Chat | Pair | Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which format the rows have, and which column plays which role."""
+    """Which format the rows have, and which column plays which role.
+
+    Attributes:
+        unused: columns that play none.
+    """
 
     format: str
     columns: dict[str, str]
-
-
-class _BadRow(ValueError):
-    def __init__(self, code: str, why: str):
-        super().__init__(why)
-        self.code, self.why = code, why
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -88,14 +97,14 @@ class _Problems:
 
     found: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
-    def add(self, row: int, problem: _BadRow) -> None:
+    def add(self, row: int, problem: BadRow) -> None:
         self.found.setdefault(problem.code, []).append((row, problem.why))
 
     def errors(self, rows: Rows, adapter: str) -> list[LoraFusionError]:
         return [
             DataError(
                 code,
-                f"{adapter}: {len(bad)} of {len(rows.values)} rows {SAYINGS[code]}.",
+                f"{adapter}: {len(bad)} of {len(rows.values)} rows {PROBLEMS[code]}.",
                 where=rows.places([row for row, _ in bad]),
                 why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
                 fix=FIXES[code],
@@ -145,7 +154,13 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
             fix="data.columns: {prompt: <column>, completion: <column>}",
         )
     needed, optional = FORMATS[chosen[0]]
-    return Layout(format=chosen[0], columns={role: of_role[role] for role in (*needed, *optional) if role in of_role})
+    used = {role: of_role[role] for role in (*needed, *optional) if role in of_role}
+    everywhere = dict.fromkeys(key for row in rows.values for key in row)
+    for role in optional:  # a column may be rare
+        if role in everywhere:
+            used.setdefault(role, role)
+    unused = tuple(column for column in everywhere if column not in used.values())
+    return Layout(format=chosen[0], columns=used, unused=unused)
 
 
 def _column_problems(rows: Rows, present: list[str], columns: Mapping[str, str]) -> list[LoraFusionError]:
@@ -177,7 +192,7 @@ def _nearest(name: str, names: list[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else "one of " + ", ".join(names)
 
 
-def read_sayings(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool = True) -> list[Saying]:
+def parse_examples(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool = True) -> list[Example]:
     """Turns rows into conversations, pairs or texts.
 
     Args:
@@ -185,93 +200,154 @@ def read_sayings(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool 
         need_answer: False where every token is learned, so that a conversation may lack an answer.
 
     Raises:
-        DataError, ErrorList: data.no-answer, data.bad-role, data.bad-type, each with its rows, and `rows.problems`.
+        DataError, ErrorList: the codes in `PROBLEMS`, each with its rows, and `rows.problems`.
     """
-    read = {"messages": _chat, "conversations": _chat, "prompt": _prompt, "instruction": _instruction, "text": _text}
-    sayings, problems = [], _Problems()
+    parse: Callable[[dict, dict[str, str], bool], Example] = {
+        "messages": _chat,
+        "conversations": _chat,
+        "prompt": _prompt,
+        "instruction": _instruction,
+        "text": _text,
+    }[layout.format]
+    examples: list[Example] = []
+    problems = _Problems()
     for number, row in enumerate(rows.values):
         try:
-            sayings.append(read[layout.format](row, layout.columns, need_answer))
-        except _BadRow as problem:
+            example = parse(row, layout.columns, need_answer)
+            _check_size(example)
+            examples.append(example)
+        except BadRow as problem:
             problems.add(number, problem)
     raise_all([*rows.problems, *problems.errors(rows, adapter)])
-    return sayings
+    return examples
 
 
-def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Saying:
+def _check_size(example: Example) -> None:
+    texts = [message.get("content") for message in example.messages] if isinstance(example, Chat) else example
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    if size > LARGEST_ROW:
+        raise BadRow("data.large-row", f"it has {size} characters, more than {LARGEST_ROW}")
+
+
+def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
+    prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
+    if isinstance(prompt, list) or isinstance(completion, list):
+        return _conversation(row, columns, need_answer, _turns(prompt, "user"), _turns(completion, "assistant"))
+    pair = Pair(_string(row, columns["prompt"]), _answer(row, columns["completion"]))
+    return _with_chat_columns(pair, row, columns)
+
+
+def _turns(value: object, role: str) -> list:
+    """A list of messages, or a text as the only one."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _instruction(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     del need_answer  # a pair is made for its answer
-    return Pair(_string(row, columns["prompt"]), _answer(row, columns["completion"]))
-
-
-def _instruction(row: dict, columns: dict[str, str], need_answer: bool) -> Saying:
-    del need_answer
     prompt = _string(row, columns["instruction"])
     extra = columns.get("input")
     if extra is not None and row.get(extra):
         prompt += "\n\n" + _string(row, extra)
-    return Pair(prompt, _answer(row, columns["output"]), "\n\n")
+    return _with_chat_columns(Pair(prompt, _answer(row, columns["output"]), "\n\n"), row, columns)
 
 
-def _text(row: dict, columns: dict[str, str], need_answer: bool) -> Saying:
+def _text(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     del need_answer
     return Text(_string(row, columns["text"]))
 
 
-def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Saying:
+def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
     column = columns.get("messages") or columns["conversations"]
     listed = row.get(column)
     if not isinstance(listed, list):
-        raise _BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not a list of messages")
-    messages = [_message(item, place) for place, item in enumerate(listed)]
-    if need_answer and not any(_says_something(message) for message in messages if message["role"] == "assistant"):
-        raise _BadRow("data.no-answer", "no message of the assistant says anything")
-    tools = row.get(columns["tools"]) if "tools" in columns else None
-    return Chat(messages, tools if isinstance(tools, list) and tools else None)
+        raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not a list of messages")
+    return _conversation(row, columns, need_answer, [], listed)
 
 
-def _message(item: object, place: int) -> dict:
-    if not isinstance(item, dict):
-        raise _BadRow("data.bad-type", f"message {place} is {type_name(item)}, not an object")
-    message = {key: value for key, value in item.items() if value is not None}  # Parquet fills absent keys with null
-    role = message.pop("role", None) or message.pop("from", None)
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise _BadRow("data.bad-role", f"message {place} has the role {role!r}")
-    content = message.pop("content", message.pop("value", None))
-    if isinstance(content, list):
-        content = _joined_parts(content, place)
-    if content is None and "tool_calls" in message:
-        content = ""
-    return {"role": ROLES[role.lower()], "content": _checked(content, f"the content of message {place}"), **message}
+def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt: list, answers: list) -> Chat:
+    """A conversation of messages that lead up to the answers, and messages with answers."""
+    messages, muted = parse_messages([*prompt, *answers])
+    asked = _system(row, columns, messages)
+    if asked:
+        messages, muted = [*asked, *messages], frozenset(turn + 1 for turn in muted)
+    first = len(prompt) + len(asked) if prompt else 0
+    said = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
+    if need_answer and not any(map(says_something, said)):
+        raise BadRow("data.no-answer", "no message of the assistant says anything that is learned")
+    return Chat(messages, _tools(row, columns), _variables(row, columns), muted, first)
 
 
-def _joined_parts(parts: list, place: int) -> str:
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise _BadRow("data.bad-type", f"message {place} has parts that are no text")
-    return "".join(part["text"] for part in parts)
+def _with_chat_columns(pair: Pair, row: dict, columns: dict[str, str]) -> Example:
+    """The pair itself, or a conversation where further columns say more than a pair can."""
+    history = _history(row, columns)
+    asked, tools, variables = _system(row, columns, []), _tools(row, columns), _variables(row, columns)
+    if not (history or asked or tools or variables):
+        return pair
+    turns = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.answer}]
+    return Chat([*asked, *history, *turns], tools, variables)
 
 
-def _says_something(message: dict) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))
+def _system(row: dict, columns: dict[str, str], messages: list[dict]) -> list[dict]:
+    """The message of the `system` column; empty where the messages have it already."""
+    text = row.get(columns["system"]) if "system" in columns else None
+    if text is None or text == "":
+        return []
+    text = checked_text(text, f"'{columns['system']}'")
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0].get("content") != text:
+            raise BadRow("data.two-systems", f"'{columns['system']}' differs from the message of the system")
+        return []
+    return [{"role": "system", "content": text}]
+
+
+def _tools(row: dict, columns: dict[str, str]) -> list | None:
+    tools = _json_column(row, columns, "tools", list, "a list")
+    return tools or None
+
+
+def _variables(row: dict, columns: dict[str, str]) -> dict[str, Any]:
+    variables = _json_column(row, columns, "chat_template_kwargs", dict, "an object") or {}
+    taken = [name for name in variables if name in RESERVED_NAMES or not str(name).isidentifier()]
+    if taken:
+        raise BadRow("data.bad-column", f"'{columns['chat_template_kwargs']}' cannot set '{taken[0]}'")
+    return variables
+
+
+def _history(row: dict, columns: dict[str, str]) -> list[dict]:
+    """Earlier turns as [[question, answer], …]."""
+    messages = []
+    for turn in _json_column(row, columns, "history", list, "a list of [question, answer]") or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadRow("data.bad-column", f"'{columns['history']}' is no list of [question, answer]")
+        messages += [
+            parse_message(message, 0)[0] for message in (_turns(turn[0], "user") + _turns(turn[1], "assistant"))
+        ]
+    return messages
+
+
+def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, wanted: str) -> Any:
+    """A column that holds a list or an object, or the same as JSON text; None where it is empty."""
+    value = row.get(columns[role]) if role in columns else None
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadRow("data.bad-column", f"'{columns[role]}' is a text, but not JSON") from None
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        return None
+    if not isinstance(value, kind):
+        raise BadRow("data.bad-column", f"'{columns[role]}' is {type_name(value)}, not {wanted}")
+    return value
 
 
 def _string(row: dict, column: str) -> str:
-    return _checked(row.get(column), f"'{column}'")
+    return checked_text(row.get(column), f"'{column}'")
 
 
 def _answer(row: dict, column: str) -> str:
     if row.get(column) is None:
-        raise _BadRow("data.no-answer", f"'{column}' is missing")
+        raise BadRow("data.no-answer", f"'{column}' is missing")
     answer = _string(row, column)
     if not answer.strip():
-        raise _BadRow("data.no-answer", f"'{column}' is empty")
+        raise BadRow("data.no-answer", f"'{column}' is empty")
     return answer
-
-
-def _checked(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise _BadRow("data.bad-type", f"{name} is {type_name(value)}, not a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair; no tokenizer takes it
-        raise _BadRow("data.bad-type", f"{name} holds half a character (a lone surrogate)") from None
-    return value

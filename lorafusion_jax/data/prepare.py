@@ -1,4 +1,4 @@
-"""Configuration → what the planner and the trainer need of the data: token sets, sample order, jobs."""
+"""Configuration → what the planner and the trainer need of the data: token sets and the order of samples."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
+from lorafusion_jax.data.model_fit import model_problems, read_shape
 from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
-from lorafusion_jax.errors import CheckpointError, ErrorList, LoraFusionError, raise_all
-from scheduling import AdapterJob, Plan, make_plan
+from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 
-# Search effort is counted, not timed: the same job gives the same plan on a busy machine. A quiet core does about
-# twice as many evaluations per second; the clock is only a far stop.
-EVALUATIONS_PER_S = 36_000
-CLOCK_SLACK = 30
+MOST_SAMPLES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,56 +51,31 @@ class Prepared:
         return {name: data.digest for name, data in self.adapters.items()}
 
 
-def base_directory(config: JobConfig) -> Path:
-    """Finds the base model's directory.
-
-    Raises:
-        CheckpointError: neither a directory nor a hub name that can be resolved.
-    """
-    direct = Path(config.directory) / config.base.model
-    if direct.is_dir():
-        return direct
-    if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
-        return _from_hub(config.base.model)
-    raise CheckpointError(
-        "model.missing",
-        f"there is no model directory {direct}.",
-        fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
-    )
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            "model.missing",
-            f"'{name}' is no directory, and hub names need the hf extra.",
-            fix='pip install "lorafusion-jax[hf]"',
-        ) from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as problem:  # the hub client raises many kinds; each means that there is no model
-        raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None
-
-
 def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text: None) -> Prepared:
     """Tokenises every adapter's data and fixes the order of samples.
 
     Raises:
         DataError, CheckpointError, ErrorList: every problem of every adapter.
     """
-    tokenizer = load_tokenizer(base_directory(config))
+    directory = base_directory(config)
+    tokenizer, model = load_tokenizer(directory), read_shape(directory)
     errors: list[LoraFusionError] = []
     adapters: dict[str, AdapterData] = {}
     for adapter in config.adapters:
         progress(f"reading {adapter.data.train}")
         try:
-            adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            data = adapters[adapter.name] = _adapter_data(config, adapter, tokenizer)
+            for samples in (data.train, data.eval):
+                if model is not None and samples is not None:
+                    errors += model_problems(
+                        samples, model, tokenizer=tokenizer, adapter=adapter.name, directory=directory
+                    )
         except ErrorList as problem:
             errors += problem.errors
         except LoraFusionError as problem:
             errors.append(problem)
+            if problem.code == "data.template-limit":  # the template is that of all adapters
+                break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
 
@@ -111,7 +83,12 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
 def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
     def load(source: str, settings: DataSettings) -> TokenizedSet:
         return load_samples(
-            source, settings=settings, tokenizer=tokenizer, adapter=adapter.name, base_dir=Path(config.directory)
+            source,
+            settings=settings,
+            tokenizer=tokenizer,
+            adapter=adapter.name,
+            base_dir=Path(config.directory),
+            objective=adapter.objective.chosen,
         )
 
     train = load(adapter.data.train, adapter.data)
@@ -125,43 +102,20 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
     A function of the adapter's own seed and size, so company cannot change it.
+
+    Raises:
+        ConfigError: `config.too-many-samples`, before anything is drawn.
     """
-    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in range(adapter.epochs)]
-    order = np.concatenate(epochs)
-    return order if max_steps is None else order[: max_steps * adapter.global_samples]
-
-
-def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
-    """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
-    return [
-        AdapterJob(
-            name=adapter.name,
-            sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
-            global_batch=adapter.global_samples,
-            epochs=1,
-            weight=adapter.weight,
+    wanted = adapter.epochs * num_samples
+    if max_steps is not None:
+        wanted = min(wanted, max_steps * adapter.global_samples)
+    if wanted > MOST_SAMPLES:
+        raise ConfigError(
+            "config.too-many-samples",
+            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {wanted} samples.",
+            why=f"a plan holds at most {MOST_SAMPLES} of an adapter",
+            fix="fewer epochs, or train.max_steps",
         )
-        for adapter in config.adapters
-    ]
-
-
-def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
-    """Plans the run; the plan is verified by the planner."""
-    return make_plan(
-        train_jobs(config, prepared),
-        capacity_tokens=config.batch.capacity_tokens,
-        num_stages=config.mesh.stages,
-        data_parallel=config.mesh.replicas,
-        tile_tokens=config.batch.tile_tokens,
-        seed=0,
-        **search_effort(config),
-    )
-
-
-def search_effort(config: JobConfig) -> dict[str, Any]:
-    """How long the planner may look for a shorter plan."""
-    seconds = config.train.plan_seconds
-    return {
-        "time_limit_s": CLOCK_SLACK * seconds,
-        "search_evaluations": round(EVALUATIONS_PER_S * seconds),
-    }
+    drawn = range(-(-wanted // num_samples))
+    epochs = [np.random.default_rng((adapter.seed, epoch)).permutation(num_samples) for epoch in drawn]
+    return np.concatenate(epochs)[:wanted]

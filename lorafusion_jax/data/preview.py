@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -47,11 +48,20 @@ def _head(samples: TokenizedSet, title: str) -> Text:
     return text
 
 
-def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> tuple[Text, Text]:
+def _sample(samples: TokenizedSet, index: int, tokenizer: Tokenizer) -> Iterator[Text]:
     tokens, mask = samples.sample(index)
     head = Text(f"\nrow {samples.rows[index]}", style="bold")
     head.append(f"  {len(tokens)} tokens, {int(mask.sum())} learned", style="not bold")
-    return head, _tokens(tokens, mask, tokenizer)
+    yield head
+    lengths = samples.segment_lengths_of(index)
+    if lengths is None:
+        yield _tokens(tokens, mask, tokenizer)
+        return
+    for number, end in enumerate(itertools.accumulate(lengths), 1):
+        here = slice(end - lengths[number - 1], end)
+        learned = int(mask[here].sum())
+        yield Text(f"segment {number} of {len(lengths)}: {lengths[number - 1]} tokens, {learned} learned")
+        yield _tokens(tokens[here], mask[here], tokenizer)
 
 
 def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:

@@ -1,4 +1,4 @@
-"""What samples say → tokens and the mask of what is learned: by chat template, or plainly.
+"""Examples → tokens and the mask of what is learned: by chat template, or plainly.
 
 Pairs go through the model's chat template as user and assistant, so that training and use see the same text. Without a
 template they are written plainly: prompt, for instructions an empty line, answer, end token. Texts are always plain.
@@ -6,81 +6,148 @@ template they are written plainly: prompt, for instructions an empty line, answe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from lorafusion_jax.data.formats import Chat, Pair, Saying, Text
+from lorafusion_jax.data.formats import Chat, Example, Pair, Text
 from lorafusion_jax.data.sources import Rows
-from lorafusion_jax.data.template import ChatTemplate, Rendered, TemplateProblem
+from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, TemplateLimit, TemplateProblem
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
+# Keys of messages that tie the results of tools to their calls; templates use them or the order of messages.
+TIES = frozenset({"id", "name", "tool_call_id"})
 
-def encode_sayings(
-    sayings: Sequence[Saying], tokenizer: Tokenizer, *, rows: Rows, adapter: str, loss: str
-) -> list[Encoded]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRows:
+    """Tokens of every row, and notes on what of the rows is not in them."""
+
+    samples: list[Encoded]
+    notes: tuple[str, ...] = ()
+
+
+def encode_examples(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, rows: Rows, adapter: str, loss: str
+) -> EncodedRows:
     """Renders and tokenises samples.
 
     Args:
-        loss: assistant (every answer), completion (the last answer) or all.
+        loss: assistant (every answer), completion (the last answer, or those of the row's completion) or all.
 
     Raises:
-        DataError: data.no-template, data.template (names the rows).
+        DataError: data.no-template, data.template, data.template-limit (with the rows).
     """
     template = tokenizer.chat_template
-    if template is not None and not isinstance(sayings[0], Text):
-        rendered = _render_all(sayings, rows, adapter, lambda saying: _by_template(saying, template, loss))
-        return tokenizer.encode_rendered(rendered)
-    if isinstance(sayings[0], Chat):
+    if template is not None and not isinstance(examples[0], Text):
+        chats = [_as_chat(example) for example in examples]
+        rendered = _render_all(chats, template, rows, adapter, loss)
+        notes = (*_omissions(rendered, rows), *_unread_keys(chats, template))
+        return EncodedRows(samples=tokenizer.encode_rendered(rendered), notes=notes)
+    chatting = [row for row, example in enumerate(examples) if isinstance(example, Chat)]
+    if chatting:
         raise DataError(
             "data.no-template",
-            f"{adapter}: {rows.source} holds conversations, but the base model has no "
-            "chat template to write them with.",
-            where=rows.source,
+            f"{adapter}: {len(chatting)} of {len(examples)} rows hold conversations (or a system text, tools or a "
+            "history), but the base model has no chat template to write them with.",
+            where=rows.places(chatting),
             fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
             "the rows as prompt and completion",
         )
-    rendered = [_plainly(saying, loss) for saying in sayings]
-    return [_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(rendered)]
+    plain = [_plainly(example, loss) for example in examples]
+    return EncodedRows(samples=[_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(plain)])
 
 
-def _render_all(
-    sayings: Sequence[Saying], rows: Rows, adapter: str, render: Callable[[Saying], Rendered]
-) -> list[Rendered]:
+def _as_chat(example: Example) -> Chat:
+    match example:
+        case Chat():
+            return example
+        case Pair(prompt, answer):
+            return Chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+    raise TypeError("plain text has no roles")
+
+
+def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapter: str, loss: str) -> list[Rendered]:
     rendered, bad = [], []
-    for row, saying in enumerate(sayings):
+    for row, chat in enumerate(chats):
         try:
-            rendered.append(render(saying))
+            rendered.append(_by_template(chat, template, loss))
+        except TemplateLimit as problem:  # the next rows would take as long
+            raise DataError(
+                "data.template-limit",
+                f"{adapter}: the chat template takes too much time or memory.",
+                where=rows.places([row]),
+                why=str(problem),
+                fix="a shorter row, or another chat_template.jinja in the model's folder",
+            ) from None
         except TemplateProblem as problem:
             bad.append((row, str(problem)))
     if bad:
         raise DataError(
             "data.template",
-            f"{adapter}: the chat template cannot write {len(bad)} of {len(sayings)} rows.",
+            f"{adapter}: the chat template cannot write {len(bad)} of {len(chats)} rows.",
             where=rows.places([row for row, _ in bad]),
             why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
-            fix="repair the rows, or a chat_template.jinja in the model's folder with {% generation %} "
-            "around what the assistant says",
+            fix="repair the rows, or put a chat_template.jinja into the model's folder that can, with "
+            "{% generation %} around what the assistant says",
         )
     return rendered
 
 
-def _by_template(saying: Saying, template: ChatTemplate, loss: str) -> Rendered:
-    match saying:
-        case Chat(messages, tools):
-            pass
-        case Pair(prompt, answer):
-            messages, tools = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], None
-        case _:
-            raise TypeError("plain text has no roles")
+def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
+    given = {"tools": chat.tools, "variables": chat.variables}
     if loss == "all":
-        return _whole(template.render(messages, tools=tools))
-    return template.render_answers(messages, tools=tools, last_only=loss == "completion")
+        if chat.muted:
+            raise TemplateProblem(
+                f"message {min(chat.muted)} is excluded from the loss, but data.loss: all learns everything"
+            )
+        return template.render_whole(chat.messages, **given)
+    first = chat.answer_from if loss == "completion" else 0
+    learned = [turn >= first and turn not in chat.muted for turn in range(len(chat.messages))]
+    last_only = loss == "completion" and not first
+    return template.render_answers(chat.messages, last_only=last_only, learned=learned, **given)
 
 
-def _plainly(saying: Saying, loss: str) -> Rendered:
-    match saying:
+def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
+    """Notes on rows of which the template leaves something out."""
+    notes = []
+    parts = [(row, sample.omits_message) for row, sample in enumerate(rendered) if sample.omits_message is not None]
+    if parts:
+        row, message = parts[0]
+        notes.append(
+            f"[data.template-omits] the chat template leaves out some text of {len(parts)} of {len(rendered)} rows, "
+            f"first {rows.place(row)}, message {message}"
+        )
+    tools = [row for row, sample in enumerate(rendered) if sample.omits_tools]
+    if tools:
+        notes.append(
+            f"[data.template-tools] the chat template does not write the tools of {len(tools)} of {len(rendered)} "
+            f"rows, first {rows.place(tools[0])}"
+        )
+    return notes
+
+
+def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
+    """Notes on keys of messages, and variables, that the template does not name."""
+    keys = {
+        key
+        for chat in chats
+        for message in chat.messages
+        for key in message
+        if not (key in TIES and message["role"] in ("tool", "assistant"))
+    } | {name for chat in chats for name in chat.variables}
+    source = template.source + ("".join(REASONING) if any(key in template.source for key in REASONING) else "")
+    unread = sorted(str(key) for key in keys if str(key) not in source)
+    if not unread:
+        return []
+    names = ", ".join(f"'{key}'" for key in unread)
+    return [f"[data.unused-key] the chat template does not use {names} of messages or chat_template_kwargs"]
+
+
+def _plainly(example: Example, loss: str) -> Rendered:
+    match example:
         case Pair(prompt, answer, joint):
             start = len(prompt + joint)
             rendered = Rendered(text=prompt + joint + answer, answers=((start, start + len(answer)),))
@@ -95,8 +162,11 @@ def _whole(text: str) -> Rendered:
 
 
 def _with_ends(sample: Encoded, tokenizer: Tokenizer) -> Encoded:
-    begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    """Adds the first and the end token, each only where the text does not have it already."""
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    has_bos, has_eos = sample.tokens[:1].tolist() == [bos], sample.tokens[-1:].tolist() == [eos]
+    begin = [bos] if tokenizer.adds_bos and bos is not None and not has_bos else []
+    end = [eos] if eos is not None and not has_eos else []
     learns = bool(sample.mask.any())  # an empty text teaches nothing, not even to end
     tokens = np.concatenate([np.array(begin, np.int32), sample.tokens, np.array(end, np.int32)])
     mask = np.concatenate([np.zeros(len(begin), bool), sample.mask, np.full(len(end), learns)])

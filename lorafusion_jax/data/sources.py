@@ -15,6 +15,7 @@ from pathlib import Path
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SHOWN_NAME = 100  # characters
 SHOWN = 5  # rows that a message names before it counts
 
 
@@ -81,7 +82,11 @@ def open_source(source: str, base_dir: Path) -> RawSource:
         return _open_hub(source)
     path = base_dir / source
     kind = KINDS.get(path.suffix.lower())
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except (OSError, ValueError):  # a name that no system takes
+        raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
+    if not found:
         raise DataError("data.missing-file", f"there is no data file {source}.", where=str(path), fix=_neighbour(path))
     if kind is None:
         raise DataError(
@@ -266,7 +271,18 @@ def _parse_parquet(name: str, content: bytes) -> Rows:
         raise DataError(
             "data.bad-table", f"{name} is not a Parquet file.", where=name, why=str(problem).splitlines()[0]
         ) from None
-    return Rows(source=name, values=table.to_pylist())
+    return Rows(source=name, values=[_without_nulls(row) for row in table.to_pylist()])
+
+
+def _without_nulls(row: dict) -> dict:
+    """Takes keys without a value out of nested objects: tables give every object the keys of all."""
+    return {key: _pruned(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+
+
+def _pruned(value):
+    if isinstance(value, dict):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _open_hub(source: str) -> RawSource:
@@ -278,7 +294,7 @@ def _open_hub(source: str) -> RawSource:
             "data.hub-extra", f"{source} needs the hf extra.", fix='pip install "lorafusion-jax[hf]"'
         ) from None
     try:
-        rows = [dict(row) for row in datasets.load_dataset(name, split=split or "train")]
+        rows = [_without_nulls(row) for row in datasets.load_dataset(name, split=split or "train")]
     except Exception as problem:  # the hub client raises many kinds; each means that there are no rows
         raise DataError(
             "data.hub",

@@ -1,43 +1,82 @@
 """Chat templates: messages → text, and which parts of it the assistant says.
 
-Templates come with models, so they run in jinja2's immutable sandbox and see nothing but the messages and the special
-tokens. Two ways lead to the assistant's parts: `{% generation %}` blocks where the template has them, otherwise the
-template is rendered up to each answer and must be a prefix of the whole.
+Templates come with models and run in `sandbox.Sandbox`. Where a template has `{% generation %}` blocks, these say what
+the assistant says. Elsewhere one render tells where the text of each message begins and ends; the assistant's part of
+it begins where the text ends that asks for an answer, and ends with the last character that is not white space.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os.path
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 
+from lorafusion_jax.data.sandbox import (
+    GENERATION_CLOSE,
+    GENERATION_OPEN,
+    MESSAGE_CLOSE,
+    MESSAGE_OPEN,
+    RESERVED,
+    LimitError,
+    Sandbox,
+)
 from lorafusion_jax.errors import CheckpointError
 
-OPEN, CLOSE = "\ufdd0\ufdd1", "\ufdd0\ufdd2"  # code points that no text may use: they mark what a generation block says
-# Some templates print the date. A plan must hold the same tokens tomorrow, so their clock stands still.
-TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+MARKS = re.compile(f"([{GENERATION_OPEN}{GENERATION_CLOSE}]|{MESSAGE_OPEN}[0-9]*{MESSAGE_CLOSE})")
+PROBE = "\ufdd4"  # a content that no template can mistake for something else
+REASONING = ("reasoning_content", "thinking", "reasoning")
+RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+# whatever foreign template code can run into
+PROBLEMS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
-type Spans = tuple[tuple[int, int], ...]
+type Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """Text of a sample and the character ranges in it that are answers."""
+    """Text of a sample and the character ranges in it that are answers.
+
+    Attributes:
+        omits_message: the first message whose text the template leaves out, wholly or in part.
+        omits_tools: no tool is in the text.
+    """
 
     text: str
-    answers: Spans
+    answers: tuple[Span, ...]
+    omits_message: int | None = None
+    omits_tools: bool = False
 
 
 class TemplateProblem(ValueError):
     """The template cannot render these messages, or does not say where the answers are."""
+
+
+class TemplateLimit(TemplateProblem):
+    """The template takes more time or memory than a conversation can need."""
+
+
+class _Marked(NamedTuple):
+    """A render with its marks taken out."""
+
+    text: str
+    written: dict[int, list[Span]]  # message → its parts of the text that are not empty
+    generated: list[tuple[int | None, Span]]  # message of each generation block, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +94,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        return _compiled(self.source)[1]
+        return _compiled(self.source)[2]
 
     @property
     def hash(self) -> str:
@@ -64,86 +103,235 @@ class ChatTemplate:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def render(
-        self, messages: Sequence[dict], *, tools: list | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict],
+        *,
+        tools: list | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] = {},
     ) -> str:
         """Renders messages to the text that the model reads.
 
+        Args:
+            variables: further variables of the template, e.g. `enable_thinking`.
+
         Raises:
-            TemplateProblem: the template refuses the messages or fails on them.
+            TemplateProblem: the template refuses the messages, fails on them, or takes too much time or memory.
 
         >>> ChatTemplate(source="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}").render(
         ...     [{"role": "user", "content": "hi"}])
         'user: hi\\n'
         """
-        marked = self._render(messages, tools, add_generation_prompt)
-        return marked.replace(OPEN, "").replace(CLOSE, "")
+        return self._attempt(messages, tools, variables, lambda conversation: conversation.whole(add_generation_prompt))
+
+    def render_whole(
+        self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
+    ) -> Rendered:
+        """Renders a conversation of which everything is learned; see `render`."""
+        return self._attempt(messages, tools, variables, lambda chat: chat.rendered(((0, len(chat.text)),)))
 
     def render_answers(
-        self, messages: Sequence[dict], *, tools: list | None = None, last_only: bool = False
+        self,
+        messages: Sequence[dict],
+        *,
+        tools: list | None = None,
+        last_only: bool = False,
+        learned: Sequence[bool] | None = None,
+        variables: Mapping[str, Any] = {},
     ) -> Rendered:
         """Renders a conversation and finds what the assistant says in it.
 
+        What asks for an answer (the header of the assistant's turn, and whatever `add_generation_prompt` writes) is
+        context, as it is when the model is used.
+
         Args:
             last_only: only the last answer counts.
+            learned: whether each message counts, if the assistant says it; None = all do.
+            variables: as in `render`.
 
         Raises:
-            TemplateProblem: as `render`, or the text up to an answer is no prefix of the whole.
+            TemplateProblem: as `render`, or the answers cannot be told from their context.
         """
-        if self.marks_answers:
-            if any(OPEN[0] in str(message.get("content")) for message in messages):
-                raise TemplateProblem("a message holds the code point U+FDD0, which no text may use")
-            rendered = _unmark(self._render(messages, tools, add_generation_prompt=False))
-        else:
-            rendered = self._by_prefixes(messages, tools, last_only)
-        return Rendered(text=rendered.text, answers=rendered.answers[-1:]) if last_only else rendered
 
-    def _render(self, messages: Sequence[dict], tools: list | None, add_generation_prompt: bool) -> str:
+        def answered(conversation: _Conversation) -> Rendered:
+            said = conversation.answers(last_only)
+            spans = [span for turn, own in said.items() if learned is None or learned[turn] for span in own]
+            return conversation.rendered(tuple(spans))
+
+        return self._attempt(messages, tools, variables, answered)
+
+    def _attempt[R](
+        self,
+        messages: Sequence[dict],
+        tools: list | None,
+        variables: Mapping[str, Any],
+        use: Callable[[_Conversation], R],
+    ) -> R:
+        """Where a message only calls tools, templates want no content (as in transformers), null, or an empty one."""
+        last: TemplateProblem | None = None
+        complete = all(message.get("content") is not None for message in messages)
+        for absent in ({}, {"content": None}, {"content": ""}):
+            try:
+                return use(_Conversation(self, [_normal(message, absent) for message in messages], tools, variables))
+            except TemplateProblem as problem:
+                last = problem
+                if complete or isinstance(problem, TemplateLimit):
+                    break
+        assert last is not None
+        raise last
+
+
+class _Conversation:
+    """One conversation and the ways to render it."""
+
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[dict], tools: list | None, variables: Mapping[str, Any]
+    ):
+        self._template, self._messages, self._tools, self._variables = template, list(messages), tools, variables
+
+    def whole(self, ask: bool) -> str:
+        return self.render(self._messages, ask=ask)
+
+    def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
+        """Renders messages of this conversation, with the text that asks for an answer, or with marks."""
+        values = {
+            **self._template.special_tokens,
+            **self._variables,
+            "messages": list(messages),
+            "tools": self._tools,
+            "documents": None,
+            "add_generation_prompt": ask,
+        }
         try:
-            return _compiled(self.source)[0].render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as problem:  # whatever foreign template code can run into
+            sandbox, compiled, _ = _compiled(self._template.source)
+            return sandbox.render(compiled, values, marked)
+        except LimitError as problem:
+            raise TemplateLimit(f"the template says: {problem}") from None
+        except PROBLEMS as problem:
             raise TemplateProblem(f"the template says: {problem}") from None
 
-    def _by_prefixes(self, messages: Sequence[dict], tools: list | None, last_only: bool) -> Rendered:
-        whole = self._render(messages, tools, add_generation_prompt=False)
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = []
-        for turn in turns[-1:] if last_only else turns:
-            before = self._render(messages[:turn], tools, add_generation_prompt=True)
-            if not whole.startswith(before):
-                raise TemplateProblem(
-                    f"the text before message {turn} is no prefix of the conversation, so the answer "
-                    "cannot be told from its context"
-                )
-            spans.append((len(before), self._end_of_answer(whole, len(before), messages, turn, tools)))
-        return Rendered(text=whole, answers=tuple(spans))
+    def _marked(self, messages: Sequence[dict]) -> _Marked:
+        return _without_marks(self.render(messages, marked=messages))
 
-    def _end_of_answer(self, whole: str, start: int, messages: Sequence[dict], turn: int, tools: list | None) -> int:
-        through = self._render(messages[: turn + 1], tools, add_generation_prompt=False)
-        end_token = self.special_tokens.get("eos_token", "")
-        if whole.startswith(through):
-            bare = through.rstrip()  # a line end after the end token separates turns, nobody says it
-            return len(bare) if end_token and bare.endswith(end_token) else len(through)
-        # Templates that show the reasoning of the last answer only render it differently once more turns follow.
-        content = messages[turn]["content"].strip()
-        found = whole.find(content, start)
+    @functools.cached_property
+    def text(self) -> str:
+        return self.render(self._messages)
+
+    def rendered(self, answers: tuple[Span, ...]) -> Rendered:
+        """The text with these answers, and what of the conversation is not in it."""
+        return Rendered(
+            text=self.text,
+            answers=answers,
+            omits_message=_omitted(self.text, self._messages),
+            omits_tools=bool(self._tools) and not any(name in self.text for name in _tool_names(self._tools or [])),
+        )
+
+    def answers(self, last_only: bool) -> dict[int, tuple[Span, ...]]:
+        """Where the assistant speaks, by message."""
+        if any(RESERVED.search(text) for text in _texts([self._messages, self._tools])):
+            raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
+        text = self.text
+        marked = self._marked(self._messages)
+        exact = marked.text == text  # a template that measures or trims what it made may have seen the marks
+        turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if self._template.marks_answers:
+            if not exact:
+                raise TemplateProblem("the template changes the text of its generation blocks afterwards")
+            by_turn = _generated(marked, turns)
+            by_turn = dict(list(by_turn.items())[-1:]) if last_only else by_turn
+        else:
+            written = marked.written if exact else {}
+            by_turn = {turn: (self._span(text, written, turn),) for turn in (turns[-1:] if last_only else turns)}
+        for turn, spans in by_turn.items():
+            self._check_tool_calls(text, turn, spans)
+        return by_turn
+
+    def _span(self, text: str, written: Mapping[int, list[Span]], turn: int) -> Span:
+        if len(written.get(turn, ())) != 1:
+            return self._span_by_prefix(text, turn)
+        begin, end = written[turn][0]
+        start = begin + self._header(text, begin, end, turn)
+        return start, self._end(text, start, end, turn)
+
+    def _header(self, text: str, begin: int, end: int, turn: int) -> int:
+        """Counts the characters at the beginning of an answer's text that ask for the answer."""
+        before = self._before(turn)
+        if before is not None and text.startswith(before) and begin <= len(before) <= end:
+            return len(before) - begin
+        # What asks for an answer differs from how answers begin, e.g. it opens the reasoning that the template strips
+        # from answers; or earlier turns are written differently once more follow. What both have in common counts.
+        headers = [text[begin:end], self._probed_header(turn)]
+        if before is not None:
+            bare = self.render(self._messages[:turn])
+            headers += [before[begin:]] if before.startswith(text[:begin]) else []
+            headers += [before[len(bare) :]] if len(headers) == 2 and before.startswith(bare) else []
+        common = os.path.commonprefix(headers)
+        if common not in headers and common.rfind("<") > common.rfind(">"):
+            common = common[: common.rfind("<")]  # <|two|> and <|three|> have no token in common
+        return len(common)
+
+    def _before(self, turn: int) -> str | None:
+        try:
+            return self.render(self._messages[:turn], ask=True)
+        except TemplateProblem:  # some templates want a user's message
+            return None
+
+    def _probed_header(self, turn: int) -> str:
+        """What stands before the content of an answer: its text with another content, up to that."""
+        probe = {"role": "assistant", "content": PROBE}
+        earlier, later = self._messages[:turn], self._messages[turn + 1 :]
+        for messages in ([*earlier, probe, *later], [*earlier, probe]):
+            try:
+                marked = self._marked(messages)
+            except TemplateProblem:  # e.g. results of tools that the probe has not called
+                continue
+            for begin, end in marked.written.get(turn, ()):
+                if PROBE in marked.text[begin:end]:
+                    return marked.text[begin : marked.text.index(PROBE, begin)]
+        raise TemplateProblem(f"the template does not say where message {turn} begins")
+
+    def _end(self, text: str, start: int, end: int, turn: int) -> int:
+        """Where an answer ends: a line end after the end token separates turns, nobody says it."""
+        content = (_text_of(self._messages[turn])).strip()
+        found = text.rfind(content, start, end) if content else -1
+        closing = text[found + len(content) if found >= 0 else start : end]
+        tail = text[end:]
+        end_token = self._template.special_tokens.get("eos_token", "")
+        if turn == len(self._messages) - 1 and end_token and tail.strip() == end_token:
+            return len(text.rstrip())  # the end token stands after the last message, whoever says it
+        return start + len(text[start:end].rstrip()) if closing.strip() else end
+
+    def _span_by_prefix(self, text: str, turn: int) -> Span:
+        """For templates that do not loop over messages: the text up to an answer must begin the whole."""
+        before = self._before(turn)
+        if before is None or not text.startswith(before):
+            raise TemplateProblem(
+                f"the text before message {turn} is no prefix of the conversation, so the answer "
+                "cannot be told from its context"
+            )
+        through, start = self.render(self._messages[: turn + 1]), len(before)
+        if text.startswith(through):
+            return start, self._end(text, start, len(through), turn)
+        content = _text_of(self._messages[turn]).strip()
+        found = text.find(content, start)
         if not content or found < 0:
             raise TemplateProblem(f"message {turn} is rendered differently once more messages follow")
+        end_token = self._template.special_tokens.get("eos_token", "")
         end = found + len(content)
-        return end + len(end_token) if end_token and whole.startswith(end_token, end) else end
+        return start, end + len(end_token) if end_token and text.startswith(end_token, end) else end
+
+    def _check_tool_calls(self, text: str, turn: int, spans: Sequence[Span]) -> None:
+        said = "".join(text[start:stop] for start, stop in spans)
+        for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
+            if name not in said:
+                raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
+
+
+def _normal(message: dict, absent: dict) -> dict:
+    """A message as transformers hands it to templates: no nulls, reasoning under both of its names."""
+    said = absent | {key: value for key, value in message.items() if value is not None}
+    thought = next((said[key] for key in REASONING if key in said), None)
+    return said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
 
 
 def check_template(template: ChatTemplate, where: str) -> None:
@@ -161,47 +349,88 @@ def check_template(template: ChatTemplate, where: str) -> None:
             where=f"{where}, template line {problem.lineno}",
             why=str(problem.message),
         ) from None
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks what the assistant says."""
-
-    tags: ClassVar = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller) -> str:
-        return OPEN + caller() + CLOSE
+    except (*PROBLEMS, SyntaxError) as problem:  # thousands of brackets or digits
+        raise CheckpointError(
+            "tokenizer.template",
+            "the model's chat template cannot be compiled.",
+            where=where,
+            why="it is nested too deeply" if isinstance(problem, RecursionError) else str(problem),
+        ) from None
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(source: str):
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
-    marks_answers = any(kind == "name" and value == "endgeneration" for _, kind, value in environment.lex(source))
-    return environment.from_string(source), marks_answers
+def _compiled(source: str) -> tuple[Sandbox, Template, bool]:
+    sandbox = Sandbox()
+    return sandbox, *sandbox.compiled(source)
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _without_marks(marked: str) -> _Marked:
+    pieces: list[str] = []
+    written: dict[int, list[Span]] = {}
+    generated: list[tuple[int | None, Span]] = []
+    turn, opened, length = None, 0, 0
+    for number, piece in enumerate(MARKS.split(marked)):
+        if not number % 2:
+            if piece and turn is not None:
+                spans = written.setdefault(turn, [])
+                begin = spans.pop()[0] if spans and spans[-1][1] == length else length
+                spans.append((begin, length + len(piece)))
+            pieces.append(piece)
+            length += len(piece)
+        elif piece == GENERATION_OPEN:
+            opened = length
+        elif piece == GENERATION_CLOSE:
+            generated += [(turn, (opened, length))] if length > opened else []
+        else:
+            turn = int(piece[1:-1]) if len(piece) > 2 else None
+    return _Marked("".join(pieces), written, generated)
 
 
-def _raise_exception(message: str):
-    raise TemplateError(message)
+def _generated(marked: _Marked, turns: Sequence[int]) -> dict[int, tuple[Span, ...]]:
+    """Generation blocks by message; blocks outside of loops over messages belong to the answers in their order."""
+    owners = [turn for turn, _ in marked.generated]
+    if any(owner is None for owner in owners) and len(set(owners) - {None}) == 0 and len(owners) == len(turns):
+        owners = list(turns)
+    by_turn: dict[int, tuple[Span, ...]] = {}
+    before = turns[-1] if turns else 0
+    for owner, (_, span) in zip(owners, marked.generated, strict=True):
+        before = before if owner is None else owner  # e.g. an end token after the last message
+        by_turn[before] = (*by_turn.get(before, ()), span)
+    return dict(sorted(by_turn.items()))
 
 
-def _unmark(marked: str) -> Rendered:
-    text, spans, begin = "", [], 0
-    for number, piece in enumerate(marked.replace(CLOSE, OPEN).split(OPEN)):
-        begin = len(text)
-        text += piece
-        if number % 2 and piece:
-            spans.append((begin, len(text)))
-    return Rendered(text=text, answers=tuple(spans))
+def _text_of(message: dict) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _texts(value: Any):
+    """Every text inside nested lists and objects."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Names of tools, or of the tools that are called; both with and without the object around the function."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _omitted(text: str, messages: Sequence[dict]) -> int | None:
+    """The first message with a line that is not in the text; what tools answer is often written as JSON."""
+    for turn, message in enumerate(messages):
+        parts = [_text_of(message), *(message.get(key) for key in REASONING)]
+        for part in parts if message["role"] != "tool" else ():
+            if not isinstance(part, str) or part.strip() in text:
+                continue
+            if any(line.strip() not in text for line in part.split("\n")):
+                return turn
+    return None

@@ -5,6 +5,7 @@ T tokens of all samples together · n samples
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
-from lorafusion_jax.data.formats import Layout, Saying, detect_layout, read_sayings
-from lorafusion_jax.data.render import encode_sayings
+from lorafusion_jax.data.formats import Layout, detect_layout, parse_examples
+from lorafusion_jax.data.render import EncodedRows, encode_examples
+from lorafusion_jax.data.segments import code_of, columns_of, read_segments
 from lorafusion_jax.data.sources import RawSource, Rows, open_source, parse_rows
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
+from lorafusion_jax.objective.protocol import SFT, Chosen
 
 MOST_LOST = 0.01  # share of rows that may lose every answer token before that is an error
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
@@ -31,7 +34,7 @@ class DataReport:
 
     Attributes:
         source: as the job file spells it.
-        format: one of the five formats.
+        format: one of the five formats, or the objective that says which texts a row has.
         columns: role → column.
         loss: which tokens are learned: assistant, completion or all.
         rows: rows of the source.
@@ -44,6 +47,8 @@ class DataReport:
         uncut: lengths at 50, 90, 98 and 100 % of the rows before cutting.
         template_hash: the chat template that was used, `plain` where none was.
         data_hash: of the source's content.
+        notes: what of the rows is not in the tokens, each with a code: columns that are not used, text that the chat
+            template leaves out.
     """
 
     source: str
@@ -60,6 +65,7 @@ class DataReport:
     uncut: tuple[int, ...]
     template_hash: str
     data_hash: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +78,7 @@ class TokenizedSet:
             the first token of a sample; every sample has one at least.
         offsets: int64 [n + 1], where samples begin.
         rows: int64 [n], row of the source, from 0.
+        segment_lengths: int64 [n, S], tokens of each segment of a sample; None: each has one.
     """
 
     tokens: np.ndarray
@@ -79,6 +86,7 @@ class TokenizedSet:
     offsets: np.ndarray
     rows: np.ndarray
     report: DataReport
+    segment_lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -92,12 +100,17 @@ class TokenizedSet:
         here = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.tokens[here], self.loss_mask[here]
 
+    def segment_lengths_of(self, index: int) -> tuple[int, ...] | None:
+        """Tokens of each segment of one sample; None where samples have one segment."""
+        return None if self.segment_lengths is None else tuple(self.segment_lengths[index].tolist())
+
     @cached_property
     def digest(self) -> str:
         """Hash of the samples: 16 hex digits."""
         content = hashlib.sha256()
-        for array in (self.tokens, self.loss_mask, self.offsets):
-            content.update(np.ascontiguousarray(array).tobytes())
+        for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths):
+            if array is not None:
+                content.update(np.ascontiguousarray(array).tobytes())
         return content.hexdigest()[:16]
 
 
@@ -109,6 +122,7 @@ def load_samples(
     adapter: str,
     base_dir: str | Path = ".",
     cache_dir: Path | None = None,
+    objective: Chosen = SFT,
 ) -> TokenizedSet:
     """Reads, renders and tokenises a source, or takes it from the cache.
 
@@ -117,18 +131,26 @@ def load_samples(
         adapter: named in messages.
         base_dir: folder at which relative paths start.
         cache_dir: folder of the token cache; None = the user's cache folder.
+        objective: may say itself which texts a sample has.
 
     Raises:
         DataError, ErrorList: every problem of the source, with the rows that have it.
     """
     raw = open_source(source, Path(base_dir))
-    entry = cache.entry_path(raw, settings, tokenizer, cache_dir)
+    own = objective.objective.segments is not None
+    code = code_of(objective) if own else ""
+    if code is None:  # a change of it could not be noticed
+        return _tokenize_segments(raw, settings, tokenizer, adapter, objective)
+    entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=f"{objective.name} {code}" if own else "")
     stored = cache.load(entry)
     if stored is not None:
         arrays, report = stored
-        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut")}
+        lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut", "notes")}
         return TokenizedSet(**arrays, report=DataReport(**{**report, **lists, "source": source}))
-    samples = _tokenize(raw, settings, tokenizer, adapter)
+    if own:
+        samples = _tokenize_segments(raw, settings, tokenizer, adapter, objective)
+    else:
+        samples = _tokenize(raw, settings, tokenizer, adapter)
     cache.store(entry, samples)
     return samples
 
@@ -137,12 +159,60 @@ def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adap
     rows = parse_rows(raw)
     layout = detect_layout(rows, format=settings.format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
-    sayings: list[Saying] = read_sayings(rows, layout, adapter=adapter, need_answer=loss != "all")
-    encoded = encode_sayings(sayings, tokenizer, rows=rows, adapter=adapter, loss=loss)
-    for sample in encoded:
+    examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all")
+    encoded = encode_examples(examples, tokenizer, rows=rows, adapter=adapter, loss=loss)
+    for sample in encoded.samples:
         sample.mask[:1] = False  # nothing comes before the first token
-    fit = _fit(encoded, settings, rows, adapter)
+    fit = _fit(encoded.samples, settings, rows, adapter)
     return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
+
+
+def _unused(layout: Layout) -> list[str]:
+    if not layout.unused:
+        return []
+    names = ", ".join(f"'{column}'" for column in layout.unused)
+    columns = f"the column {names} is" if len(layout.unused) == 1 else f"the columns {names} are"
+    return [f"[data.unused-column] {columns} not used; data.columns can give a column a role"]
+
+
+def _tokenize_segments(
+    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
+) -> TokenizedSet:
+    """As `_tokenize`, but every row has several texts, of which each must fit and teach something."""
+    rows = parse_rows(raw)
+    loss = "completion" if settings.loss == "auto" else settings.loss
+    rendered = [
+        encode_examples(examples, tokenizer, rows=rows, adapter=adapter, loss=loss)
+        for examples in read_segments(rows, chosen, settings.columns, adapter=adapter)
+    ]
+    texts = [each.samples for each in rendered]
+    for segment in texts:
+        for text in segment:
+            text.mask[:1] = False
+    fits = [_fit(segment, settings, rows, adapter) for segment in texts]
+    kept = sorted(set.intersection(*(set(fit.kept) for fit in fits)))
+    merged = _Fit(
+        kept=kept,
+        cut=sorted({row for fit in fits for row in fit.cut} & set(kept)),
+        dropped=sorted({row for fit in fits for row in fit.dropped}),
+        too_long=sorted({row for fit in fits for row in fit.too_long}),
+        limit=settings.max_length * len(texts),
+    )
+    samples = [_one_after_another(parts, settings.max_length) for parts in zip(*texts, strict=True)]
+    columns = columns_of(rows, chosen, settings.columns)
+    unused = tuple(dict.fromkeys(key for row in rows.values for key in row if key not in columns.values()))
+    layout = Layout(format=chosen.name, columns=columns, unused=unused)
+    lengths = [[min(len(segment[row].tokens), settings.max_length) for segment in texts] for row in kept]
+    longest = [max(len(part.tokens) for part in parts) for parts in zip(*texts, strict=True)]
+    notes = tuple(dict.fromkeys(note for each in rendered for note in each.notes))
+    whole = _collect(merged, EncodedRows(samples=samples, notes=notes), layout, rows, loss, raw, tokenizer)
+    report = dataclasses.replace(whole.report, uncut=_uncut(longest))
+    return dataclasses.replace(whole, segment_lengths=np.array(lengths, np.int64), report=report)
+
+
+def _one_after_another(parts: Sequence[Encoded], limit: int) -> Encoded:
+    tokens, masks = ([getattr(part, name)[:limit] for part in parts] for name in ("tokens", "mask"))
+    return Encoded(np.concatenate(tokens), np.concatenate(masks))
 
 
 def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
@@ -229,12 +299,12 @@ def _round_up(tokens: int) -> int:
 
 
 def _collect(
-    fit: _Fit, encoded: Sequence[Encoded], layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
+    fit: _Fit, rendered: EncodedRows, layout: Layout, rows: Rows, loss: str, raw: RawSource, tokenizer: Tokenizer
 ) -> TokenizedSet:
+    encoded = rendered.samples
     tokens = np.concatenate([encoded[row].tokens[: fit.limit] for row in fit.kept])
     mask = np.concatenate([encoded[row].mask[: fit.limit] for row in fit.kept])
     lengths = np.array([min(len(encoded[row].tokens), fit.limit) for row in fit.kept])
-    uncut = np.quantile([len(sample.tokens) for sample in encoded], QUANTILES, method="inverted_cdf")
     report = DataReport(
         source=raw.name,
         format=layout.format,
@@ -247,9 +317,10 @@ def _collect(
         cut=len(fit.cut),
         dropped=tuple(fit.dropped),
         too_long=tuple(fit.too_long),
-        uncut=tuple(int(length) for length in uncut),
+        uncut=_uncut([len(sample.tokens) for sample in encoded]),
         template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
         data_hash=raw.digest[:16],
+        notes=(*_unused(layout), *rendered.notes),
     )
     return TokenizedSet(
         tokens=tokens,
@@ -258,3 +329,7 @@ def _collect(
         rows=np.array(fit.kept, np.int64),
         report=report,
     )
+
+
+def _uncut(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(length) for length in np.quantile(lengths, QUANTILES, method="inverted_cdf"))

@@ -169,7 +169,7 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, RecursionError) as problem:
         raise CheckpointError("tokenizer.broken", f"{path} is not JSON.", where=str(path), why=str(problem)) from None
     return value if isinstance(value, dict) else {}
 

@@ -20,11 +20,17 @@ READABLE = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where a tensor lies and what it is, from a file's header."""
+    """Where a tensor lies and what it is, from a file's header.
+
+    Attributes:
+        start, stop: its bytes in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    stop: int
 
 
 def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
@@ -63,8 +69,7 @@ def _sharded(directory: Path) -> dict[str, Stored]:
     errors: list[LoraFusionError] = []
     for shard in sorted(set(weight_map.values())):
         try:
-            # A name may not leave the folder.
-            found |= _header(directory / Path(shard).name)
+            found |= _header(directory / shard)
         except CheckpointError as error:
             errors.append(error)
     raise_all(errors)
@@ -82,27 +87,38 @@ def _sharded(directory: Path) -> dict[str, Stored]:
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(shard, str) for shard in weight_map.values()):
+        if all(isinstance(shard, str) and shard == Path(shard).name for shard in weight_map.values()):
             return weight_map
-        why = "weight_map holds something other than file names"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = "weight_map holds something other than names of files in its folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
     raise CheckpointError("model.bad-index", "the index of the weights cannot be read.", where=str(index), why=why)
 
 
 def _header(file: Path) -> dict[str, Stored]:
+    """Reads names and places: 8 bytes length, JSON, then the data (the safetensors layout)."""
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
-            return {
-                name: Stored(file=file, shape=tuple(part.get_shape()), dtype=part.get_dtype())
-                for name, part in slices.items()
-            }
+        with safe_open(file, framework="numpy"):  # checks that the tensors fill the file and do not overlap
+            pass
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        return {
+            name: Stored(
+                file=file,
+                shape=tuple(entry["shape"]),
+                dtype=entry["dtype"],
+                start=8 + length + entry["data_offsets"][0],
+                stop=8 + length + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except FileNotFoundError:
         raise CheckpointError(
             "model.missing-file", "a file of the weights is not there.", where=str(file), fix="download the model again"
         ) from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "model.broken-file",
             "a file of the weights is cut short or broken.",

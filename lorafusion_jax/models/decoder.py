@@ -1,19 +1,17 @@
-"""The decoder: token embedding, layers (unrolled or scanned), final norm, head.
+"""The decoder: token embedding, layers, final norm, head.
 
-Dims: `T` packed tokens · `D` model width · `V` vocabulary · `L` layers.
+Dims: `T` packed tokens · `D` model width · `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -22,13 +20,10 @@ from ..modules import LoRAContext
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
 from .attention import AttentionImplementation
-from .layer import DecoderLayer, LayerInputs
+from .forward import embed, final_norm, layer_inputs, run_layer
+from .layer import DecoderLayer
 from .norm import RMSNorm
-from .rope import rope_tables
 from .segments import Segments
-
-Layers = Literal["unroll", "scan"]
-Remat = Literal["none", "full"]
 
 
 class Table(nnx.Module):
@@ -50,10 +45,6 @@ class Decoder(nnx.Module):
         config: shape and arithmetic.
         adapters: whose LoRA weights the projections hold, in this order; drawn from each adapter's own seed.
         dtype: of the base weights and of the computation.
-        layers: "unroll" keeps a list of layers; "scan" keeps one layer whose leaves have a leading axis of L. Same
-            numbers;
-            scanning compiles faster, unrolling runs faster.
-        remat: "full" recomputes each layer in the backward pass and keeps only its input.
         rngs: draws the base weights. Build the model outside `jit`, or under `nnx.eval_shape` for shapes only.
 
     Example:
@@ -70,15 +61,13 @@ class Decoder(nnx.Module):
         adapters: Sequence[AdapterSpec] = (),
         *,
         dtype: Any = jnp.bfloat16,
-        layers: Layers = "unroll",
-        remat: Remat = "none",
         rngs: nnx.Rngs | None = None,
     ):
         rngs = nnx.Rngs(0) if rngs is None else rngs
-        self.config, self.remat = config, remat
+        self.config = config
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        each = [DecoderLayer(config, adapters, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
-        self.layers = nnx.List(each) if layers == "unroll" else _stack(each)
+        layers = [DecoderLayer(config, adapters, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         tied = config.tie_embeddings
         self.lm_head = nnx.data(None) if tied else Table(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -102,11 +91,11 @@ class Decoder(nnx.Module):
             ctx: which adapter each tile of rows uses; None runs the base model.
             attention: implementation, see `models.attention`.
         """
-        inputs = LayerInputs(rope=rope_tables(self.config, jnp.asarray(positions)), segments=segments, lora=ctx)
-        x_TD = self.embed_tokens.weight[...][jnp.asarray(tokens)]
-        if isinstance(self.layers, nnx.List):
-            return self.norm(self._unrolled(self.layers, x_TD, inputs, attention))
-        return self.norm(self._scanned(self.layers, x_TD, inputs, attention))
+        inputs = layer_inputs(self.config, positions, segments, ctx)
+        x_TD = embed(self.embed_tokens.weight[...], tokens)
+        for number, layer in enumerate(self.layers):
+            x_TD = run_layer(layer, x_TD, inputs, number, attention)
+        return final_norm(x_TD, self.norm.weight[...], self.config)
 
     def head(self) -> Float[Array, "D V"]:
         """The output projection; a tied one is a transposed view of the embedding."""
@@ -126,37 +115,6 @@ class Decoder(nnx.Module):
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
         precision = "highest" if hidden_TD.dtype == jnp.float32 else None
         return jnp.matmul(hidden_TD, self.head(), precision=precision, preferred_element_type=jnp.float32)
-
-    def _unrolled(self, layers: Sequence[DecoderLayer], x_TD, inputs: LayerInputs, attention) -> jax.Array:
-        for number, layer in enumerate(layers):
-            graph, state = nnx.split(layer)
-            x_TD = self._layer(graph, attention)(state, x_TD, _at_layer(inputs, number))
-        return x_TD
-
-    def _scanned(self, layers: DecoderLayer, x_TD, inputs: LayerInputs, attention) -> jax.Array:
-        graph, state = nnx.split(layers)
-        run = self._layer(graph, attention)
-
-        def body(x_TD, each):
-            state, number = each
-            return run(state, x_TD, _at_layer(inputs, number)), None
-
-        return lax.scan(body, x_TD, (state, jnp.arange(self.config.num_layers, dtype=jnp.int32)))[0]
-
-    def _layer(self, graph, attention) -> Callable[..., jax.Array]:
-        def run(state, x_TD, inputs):
-            return nnx.merge(graph, state)(x_TD, inputs, attention)
-
-        return jax.checkpoint(run) if self.remat == "full" else run
-
-
-def _at_layer(inputs: LayerInputs, number) -> LayerInputs:
-    return inputs if inputs.lora is None else replace(inputs, lora=inputs.lora.at_layer(number))
-
-
-def _stack(layers: Sequence[DecoderLayer]) -> DecoderLayer:
-    graph = nnx.split(layers[0])[0]
-    return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.split(layer)[1] for layer in layers)))
 
 
 def _draw_adapters(model: Decoder, adapters: Sequence[AdapterSpec]) -> None:

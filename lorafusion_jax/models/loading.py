@@ -1,14 +1,13 @@
 """Hugging Face directory → Decoder, tensor by tensor, straight to its place on the devices.
 
-Dims: `K` in · `N` out · `L` layers.
+Dims: `K` in · `N` out.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import groupby
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ..config.families import family_named
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
 from .checkpoint import READABLE, Stored, list_tensors, read_slice
-from .decoder import Decoder, Layers, Remat
+from .decoder import Decoder
 from .naming import Tensor, frozen_tensors, is_ignored
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
@@ -34,8 +34,6 @@ def load_decoder(
     adapters: Sequence[AdapterSpec] = (),
     *,
     dtype: Any = jnp.bfloat16,
-    layers: Layers = "unroll",
-    remat: Remat = "none",
     sharding: Sharding | ShardingRule | None = None,
 ) -> Decoder:
     """Reads a model directory into a decoder with fresh LoRA weights.
@@ -46,8 +44,6 @@ def load_decoder(
         model_dir: config.json and safetensors, single or sharded with an index.
         adapters: see `Decoder`.
         dtype: of the base weights; the checkpoint's are converted on the device.
-        layers: see `Decoder`.
-        remat: see `Decoder`.
         sharding: of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) → sharding;
             default: everything on the first device.
     Raises:
@@ -55,7 +51,7 @@ def load_decoder(
             and misshapen tensors in one message.
     """
     config = ModelConfig.from_hf(model_dir)
-    model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, layers=layers, remat=remat, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
     stored = list_tensors(model_dir)
     tensors = frozen_tensors(model)
     _check(tensors, stored, config, Path(model_dir))
@@ -63,11 +59,11 @@ def load_decoder(
     graph, state = nnx.split(model)
     leaves = dict(nnx.to_flat_state(state))
     last = None
-    for path, parts in groupby(tensors, key=lambda tensor: tensor.path):
-        leaf = leaves[path]
-        target = place(".".join(map(str, path)), leaf.shape)
-        array = _read_leaf(list(parts), stored, leaf.shape, dtype, target)
-        leaves[path] = leaf.replace(array)
+    for tensor in tensors:
+        leaf = leaves[tensor.path]
+        target = place(tensor.leaf_name, leaf.shape)
+        array = _read_tensor(tensor, stored[tensor.name], dtype, target)
+        leaves[tensor.path] = leaf.replace(array)
         # The disk may run one leaf ahead of the devices, not more: host memory stays small.
         jax.block_until_ready(last)
         last = array
@@ -78,7 +74,7 @@ def load_decoder(
 def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: ModelConfig, directory: Path) -> None:
     wanted = {tensor.name: tensor for tensor in tensors}
     missing = sorted(wanted.keys() - stored.keys())
-    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, tied=config.tie_embeddings))
+    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, config))
     both = sorted(wanted.keys() & stored.keys())
     problems = [f"missing: {name} {list(wanted[name].shape)}" for name in missing]
     problems += [f"not of this model: {name} {list(stored[name].shape)}" for name in extra]
@@ -90,12 +86,13 @@ def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: Mode
     problems += [
         f"unreadable type: {name} is {stored[name].dtype}" for name in both if stored[name].dtype not in READABLE
     ]
+    head = family_named(config.family).tensor_name("lm_head.weight")
     if problems:
         raise CheckpointError(
             "model.tensors-differ",
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
-            why="the tie_word_embeddings of config.json is false" if missing == ["lm_head.weight"] else "",
+            why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
             fix="use the config.json and the weights of one and the same model",
         )
 
@@ -105,18 +102,6 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
         return sharding
     everywhere = SingleDeviceSharding(jax.devices()[0]) if sharding is None else sharding
     return lambda name, shape: everywhere
-
-
-def _read_leaf(
-    parts: Sequence[Tensor], stored: Mapping[str, Stored], shape: tuple[int, ...], dtype: Any, target: Sharding
-) -> jax.Array:
-    if parts[0].layer is None:
-        return _read_tensor(parts[0], stored[parts[0].name], dtype, target)
-    # Scanned layers: one tensor at a time goes into its place of the stack, which is updated where it lies.
-    stack_L = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=target)()
-    for part in parts:
-        stack_L = _put(target)(stack_L, _read_tensor(part, stored[part.name], dtype, _of_layer(target)), part.layer)
-    return stack_L
 
 
 def _read_tensor(tensor: Tensor, stored: Stored, dtype: Any, target: Sharding) -> jax.Array:
@@ -140,24 +125,12 @@ def _convert(dtype: np.dtype, transposed: bool, target: Sharding) -> Callable[[j
     return jax.jit(lambda x: (x.T if transposed else x).astype(dtype), out_shardings=target)
 
 
-@lru_cache(maxsize=256)
-def _put(target: Sharding) -> Callable[..., jax.Array]:
-    return jax.jit(lambda stack, x, layer: stack.at[layer].set(x), donate_argnums=0, out_shardings=target)
-
-
 def _transposed(sharding: Sharding) -> Sharding:
     """The sharding of a [N, K] matrix whose transpose lies as `sharding` says."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, None, None)[:2]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec[::-1]))
-
-
-def _of_layer(sharding: Sharding) -> Sharding:
-    """The sharding of one layer of a stack; the axis of layers is not split."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], place: ShardingRule) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
+
+from ..config.families import Family, family_named
+from ..config.model import ModelConfig
+from .decoder import Decoder
 
 Path = tuple[Any, ...]
 
@@ -20,52 +23,41 @@ class Tensor:
         name: in the checkpoint.
         shape: in the checkpoint.
         path: of the leaf in the decoder's state.
-        layer: index into the leaf's leading axis, for scanned layers.
         transposed: linear kernels are [N, K] in the checkpoint and [K, N] here.
     """
 
     name: str
     shape: tuple[int, ...]
     path: Path
-    layer: int | None
     transposed: bool
 
     @property
     def leaf_name(self) -> str:
-        """Name in an unrolled decoder: "layers.0.mlp.up_proj.kernel"."""
-        path = self.path if self.layer is None else (self.path[0], self.layer, *self.path[1:])
-        return ".".join(map(str, path))
+        """Name in the decoder: "layers.0.mlp.up_proj.kernel"."""
+        return ".".join(map(str, self.path))
 
 
-def frozen_tensors(model: nnx.Module) -> list[Tensor]:
+def frozen_tensors(model: Decoder) -> list[Tensor]:
     """Lists the checkpoint's tensors of a decoder, real or abstract, in the order of its leaves."""
+    family = family_named(model.config.family)
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam)))
-    return [tensor for path, leaf in leaves for tensor in _tensors(path, leaf)]
+    return [_tensor(path, leaf.shape, family) for path, leaf in leaves]
 
 
-def _tensors(path: Path, leaf: Any) -> Sequence[Tensor]:
-    transposed = path[-1] == "kernel"
-    if path[0] != "layers" or isinstance(path[1], int):
-        return [_tensor(path, path, None, leaf.shape, transposed)]
-    count, shape = leaf.shape[0], leaf.shape[1:]
-    return [_tensor(("layers", layer, *path[1:]), path, layer, shape, transposed) for layer in range(count)]
-
-
-def _tensor(names: Path, path: Path, layer: int | None, shape: tuple[int, ...], transposed: bool) -> Tensor:
-    *modules, leaf = map(str, names)
+def _tensor(path: Path, shape: tuple[int, ...], family: Family) -> Tensor:
+    *modules, leaf = map(str, path)
     stem = ".".join(modules if modules[0] == "lm_head" else ["model", *modules])
-    suffix = "bias" if leaf == "bias" else "weight"
+    transposed = leaf == "kernel"
     return Tensor(
-        name=f"{stem}.{suffix}",
+        name=family.tensor_name(f"{stem}.{'bias' if leaf == 'bias' else 'weight'}"),
         shape=shape[::-1] if transposed else shape,
         path=path,
-        layer=layer,
         transposed=transposed,
     )
 
 
-def is_ignored(name: str, *, tied: bool) -> bool:
+def is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint may hold this tensor though the decoder does not need it: tables that can be computed."""
     return bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name)) or (
-        tied and name == "lm_head.weight"
+        config.tie_embeddings and name == family_named(config.family).tensor_name("lm_head.weight")
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
+from pallas_kernels.norm import add_rms_norm, rms_norm, rms_norm_with_residual
 
 
 class RMSNorm(nnx.Module):
@@ -21,11 +21,11 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return rms_norm(x, self.weight[...], eps=self.eps)
 
-    def beside(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    def rms_norm_with_residual(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
         """(x, its norm): the two gradients of x are added in the norm's own pass."""
-        return rms_norm_beside(x, self.weight[...], eps=self.eps)
+        return rms_norm_with_residual(x, self.weight[...], eps=self.eps)
 
-    def of_sum(
+    def add_rms_norm(
         self, x: Float[Array, "*B D"], delta: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
         """(x + delta, its norm), in one pass."""

@@ -48,7 +48,7 @@ def save_decoder(
         model: whose LoRA weights are left out.
         out_dir: must not exist, or be empty.
         source_dir: model whose config.json, tokenizer and chat template are copied; default: a config.json of our own.
-        edit: (leaf name such as "layers.0.mlp.up_proj.kernel", leaf in the decoder's layout, of one layer) → what to
+        edit: (leaf name such as "layers.0.mlp.up_proj.kernel", leaf in the decoder's layout) → what to
             write, to merge an adapter.
         dtype: of the files; default the leaves' own.
         shard_bytes: size of a file at most, as long as a tensor fits into it.
@@ -107,7 +107,6 @@ class _Writer:
 
     def write(self, tensor: Tensor, file: BinaryIO) -> None:
         x = self.leaves[tensor.path][...]
-        x = x if tensor.layer is None else x[tensor.layer]
         if self.edit is not None:
             x = self.edit(tensor.leaf_name, x)
         x = np.asarray((x.T if tensor.transposed else x).astype(self.dtype_of(tensor)))

@@ -19,7 +19,7 @@ from lorafusion_jax.adapters.kind import leaves_of
 from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
-from pallas_kernels.gate import silu_gate
+from pallas_kernels.mlp.xla import silu_gate
 
 
 class LoRALinear(nnx.Module):

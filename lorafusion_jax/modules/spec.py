@@ -13,8 +13,9 @@ from numbers import Integral
 
 from lorafusion_jax.adapters.kind import unknown_kind
 from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.layout.layer import LAYER
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = LAYER.targets
 ALL_LINEAR = "all-linear"
 
 

@@ -1,6 +1,6 @@
-"""What training minimises: token losses per adapter.
+"""What training minimises: objectives, and the token losses that they are made of.
 
-The names are looked up when they are used, so that `lorafusion_jax.objective.chunks` can be imported without jax.
+What needs jax is looked up when it is used, so that planning can import objectives without it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lorafusion_jax.objective.loss import adapter_hits as adapter_hits
-    from lorafusion_jax.objective.loss import adapter_losses as adapter_losses
+from lorafusion_jax.objective.protocol import Objective as Objective
+from lorafusion_jax.objective.protocol import SampleSums as SampleSums
+from lorafusion_jax.objective.protocol import Segment as Segment
 
-__all__ = ["adapter_hits", "adapter_losses"]
+if TYPE_CHECKING:
+    from lorafusion_jax.objective.loss import adapter_losses as adapter_losses
+    from lorafusion_jax.objective.loss import token_losses as token_losses
+
+_WITH_JAX = ("adapter_losses", "token_losses")
+__all__ = ["Objective", "SampleSums", "Segment", "adapter_losses", "token_losses"]
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _WITH_JAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.loss"), name)
 

@@ -1,4 +1,4 @@
-"""Token losses of a packed microbatch, summed per adapter, without ever holding all logits.
+"""Token losses of a packed microbatch, one per row, without ever holding all logits.
 
 The head is frozen, so the gradient of a row needs nothing but that row's logits: the forward pass makes it while the
 logits are there, and the backward pass only scales it. That is two passes of the head's GEMM, where recomputing
@@ -20,6 +20,37 @@ from jaxtyping import Array, Float, Int
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 
 
+def token_losses(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " T"],
+    weights: Float[Array, " T"],
+    *,
+    chunk: int = DEFAULT_CHUNK,
+) -> Float[Array, " T"]:
+    """Weighted negative log-likelihood of each row; any sum of rows may be differentiated.
+
+    loss[t] = weights[t] · (logsumexp(hidden[t] head) - (hidden[t] head)[targets[t]]),  0 where weights[t] = 0
+
+    Rows of weight 0 do not count, whatever they hold: NaN there, or in another row, reaches neither the loss nor the
+    gradient of a row. Only `hidden` has a gradient; the head is frozen (and its gradient is zero here).
+
+    Args:
+        hidden: after the final norm; products run in its dtype and add up in float32.
+        head: output projection; the transpose of a checkpoint's table [V, D] is not copied.
+        targets: the token to predict at each row.
+        weights: float32, of any size: a small weight loses no digits of a float16 gradient on the way.
+        chunk: at most about `chunk` · T logits exist at once.
+
+    Example:
+        >>> losses = token_losses(jnp.zeros((3, 2)), jnp.ones((2, 8)), jnp.arange(3), jnp.array([1.0, 0.5, 0.0]))
+        >>> [round(float(loss), 4) for loss in losses]  # log 8, log 8 / 2, nothing
+        [2.0794, 1.0397, 0.0]
+    """
+    weights = jnp.asarray(weights, jnp.float32)
+    return _losses(chunk_rows(hidden.shape[0], head.shape[1], chunk), hidden, head.T, jnp.asarray(targets), weights)
+
+
 def adapter_losses(
     hidden: Float[Array, "T D"],
     head: Float[Array, "D V"],
@@ -30,22 +61,9 @@ def adapter_losses(
     *,
     chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, " A"]:
-    """Sums the weighted negative log-likelihoods of each adapter's rows.
+    """Sums the token losses of each adapter's rows; rows of adapter -1 do not count.
 
-    loss[k] = Σ_t weights[t] · (logsumexp(hidden[t] head) - (hidden[t] head)[targets[t]]),  over rows t of adapter k
-
-    Rows of weight 0 or adapter -1 do not count, whatever they hold: NaN there, or in another adapter's rows, reaches
-    neither the loss nor the gradient of an adapter. Only `hidden` has a gradient; the head is frozen (and its
-    gradient is zero here).
-
-    Args:
-        hidden: after the final norm; products run in its dtype and add up in float32.
-        head: output projection; the transpose of a checkpoint's table [V, D] is not copied.
-        targets: the token to predict at each row.
-        weights: float32; 0 for rows that teach nothing.
-        row_adapter: adapter of each row, -1 for none.
-        num_adapters: A.
-        chunk: at most about `chunk` · T logits exist at once.
+    Arguments as `token_losses`.
 
     Example:
         >>> row_adapter = jnp.array([0, 0, 1, -1])
@@ -53,99 +71,88 @@ def adapter_losses(
         >>> [round(float(loss), 4) for loss in losses]  # 2 log 8, log 8
         [4.1589, 2.0794]
     """
-    return _losses(
-        num_adapters,
-        chunk_rows(hidden.shape[0], head.shape[1], chunk),
-        hidden,
-        head.T,
-        _rows(targets, weights, row_adapter),
-    )
+    row_adapter = jnp.asarray(row_adapter)
+    weights = jnp.where(row_adapter >= 0, jnp.asarray(weights, jnp.float32), 0.0)
+    return sum_by(token_losses(hidden, head, targets, weights, chunk=chunk), row_adapter, num_adapters)
 
 
-def adapter_hits(
-    hidden: Float[Array, "T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, " T"],
-    weights: Float[Array, " T"],
-    row_adapter: Int[Array, " T"],
-    num_adapters: int,
-    *,
-    chunk: int = DEFAULT_CHUNK,
-) -> Float[Array, " A"]:
-    """Sums the weights of each adapter's rows whose most likely token is the target: accuracy before the division.
+def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int) -> Float[Array, " N"]:
+    """Sums the values of each owner 0 … N - 1; a bad value stays with its own, and so does its gradient.
 
-    Arguments as `adapter_losses`; no gradient.
+    >>> sum_by(jnp.array([1.0, jnp.nan, 2.0, 4.0]), jnp.array([0, 1, 0, -1]), 2).tolist()
+    [3.0, nan]
     """
-    c = chunk_rows(hidden.shape[0], head.shape[1], chunk)
-    rows = _rows(targets, weights, row_adapter)
-
-    def hit(logits_cV: jax.Array, piece: _Rows) -> tuple[jax.Array]:
-        return (jnp.where(logits_cV.argmax(-1) == piece.targets, piece.weights, 0.0),)
-
-    (hits_T,) = _over_chunks(hit, c, hidden, head.T, rows, (jnp.zeros(hidden.shape[:1], jnp.float32),))
-    return _per_adapter(hits_T, rows, num_adapters)
+    mine = owner == jnp.arange(num_owners)[:, None]
+    return jnp.where(mine, values, 0.0).sum(axis=1)
 
 
 class _Rows(NamedTuple):
-    """Per-row inputs; a row counts if its weight is not zero and it has an adapter."""
+    """Per-row inputs; a row counts if its weight is not zero."""
 
     targets: jax.Array
     weights: jax.Array
-    adapter: jax.Array
 
 
-def _rows(targets, weights, row_adapter) -> _Rows:
-    adapter = jnp.asarray(row_adapter)
-    weights = jnp.where(adapter >= 0, jnp.asarray(weights, jnp.float32), 0.0)
-    return _Rows(jnp.asarray(targets), weights, adapter)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(num_adapters, c, hidden_TD, head_VD, rows):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(c, hidden_TD, head_VD, targets, weights):
     def loss(logits_cV, piece):
         return (_weighted(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
 
-    (losses_T,) = _over_chunks(loss, c, hidden_TD, head_VD, rows, (jnp.zeros(hidden_TD.shape[:1], jnp.float32),))
-    return _per_adapter(losses_T, rows, num_adapters)
+    (losses_T,) = _over_chunks(loss, c, hidden_TD, head_VD, _Rows(targets, weights), (_no_losses(hidden_TD),))
+    return losses_T
 
 
-def _losses_fwd(num_adapters, c, hidden_TD, head_VD, rows):
+def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
+    # weight = mantissa · 2^exponent. The mantissa, from 1/2 to 1, is in the slopes: what is stored does not underflow
+    # in float16, whatever the size of the batch. The power of two comes in the backward pass, where it is exact.
+    mantissa, exponent = jnp.frexp(weights)
+
     def loss_and_slope(logits_cV, piece):
+        rows, mantissa = piece
         log_sum = _log_sum(logits_cV)
-        losses_c = _weighted(piece, log_sum - _target(logits_cV, piece))
-        is_target = jnp.arange(logits_cV.shape[1]) == piece.targets[:, None]
-        slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * piece.weights[:, None]
+        losses_c = _weighted(rows, log_sum - _target(logits_cV, rows))
+        is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
+        slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
         slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
-        counts = (piece.weights != 0)[:, None]
+        counts = (rows.weights != 0)[:, None]
         return losses_c, jnp.where(counts, slope_cD, 0.0).astype(hidden_TD.dtype)
 
-    empty = (jnp.zeros(hidden_TD.shape[:1], jnp.float32), jnp.zeros_like(hidden_TD))
-    losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_VD, rows, empty)
+    empty = (_no_losses(hidden_TD), jnp.zeros_like(hidden_TD))
+    rows = _Rows(targets, weights)
+    losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_VD, rows, empty, extra=mantissa)
     # The head itself is no residual: a pipeline stage would copy it for every microbatch in flight.
-    return _per_adapter(losses_T, rows, num_adapters), (slope_TD, rows)
+    return losses_T, (slope_TD, weights != 0, exponent)
 
 
-def _losses_bwd(num_adapters, c, residuals, cotangent_A):
-    del num_adapters, c  # unused: the slopes are ready
-    slope_TD, rows = residuals
-    counts = (rows.weights != 0)[:, None]
-    factor_T1 = cotangent_A[jnp.maximum(rows.adapter, 0)][:, None]
-    hidden_bar = jnp.where(counts, slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
-    return hidden_bar, None, None
+def _losses_bwd(c, residuals, cotangent_T):
+    del c  # unused: the slopes are ready
+    slope_TD, counts, exponent = residuals
+    factor_T1 = jnp.ldexp(cotangent_T, exponent)[:, None]
+    hidden_bar = jnp.where(counts[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
+    return hidden_bar, None, None, None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+def _no_losses(hidden_TD: jax.Array) -> jax.Array:
+    return jnp.zeros(hidden_TD.shape[:1], jnp.float32)
+
+
 def _over_chunks(
-    function, c: int, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...]
+    function, c: int, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...], extra: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Applies `function(logits, rows)` to chunks of rows that count and scatters its per-row results into `out`."""
+    """Applies `function(logits, rows)` to chunks of rows that count and scatters its per-row results into `out`.
+
+    Args:
+        extra: another array by row; the function then gets (rows, extra).
+    """
     T = hidden_TD.shape[0]
     pad = -T % c
     counts = rows.weights != 0
     # Stable: rows that count come first, in their order, so that sums do not depend on what lies between them.
     order = jnp.pad(jnp.argsort(~counts, stable=True), (0, pad), constant_values=T)
+    by_row = rows if extra is None else (rows, extra)
 
     def step(i, out):
         here = lax.dynamic_slice_in_dim(order, i * c, c)
@@ -153,10 +160,8 @@ def _over_chunks(
         # Transposed here, where a product takes it as it lies. Before the loop it is a copy of the whole table for
         # every microbatch: 1 GB and 0.56 ms with Llama-3.1-8B's on an H200.
         logits_cV = _product(take(hidden_TD), head_VD.T)
-        piece = _Rows(*map(take, rows))
-        return tuple(
-            old.at[here].set(new, mode="drop") for old, new in zip(out, function(logits_cV, piece), strict=True)
-        )
+        new = function(logits_cV, jax.tree.map(take, by_row))
+        return tuple(old.at[here].set(own, mode="drop") for old, own in zip(out, new, strict=True))
 
     num_chunks = (counts.sum(dtype=jnp.int32) + c - 1) // c
     return lax.fori_loop(0, num_chunks, step, out)
@@ -179,8 +184,3 @@ def _target(logits_cV: jax.Array, piece: _Rows) -> jax.Array:
 
 def _weighted(piece: _Rows, nll_c: jax.Array) -> jax.Array:
     return jnp.where(piece.weights != 0, piece.weights * nll_c, 0.0)
-
-
-def _per_adapter(values_T: jax.Array, rows: _Rows, num_adapters: int) -> jax.Array:
-    mine_AT = rows.adapter == jnp.arange(num_adapters)[:, None]
-    return jnp.where(mine_AT, values_T, 0.0).sum(axis=1)

@@ -96,4 +96,5 @@ def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
     body = schedule(settings.schedule).build(settings.lr, settings.min_lr_ratio, max(left, 1))
     rising = settings.lr * np.arange(1, warm + 1) / max(warm, 1)
     falling = np.asarray(body(jnp.arange(left))) * np.ones(left)
-    return np.concatenate([rising, falling]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.concatenate([rising, falling]).astype(np.float32)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.optim.settings import OptimizerSettings
 from lorafusion_jax.optim.table import optimizer
 
@@ -34,8 +36,9 @@ def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
     """The numbers of a step at a learning rate; what the settings leave open has the optimizer's default."""
     defaults = optimizer(settings.name).options
     given = {name: settings.option(name) for name in defaults}
-    options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
-    return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and the adapter fails at its first step
+        options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
+        return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
 
 
 def still(settings: OptimizerSettings) -> Hyper:
@@ -61,15 +64,39 @@ def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.Gradien
     """
     kind = optimizer(settings.name)
     built = kind.build(numbers.lr, numbers.weight_decay, numbers.options)
-    return _per_layer(built) if kind.per_layer else built
+    return _checked(settings.name, _per_layer(built) if kind.per_layer else built)
 
 
-def clipped(gradient: Any, norm: Any, largest: Any) -> Any:
+def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> Tree:
     """Scales a gradient down to a global norm of `largest`, as optax.clip_by_global_norm does.
 
     The norm is given, because it spans pipeline stages.
     """
     return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradient)
+
+
+def _checked(name: str, built: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Refuses changes or a new state of another structure, shape or dtype than before.
+
+    An optimizer of another package could otherwise change the weights' dtype, or compile a new program in each step.
+    Costs nothing in a compiled step: shapes are compared while it is traced.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes, stepped = built.update(updates, state, params)
+        for what, now, before in (("changes", changes, updates), ("state", stepped, state)):
+            try:
+                chex.assert_trees_all_equal_shapes_and_dtypes(now, before)
+            except AssertionError as problem:
+                raise ConfigError(
+                    "plugin.broken",
+                    f"the optimizer '{name}' returns {what} of another structure, shape or dtype than it was given.",
+                    why=str(problem),
+                    fix="return what `update` was given, leaf by leaf in the same shapes and dtypes",
+                ) from problem
+        return changes, stepped
+
+    return optax.GradientTransformation(built.init, update)
 
 
 def _per_layer(built: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -24,45 +24,67 @@ from jax import Array, process_count
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
-from lorafusion_jax.pipeline.move import across, local, to_stage
-from lorafusion_jax.pipeline.programs import Verdict
+from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
+from lorafusion_jax.pipeline.programs import BatchSummary
 from lorafusion_jax.pipeline.spans import Spans
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.stage import Stage, Stepped
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: the device never waits for the host, memory stays bounded
 
 
-class _Closed(NamedTuple):
+class _ClosedBatch(NamedTuple):
     """An adapter's global batch, finished on one stage."""
 
     stage: int
-    verdict: Verdict
+    summary: BatchSummary
     finite: Array  # per leaf
 
 
 class StepResult:
-    """An optimizer step that was issued; reading it waits for the devices."""
+    """An optimizer step that was issued; reading it waits for the devices.
 
-    def __init__(self, closed: Sequence[Future[_Closed]]):
-        self._closed = tuple(closed)
+    Args:
+        adapter: its place among the adapters.
+        closed: its global batch on every stage.
+        stepped: what every stage did, in order of stages.
+    """
+
+    def __init__(self, adapter: int, closed: Sequence[Future[_ClosedBatch]], stepped: Sequence[Future[Stepped]]):
+        self._adapter, self._closed, self._stepped = adapter, tuple(closed), tuple(stepped)
 
     @property
-    def closed(self) -> list[_Closed]:
+    def closed(self) -> list[_ClosedBatch]:
         """In order of stages."""
-        return sorted((each.result() for each in self._closed), key=lambda each: each.stage)
+        return _in_order(self._closed)
+
+    @property
+    def stepped(self) -> list[Stepped]:
+        """In order of stages."""
+        return [each.result() for each in self._stepped]
 
     @property
     def loss(self) -> float:
-        return float(sum(float(local(each.verdict.loss)) for each in self.closed))
+        return float(sum(float(to_local(each.summary.loss)) for each in self.closed))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric that an objective of the run has; those of other objectives are 0."""
+        return {name: float(to_local(total)) for name, total in self.closed[-1].summary.metrics.items()}
 
     @property
     def grad_norm(self) -> float:
-        return float(np.sqrt(sum(float(local(each.verdict.squares)) for each in self.closed)))
+        return float(np.sqrt(sum(float(to_local(each.summary.squares)) for each in self.closed)))
 
     @property
     def healthy(self) -> bool:
-        return bool(all(local(each.verdict.finite) == 1 for each in self.closed) and np.isfinite(self.loss))
+        """Whether every stage took the step; if not, see `Executor.put_back`."""
+        return all(bool(to_local(each.alive)[self._adapter]) for each in self.stepped)
+
+
+def _in_order(closed: Sequence[Future[_ClosedBatch]]) -> list[_ClosedBatch]:
+    """By stage: a sum over them must not depend on which of them closed first."""
+    return sorted((each.result() for each in closed), key=lambda each: each.stage)
 
 
 class _FailedEvent(Exception):
@@ -84,7 +106,7 @@ class Executor:
     """Runs the events of a plan.
 
     Methods return at once unless they say that they wait. Stages belong to their threads while events are under way:
-    `settle` before touching them from outside.
+    `wait_dispatched` before touching them from outside.
 
     Args:
         stages: in order.
@@ -100,9 +122,9 @@ class Executor:
         self._arrived: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
         self._running: deque[tuple[int, Future[Array]]] = deque()  # slots and the result of their last event
         self._adapters: dict[int, Sequence[str]] = {}  # of the slots under way
-        self._through: list[int] = []  # finished slots that nobody has asked for yet
-        self._finished: dict[int, list[Future[_Closed]]] = {}  # adapter -> one of each stage that has finished it
-        self._ended: dict[int, int] = {}  # adapter -> the slot that completed its global batch
+        self._completed: list[int] = []  # finished slots that nobody has asked for yet
+        self._closing: dict[int, list[Future[_ClosedBatch]]] = {}  # adapter -> one of each stage that has finished it
+        self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
         self._failing = threading.Lock()
 
@@ -126,7 +148,7 @@ class Executor:
                     done.result()
 
     def _try_out(self, stage: Stage, batch: Any) -> None:
-        stage.run_alone(batch)
+        stage.time_passes(batch)
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
@@ -167,41 +189,53 @@ class Executor:
         elif event.kind == "backward":
             self._running.append((event.slot, done))
 
-    def finish(self, event: Event, adapter: str) -> bool:
+    def close_batch(self, event: Event, adapter: str) -> bool:
         """Closes an adapter's global batch on the stage of an update event; True once it is closed on all stages."""
         number = self._index[adapter]
         event = event._replace(adapters=(adapter,))  # others may end in this slot, too
-        self._ended[number] = event.slot
+        self._last_slot[number] = event.slot
 
-        def run() -> _Closed:
+        def run() -> _ClosedBatch:
             with self._recorded(event) as record:
-                verdict, finite = self.stages[event.stage].finish(number)
-                record(verdict.squares)
-            return _Closed(event.stage, verdict, finite)
+                summary, finite = self.stages[event.stage].close_batch(number)
+                record(summary.squares)
+            return _ClosedBatch(event.stage, summary, finite)
 
-        self._finished.setdefault(number, []).append(self._on(event.stage, event.slot, [adapter], run))
-        return len(self._finished[number]) == len(self.stages)
+        self._closing.setdefault(number, []).append(self._on(event.stage, event.slot, [adapter], run))
+        return len(self._closing[number]) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
         """Steps an adapter on all stages; the norm that clips its gradient spans them."""
         number = self._index[adapter]
-        slot = self._ended.pop(number)
-        result = StepResult(self._finished.pop(number))
+        slot, closed = self._last_slot.pop(number), self._closing.pop(number)
 
-        def run(place: int, stage: Stage) -> None:
-            verdicts = [across(each.verdict, stage.mesh) for each in result.closed]
+        def run(place: int, stage: Stage) -> Stepped:
+            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in _in_order(closed)]
             with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
-                record(stage.step(number, verdicts, numbers))
+                stepped = stage.step(number, summaries, numbers)
+                record(stepped.alive)
+            return stepped
 
-        for place, stage in enumerate(self.stages):
-            self._on(place, slot, [adapter], partial(run, place, stage))
-        return result
+        stepped = [
+            self._on(place, slot, [adapter], partial(run, place, stage)) for place, stage in enumerate(self.stages)
+        ]
+        return StepResult(number, closed, stepped)
+
+    def put_back(self, adapter: str, result: StepResult) -> None:
+        """Gives an adapter on every stage what it had before a step that not every stage took.
+
+        A stage steps before it knows what the others are about to write, so that no stage waits for another. Nothing
+        that the adapter did since then counts: a stage that refused a step refuses all later ones on every stage.
+        """
+        for place, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
+            if stepped.before is not None:
+                self._on(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads something of every stage as it is after all that was given to it so far."""
         return [self._on(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
 
-    def settle(self) -> None:
+    def wait_dispatched(self) -> None:
         """Waits until everything is handed to the devices: the stages' arrays may be read, and wait for themselves."""
         for place in range(len(self.stages)):
             with self.blaming(place, None):
@@ -236,12 +270,12 @@ class Executor:
                 cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume goes on from before")
                 raise cause from None
             raise stage_failed(
-                cause, stage, slot, adapters, keep=next((each.keep for each in self.stages), None)
+                cause, stage, slot, adapters, remat=next((each.remat for each in self.stages), None)
             ) from cause
 
-    def finished_slots(self) -> list[int]:
+    def completed_slots(self) -> list[int]:
         """Slots that were found to be through since the last call, in order."""
-        slots, self._through = self._through, []
+        slots, self._completed = self._completed, []
         return slots
 
     def wait_all(self) -> None:
@@ -250,23 +284,37 @@ class Executor:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """Name of the first leaf of an adapter whose gradient was not finite, with its layers and stage."""
-        spec = self.stages[0].spec(self._index[adapter])
-        for place, (stage, closed) in enumerate(zip(self.stages, result.closed, strict=True)):
-            bad = [n for n, good in zip(stage.leaf_names(spec), local(closed.finite), strict=True) if not good]
-            if bad:
-                here = stage.extent.layers_of(bad[0])
-                return bad[0] + (f" of layers {here[0]} to {here[-1]}, stage {place}" if len(self.stages) > 1 else "")
+        """What of a refused step was not finite, with its stage and layers; None: only the loss."""
+        names = self.stages[0].leaf_names(self.stages[0].spec(self._index[adapter]))
+        found = [to_local(each.finite) for each in result.closed]
+        if bad := self._first_bad(names, found):
+            return f"gradient not finite ({bad})"
+        if not np.isfinite(result.loss):
+            return None
+        if not np.isfinite(result.grad_norm):
+            return "norm of the gradient not finite"
+        found = [to_local(each.finite) for each in result.stepped]
+        bad = self._first_bad([*names, "optimizer state"], found)
+        return f"the step would write numbers that are not finite ({bad})" if bad else None
+
+    def _first_bad(self, names: Sequence[str], finite: Sequence[np.ndarray]) -> str | None:
+        for place, (stage, own) in enumerate(zip(self.stages, finite, strict=True)):
+            bad = next((name for name, good in zip(names, own, strict=True) if not good), None)
+            if bad is None:
+                continue
+            here = stage.extent.layers_of(bad) if bad in stage.lora else None
+            layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
+            return bad + (f"{layers}, stage {place}" if len(self.stages) > 1 else "")
         return None
 
-    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[Array]:
-        """Σ weight · token loss of each adapter in a held-out microbatch, [A] on the last stage."""
+    def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
+        """Sums of loss and metrics of each adapter in a held-out microbatch, [A] on the last stage."""
 
-        def run(stage: Stage, before: Future[Array] | None) -> Array:
-            x = None if before is None else across(before.result(), stage.mesh)
+        def run(stage: Stage, before: Future[Any] | None) -> Any:
+            x = None if before is None else transfer(before.result(), stage.mesh)
             return stage.evaluate(to_stage(rows, stage.mesh), x)
 
-        done: Future[Array] | None = None
+        done: Future[Any] | None = None
         for place, stage in enumerate(self.stages):
             done = self._on(place, None, adapters, partial(run, stage, done))
         assert done is not None
@@ -278,7 +326,7 @@ class Executor:
             done.result().block_until_ready()
         self._running.popleft()
         self._adapters.pop(slot, None)
-        self._through.append(slot)
+        self._completed.append(slot)
 
     def _on[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
         """Runs work on a stage's thread, after all that was given to it before."""
@@ -302,14 +350,14 @@ class Executor:
             batches = self._batches.pop(event.slot) if last else self._batches[event.slot]
             result = stage.forward(event.slot, batches[event.stage], x)
             record(result)
-            return result if last else across(result, self.stages[event.stage + 1].mesh)
+            return result if last else transfer(result, self.stages[event.stage + 1].mesh)
 
     def _backward(self, event: Event, needed: Future[Array] | None) -> Array:
         dy = None if needed is None else needed.result()
         with self._recorded(event) as record:
             dx = self.stages[event.stage].backward(event.slot, dy)
             record(dx)
-            return across(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
+            return transfer(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
 
     @contextmanager
     def _recorded(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from lorafusion_jax.errors import LoraFusionError, RunError
-from lorafusion_jax.pipeline.keep import Keep
+from lorafusion_jax.layout.layer import RematPolicy
 
 PROCESS_LOST = "train.process-lost"
 _PEER_LOST = re.compile(
@@ -49,14 +49,19 @@ def place_of(stage: int | None, slot: int | None, adapters: Sequence[str]) -> st
 
 
 def stage_failed(
-    problem: Exception, stage: int | None, slot: int | None, adapters: Sequence[str], *, keep: Keep | None = None
+    problem: Exception,
+    stage: int | None,
+    slot: int | None,
+    adapters: Sequence[str],
+    *,
+    remat: RematPolicy | None = None,
 ) -> RunError:
     """Describes an error of jax as `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
 
     Args:
         problem: what jax raised.
         stage, slot: None: not known.
-        keep: what forward leaves for backward, as it was; None: not known.
+        remat: what forward leaves for backward, as it was; None: not known.
 
     >>> print(stage_failed(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), 1, 7, ["law"]).what)
     the device has no memory left at stage 1, slot 7 (law).
@@ -69,7 +74,7 @@ def stage_failed(
             "train.out-of-memory",
             f"the device has no memory left{at}.",
             why=why,
-            fix=("" if keep == "nothing" else "lorafusion resume RUN train.keep=nothing, or ")
+            fix=("" if remat == "nothing" else "lorafusion resume RUN train.remat=nothing, or ")
             + "a new run with a lower batch.capacity_tokens or more mesh.stages",
         )
     if _PEER_LOST.search(text):

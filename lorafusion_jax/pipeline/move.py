@@ -23,7 +23,7 @@ def to_stage(rows: Any, stage: StageMesh) -> Any:
     )
 
 
-def everywhere(host: Any, stage: StageMesh) -> Any:
+def replicate(host: Any, stage: StageMesh) -> Any:
     """Puts equal host arrays on every device of the stage."""
     if jax.process_count() == 1:
         return jax.device_put(host, stage.everywhere)
@@ -35,7 +35,7 @@ def everywhere(host: Any, stage: StageMesh) -> Any:
     )
 
 
-def across(arrays: Any, stage: StageMesh) -> Any:
+def transfer(arrays: Any, stage: StageMesh) -> Any:
     """Moves arrays to another stage, each replica's part to the same replica; returns at once.
 
     Parts stay inside their process, so no process has to meet another one here.
@@ -72,6 +72,6 @@ def to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def local(array: jax.Array) -> np.ndarray:
+def to_local(array: jax.Array) -> np.ndarray:
     """A replicated array's value, read from this process's own copy."""
     return np.asarray(array.addressable_shards[0].data)

@@ -1,13 +1,13 @@
 """The decoder in the pieces that a pipeline runs: embedding, layers one by one, final norm and head.
 
-Pure functions over plain dictionaries of arrays; a piece is whatever module `models` has for it.
+Pure functions over plain dictionaries of arrays; what they compute are the pieces of `models.forward`.
 T packed tokens · D model width · V vocabulary · A adapters
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,15 +15,17 @@ from flax import nnx
 from jax import Array
 
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, Half
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
+from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
-from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.objective import adapter_losses
-from lorafusion_jax.pipeline.extent import HALVES, Extent, Half, half_of
-from pallas_kernels.norm import rms_norm
+from lorafusion_jax.objective.batch import totals_of
+from lorafusion_jax.objective.loss import token_losses
+from lorafusion_jax.objective.protocol import SFT, Chosen
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
 
@@ -57,12 +59,14 @@ class Parts:
         model: shapes and arithmetic.
         specs: the adapters, in stacking order.
         settings: implementations and loss chunk.
+        objectives: of the adapters; empty: supervised fine-tuning for all.
     """
 
     model: ModelConfig
     specs: tuple[AdapterSpec, ...]
     settings: TrainSettings
     dtype: Any = jnp.bfloat16
+    objectives: tuple[Chosen, ...] = ()
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -87,8 +91,7 @@ class Parts:
 
     def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes of the frozen tensors of one layer, or of half of it."""
-        _, _, frozen = self._modules[half]
-        return {_name(path): leaf.shape for path, leaf in nnx.to_flat_state(frozen)}
+        return LAYER.frozen_shapes(self.model, half)
 
     def half(self, frozen: Weights) -> Half | None:
         """Which half of a layer these tensors are; None: a whole one."""
@@ -101,16 +104,11 @@ class Parts:
     def inputs(self, batch: Any, *, dropout: bool) -> LayerInputs:  # a Microbatch of tracers
         """What all layers share of a microbatch: rotary tables, segments, adapter of each tile, dropout keys."""
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
-        return LayerInputs(
-            rope=rope_tables(self.model, jnp.asarray(batch.positions)),
-            segments=Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths),
-            lora=LoRAContext.of(
-                self.specs, batch.tile_adapter, row_key=row_key, implementation=self.settings.implementation
-            ),
+        segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
+        lora = LoRAContext.of(
+            self.specs, batch.tile_adapter, row_key=row_key, implementation=self.settings.implementation
         )
-
-    def embed(self, table: Array, tokens: Array) -> Array:
-        return table[tokens]
+        return layer_inputs(self.model, batch.positions, segments, lora)
 
     def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: LayerInputs, number: Array) -> Array:
         """Runs one layer, or the half of it whose tensors are given.
@@ -122,27 +120,24 @@ class Parts:
         """
         graph, lora_state, frozen_state = self._modules[self.half(frozen)]
         module = nnx.merge(graph, _filled(lora_state, lora), _filled(frozen_state, frozen))
-        if inputs.lora is not None:
-            inputs = replace(inputs, lora=inputs.lora.at_layer(number))
-        return module(x_TD, inputs, self.settings.attention)
+        return run_layer(module, x_TD, inputs, number, self.settings.attention)
 
-    def losses(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:  # a Microbatch of tracers
-        """Σ weight · token loss of each adapter, float32 [A]."""
-        return adapter_losses(
-            rms_norm(x_TD, norm, eps=self.model.norm_eps),
-            head.T,
-            batch.targets,
-            batch.weights,
-            batch.row_adapter,
-            len(self.specs),
-            chunk=self.settings.loss_chunk,
-        )
+    @property
+    def chosen(self) -> tuple[Chosen, ...]:
+        """The objective of each adapter."""
+        return self.objectives or (SFT,) * len(self.specs)
+
+    def totals(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> dict[str, Array]:  # Microbatch of tracers
+        """Sums of loss and metrics of each adapter, float32 [A]."""
+        weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
+        hidden = final_norm(x_TD, norm, self.model)
+        losses_T = token_losses(hidden, head.T, batch.targets, weights, chunk=self.settings.loss_chunk)
+        return totals_of(losses_T, batch, self.chosen)
 
 
 def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:
-    """Takes a loaded decoder of unrolled layers apart; tied embeddings serve both ends."""
+    """Takes a loaded decoder apart; tied embeddings serve both ends."""
     last = len(stages) - 1
-    assert isinstance(model.layers, nnx.List), "a pipeline takes a decoder whose layers are unrolled"
     each = list(model.layers)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     return [
@@ -159,7 +154,7 @@ def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:
 
 def _weights(layer: DecoderLayer, half: Half | None) -> Weights:
     named = {_name(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
-    return {name: leaf[...] for name, leaf in named.items() if half in (None, half_of(name))}
+    return {name: leaf[...] for name, leaf in named.items() if half in (None, LAYER.half_of(name))}
 
 
 def _filled(state: Any, arrays: Weights) -> Any:

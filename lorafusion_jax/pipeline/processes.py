@@ -20,7 +20,7 @@ from lorafusion_jax.errors import RunError
 LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
 SILENT_S = 5  # then a process says that it waits for the others
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
-_PREFIX = "lorafusion/agreed"
+_PREFIX = "lorafusion/any"
 _LEFT, _FAILED = "lorafusion/left", "lorafusion/failed"
 GRACE_S = 5  # so long the first process, if it fails, waits for others that fail alike
 _questions = counting()
@@ -76,7 +76,7 @@ def _waiting() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
 
-def agreed(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """True on every process if it is true on any; all processes must call it equally often.
 
     Hosts ask each other through jax's coordination service. A collective on the devices would queue behind the
@@ -97,7 +97,7 @@ def is_first() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def leave_without_the_lost(code: int) -> None:
+def exit_after_peer_loss(code: int) -> None:
     """At its end this process will not wait for the others, of which one is lost.
 
     jax would wait `LEAVE_S` for the lost one and then abort: another code, and its stack trace after our message. The
@@ -107,10 +107,10 @@ def leave_without_the_lost(code: int) -> None:
         code: with which the process ends.
     """
     if jax.distributed.is_initialized():
-        atexit.register(_leave, code)  # runs before what jax registered
+        atexit.register(_exit, code)  # runs before what jax registered
 
 
-def leave_the_others(code: int) -> None:
+def exit_after_failure(code: int) -> None:
     """At its end this process, which failed, will not wait for the others.
 
     They are in the middle of something that wants it. Once it is gone their transport says so, and they know; waiting
@@ -120,10 +120,10 @@ def leave_the_others(code: int) -> None:
         code: with which the process ends.
     """
     if jax.distributed.is_initialized():
-        atexit.register(_leave, code, failed=True)
+        atexit.register(_exit, code, failed=True)
 
 
-def _leave(code: int, *, failed: bool = False) -> None:
+def _exit(code: int, *, failed: bool = False) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     state = distributed.global_state
@@ -146,7 +146,7 @@ def _still_leaving(failed: bool) -> int:
     return (state.num_processes or 1) - (1 if failed or state.client.key_value_dir_get(_FAILED) else 2)
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Waits until every process is here."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils

@@ -11,7 +11,7 @@ import jax
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.pipeline.failures import is_of_devices, stage_failed
-from lorafusion_jax.pipeline.move import across, to_stage
+from lorafusion_jax.pipeline.move import to_stage, transfer
 from lorafusion_jax.pipeline.stage import Stage
 from scheduling import CostModel
 from scheduling.cost_model import Measurement, fit_cost_model
@@ -68,11 +68,11 @@ def _passes(number: int, stage: Stage, loads: Sequence[Load], repeats: int) -> l
     warm_s = 0.0 if jax.default_backend() == "cpu" or jax.process_count() > 1 else WARM_S
     until = time.perf_counter() + warm_s
     while time.perf_counter() < until:
-        stage.run_alone(batches[0])
+        stage.time_passes(batches[0])
     times = []
     for batch, (_, tokens, squares) in zip(batches, loads, strict=True):
         for turn in range(repeats + 1):
-            forward, backward = stage.run_alone(batch)
+            forward, backward = stage.time_passes(batch)
             if turn:
                 times.append(Measurement(number, "forward", tokens, squares, forward))
                 times.append(Measurement(number, "backward", tokens, squares, backward))
@@ -83,8 +83,8 @@ def _update_seconds(stage: Stage, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        verdict, _ = stage.finish(0)
-        stage.step(0, [verdict], stage.still(0))
+        summary, _ = stage.close_batch(0)
+        stage.step(0, [summary], stage.still(0))
         jax.block_until_ready(stage.lora)
         best = min(best, time.perf_counter() - began)
     return best
@@ -98,6 +98,6 @@ def _transfer_seconds(stages: Sequence[Stage], load: Load, repeats: int) -> floa
     for _ in range(repeats + 1):
         jax.block_until_ready(x)
         began = time.perf_counter()
-        jax.block_until_ready(across(x, stages[1].mesh))
+        jax.block_until_ready(transfer(x, stages[1].mesh))
         best = min(best, time.perf_counter() - began)
     return best

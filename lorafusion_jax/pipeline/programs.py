@@ -22,27 +22,36 @@ from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import LAYER, Half, RematPolicy
+from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Half, half_of
-from lorafusion_jax.pipeline.keep import Keep, Split
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Parts, Weights
+from lorafusion_jax.pipeline.remat import Split
 from pallas_kernels import compiler_options
 
+Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
 ROWS, WHOLE = P(REPLICAS), P()
 LAYERS = "layers."  # in front of the names of trainable leaves
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
-class Verdict(NamedTuple):
+class BatchSummary(NamedTuple):
     """What a stage knows of an adapter's finished global batch; float32 scalars."""
 
     squares: Array  # Σ gradient² over the stage
-    finite: Array  # 1 where every gradient is
+    finite: Array  # 1 where every gradient is, and no step of the adapter was refused here before
     loss: Array  # on the last stage; 0 elsewhere
+    metrics: dict[str, Array]  # of any objective of the run, on the last stage; empty elsewhere
+
+    @property
+    def without_metrics(self) -> BatchSummary:
+        """What a step looks at; the same on every stage."""
+        return self._replace(metrics={})
 
 
 class StagePrograms:
@@ -52,12 +61,12 @@ class StagePrograms:
         parts: what the model computes.
         stage: where.
         extent: the layers that it has.
-        keep: what forward leaves for backward.
+        remat: what forward leaves for backward.
     """
 
-    def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, keep: Keep):
+    def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
         self._parts, self._stage, self._extent = parts, stage, extent
-        self._keep: Keep = keep
+        self._remat: RematPolicy = remat
         self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
         self._steps: dict[tuple, Any] = {}
         weights = {name: P(*stage.split(shape)) for name, shape in parts.frozen_shapes().items()}
@@ -75,38 +84,55 @@ class StagePrograms:
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
-        self.losses = self._jit(self._losses, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
+        self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def finish(self, spec: AdapterSpec, index: Any, sums: Leaves, loss: Array | None):
+    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, totals: Totals | None, alive: Array):
         """Takes an adapter's gradient out of the sums, added up over replicas.
 
         Returns:
-            (gradient, Verdict, finite per leaf in order of names, sums and loss with the adapter's part cleared)
+            (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
         """
-        kind = ("finish", spec.kind, spec.rank, spec.targets)
+        kind = ("close", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(_finish, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
+                partial(_close_batch, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
             )
-        return self._steps[kind](index, sums, loss)
+        return self._steps[kind](index, sums, totals, alive)
 
     def step(
         self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
-        alive: Array, verdicts: Sequence[Verdict], numbers: Hyper,
+        alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
-        """Steps one adapter; nobody else is touched. A gradient that is not finite on any stage changes nothing, now
-        and later: the adapter is not alive any more.
+        """Steps one adapter; no other adapter is touched.
+
+        The step is refused, now and later, if a gradient, the loss or the norm is not finite on any stage, or if this
+        stage would write a number that is not finite. What other stages would write is not known here: with several
+        stages, the arrays from before the step are left to the caller, see `put_back`.
 
         Returns:
-            (lora, optimizer, alive)
+            (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
+            adapter's weights before the step; None with one stage)
         """
-        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0)
+        alone = len(summaries) == 1
+        kind = ("step", spec.kind, spec.rank, spec.targets, optim.name, optim.clip > 0, alone)
         if kind not in self._steps:
+            donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(_step, spec, optim), donate_argnums=(1, 3), out_shardings=self._stage.everywhere
+                partial(_step, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
             )  # `alive` is a few bytes, and what others wait for to know that the step is done
-        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(verdicts), numbers)
+        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(summaries), numbers)
+
+    def put_back(self, index: Any, lora: Leaves, own: Leaves, alive: Array):
+        """Gives an adapter earlier weights, and takes its life: no later step of it counts.
+
+        Returns:
+            (lora, alive)
+        """
+        kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
+        if kind not in self._steps:
+            self._steps[kind] = jax.jit(_put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
+        return self._steps[kind](index, lora, own, alive)
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
@@ -135,7 +161,7 @@ class StagePrograms:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
     def _embed(self, table: Array, batch: Microbatch) -> Array:
-        return self._parts.embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+        return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
 
     def _forward(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
@@ -171,7 +197,7 @@ class StagePrograms:
         return x[None]
 
     def _split(self, weights: Weights, place: int) -> Split:
-        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._keep))
+        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._remat))
 
     def _at(self, lora: Leaves, weights: Weights, number: Array) -> Weights:
         """Trainable leaves of one layer, or of the half of it whose frozen tensors these are, under its own names."""
@@ -181,26 +207,26 @@ class StagePrograms:
                 leaf, number - self._extent.layers_of(name).start, 0, keepdims=False
             )
             for name, leaf in lora.items()
-            if half in (None, half_of(name))
+            if half in (None, LAYER.half_of(name))
         }
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
         frozen, inputs, number = given
         return self._parts.layer(frozen, lora, x, inputs, number)
 
-    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, loss: Array):
+    def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
         table, batch = _gathered(table, self._table_axis), _own(batch)
 
-        def total(x: Array):
-            losses = self._parts.losses(norm, table, x, batch)
-            return jnp.sum(losses), losses
+        def loss(x: Array):
+            totals = self._parts.totals(norm, table, x, batch)
+            return jnp.sum(totals["loss"]), totals
 
-        dx, losses = jax.grad(total, has_aux=True)(x[0])
-        return dx[None], losses[None], loss + losses
+        dx, totals = jax.grad(loss, has_aux=True)(x[0])
+        return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals)
 
-    def _losses(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
-        losses = self._parts.losses(norm, _gathered(table, self._table_axis), x[0], _own(batch))
-        return losses if self._stage.replicas == 1 else lax.psum(losses, REPLICAS)
+    def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
+        totals = self._parts.totals(norm, _gathered(table, self._table_axis), x[0], _own(batch))
+        return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _whole(self, weights: Weights) -> Weights:
         return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
@@ -222,30 +248,50 @@ def _added(sums: Array, layer: Array, own: Array) -> Array:
     return lax.dynamic_update_slice(sums, before + own[None, None], place)
 
 
-def _finish(spec: AdapterSpec, index: Array, sums: Leaves, loss: Array | None):
+def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, totals: Totals | None, alive: Array):
     own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
-    finite = jnp.stack([jnp.all(jnp.isfinite(own[name])) for name in sorted(own)])
+    finite = _finite_leaves(own)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
-    total = jnp.zeros(()) if loss is None else loss[:, index].sum()
-    verdict = Verdict(squares, jnp.all(finite).astype(jnp.float32), total)
-    return own, verdict, finite, lv.clear(sums, index), None if loss is None else loss.at[:, index].set(0.0)
+    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
+    loss = mine.pop("loss", jnp.zeros(()))
+    summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
+    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    return own, summary, finite, lv.clear(sums, index), cleared
 
 
 def _step(
     spec: AdapterSpec, optim: OptimSettings, index: Array, lora: Leaves, gradient: Leaves, optimizer: Any,
-    alive: Array, verdicts: tuple[Verdict, ...], numbers: Hyper,
+    alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
     healthy = alive[index]
-    for verdict in verdicts:
-        healthy &= (verdict.finite == 1) & jnp.isfinite(verdict.loss)
-    if optim.clip > 0:  # by the norm over all stages
-        norm = jnp.sqrt(sum(verdict.squares for verdict in verdicts))
+    for summary in summaries:
+        healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
+    if optim.clip > 0:  # by the norm over all stages; one that overflows would make every gradient zero
+        norm = jnp.sqrt(sum(summary.squares for summary in summaries))
+        healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
     own = lv.take(lora, spec, index)
     changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
     moved = optax.apply_updates(own, changes)
+    finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
+    healthy &= jnp.all(finite)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
-    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy)
+    before = own if len(summaries) > 1 else None
+    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy), finite, before
+
+
+def _put_back(index: Array, lora: Leaves, own: Leaves, alive: Array):
+    return lv.put(lora, index, own), alive.at[index].set(False)
+
+
+def _finite_leaves(leaves: Any) -> Array:
+    """Whether all of a leaf is finite, for each leaf in order of names."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
+
+
+def _all_finite(tree: Any) -> Array:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.bool_(True)
 
 
 def _own(rows: Any) -> Any:

@@ -19,7 +19,8 @@ from jax import Array
 
 from scheduling import Plan
 from scheduling.pipeline import Event
-from scheduling.timeline import Pause, Span, Timeline
+from scheduling.spans import Pause, Span
+from scheduling.timeline import Timeline
 
 MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure

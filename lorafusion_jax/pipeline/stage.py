@@ -13,18 +13,19 @@ from jax import Array
 
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent, Piece
+from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.optim.step import Hyper, hyper, still
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent, Piece
-from lorafusion_jax.pipeline.keep import Keep
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
-from lorafusion_jax.pipeline.move import everywhere
+from lorafusion_jax.pipeline.move import replicate
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import StagePrograms, Verdict
+from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms, Totals
 
-ALONE = -1  # the slot of a pass that belongs to no plan
+NO_SLOT = -1  # the slot of a pass that belongs to no plan
 
 
 class _Live(NamedTuple):
@@ -36,6 +37,14 @@ class _Live(NamedTuple):
     dy: Array | None  # on the last stage, made by the head
 
 
+class Stepped(NamedTuple):
+    """What a stage did with the step of an adapter."""
+
+    alive: Array  # [A], whether the adapter's last step was taken; it is there when the step is done
+    finite: Array  # of what was to be written: per leaf in order of `leaf_names`, then the optimizer state
+    before: tuple[Leaves, Any] | None  # weights and optimizer state before the step; None with one stage
+
+
 class Stage:
     """One stage of the pipeline; every method dispatches and returns at once.
 
@@ -44,7 +53,7 @@ class Stage:
         weights: frozen arrays, on this stage's devices.
         mesh: those devices.
         adapters: their settings, in stacking order.
-        keep: what forward leaves for backward.
+        remat: what forward leaves for backward.
         block: layers per program.
     """
 
@@ -55,18 +64,18 @@ class Stage:
         mesh: StageMesh,
         adapters: Sequence[AdapterConfig],
         *,
-        keep: Keep,
+        remat: RematPolicy,
         block: int,
     ):
         self.mesh, self.weights = mesh, weights
-        self.keep: Keep = keep
-        self.programs = StagePrograms(parts, mesh, weights.extent, keep)
+        self.remat: RematPolicy = remat
+        self.programs = StagePrograms(parts, mesh, weights.extent, remat)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
         groups = _groups(weights.extent.pieces, block)
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]
         firsts = [weights.extent.pieces[group[0]].layer for group in groups]
-        self._numbers = [everywhere(np.int32(first), mesh) for first in firsts]  # of each block's first layer
-        self._index = [everywhere(np.int32(number), mesh) for number in range(len(adapters))]
+        self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # of each block's first layer
+        self._index = [replicate(np.int32(number), mesh) for number in range(len(adapters))]
         self._adapter = jax.jit(lv.at, out_shardings=mesh.everywhere)
         self._normal = jax.jit(_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
         self._live: dict[int, _Live] = {}
@@ -74,8 +83,8 @@ class Stage:
         self.lora: Leaves = {}
         self.sums: Leaves = {}
         self.optimizers: dict[str, Any] = {}
-        self.loss: Array | None = None
-        self.alive: Array = everywhere(np.ones(len(adapters), bool), mesh)
+        self.totals: Totals | None = None  # on the last stage
+        self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
 
     @property
     def extent(self) -> Extent:
@@ -91,21 +100,23 @@ class Stage:
     def start(self, lora: dict[str, np.ndarray]) -> None:
         """Takes initial weights of all layers of the model, [L, A, K, R]; everything else is as new, too."""
         self._live, self._gradients = {}, {}
-        self.alive = everywhere(np.ones(len(self._adapters), bool), self.mesh)
+        self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
         own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
-        self.lora = everywhere(own, self.mesh)
+        self.lora = replicate(own, self.mesh)
         rows, whole = self.mesh.by_replica, self.mesh.everywhere
         shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
 
         def zeros_and_optimizers(lora: Leaves):
             sums = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
-            loss = None if self.weights.head is None else jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
+            empty = jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
+            names = ("loss", *metric_names(self._parts.chosen))
+            totals = None if self.weights.head is None else dict.fromkeys(names, empty)
             settings = zip(self._specs, self._adapters, strict=True)
-            return sums, loss, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
+            return sums, totals, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
 
         # One program, not one for each adapter and two more.
         new = jax.jit(zeros_and_optimizers, out_shardings=(rows, rows, whole))(self.lora)
-        self.sums, self.loss, self.optimizers = new
+        self.sums, self.totals, self.optimizers = new
 
     def changing(self) -> list[Any]:
         """All arrays that training changes."""
@@ -130,7 +141,7 @@ class Stage:
         if weights.head is None:
             self._live[slot] = _Live(inputs, xs, kept, None)
             return here
-        dy, losses, self.loss = programs.head(weights.norm, weights.head, here, batch, self.loss)
+        dy, losses, self.totals = programs.head(weights.norm, weights.head, here, batch, self.totals)
         self._live[slot] = _Live(inputs, xs, kept, dy)
         return losses
 
@@ -146,42 +157,44 @@ class Stage:
             )
         return gradient
 
-    def finish(self, index: int) -> tuple[Verdict, Array]:
+    def close_batch(self, index: int) -> tuple[BatchSummary, Array]:
         """Closes an adapter's global batch: its gradient leaves the sums and waits for `step`.
 
         Returns:
-            (Verdict, finite per leaf in order of `leaf_names`)
+            (BatchSummary, finite per leaf in order of `leaf_names`)
         """
-        self._gradients[index], verdict, finite, self.sums, self.loss = self.programs.finish(
-            self._specs[index], self._index[index], self.sums, self.loss
+        self._gradients[index], summary, finite, self.sums, self.totals = self.programs.close_batch(
+            self._specs[index], self._index[index], self.sums, self.totals, self.alive
         )
-        return verdict, finite
+        return summary, finite
 
-    def step(self, index: int, verdicts: Sequence[Verdict], numbers: Hyper) -> Array:
-        """Steps an adapter whose global batch is finished on every stage.
-
-        Returns:
-            Which adapters are alive [A]; it is there when the step is done.
-        """
+    def step(self, index: int, summaries: Sequence[BatchSummary], numbers: Hyper) -> Stepped:
+        """Steps an adapter whose global batch is closed on every stage."""
         spec, optim = self._specs[index], self._adapters[index].optim
-        self.lora, self.optimizers[spec.name], self.alive = self.programs.step(
+        state = self.optimizers[spec.name]
+        self.lora, self.optimizers[spec.name], self.alive, finite, own = self.programs.step(
             spec,
             optim,
             self._index[index],
             self.lora,
             self._gradients.pop(index),
-            self.optimizers[spec.name],
+            state,
             self.alive,
-            verdicts,
+            summaries,
             numbers,
         )
-        return self.alive
+        return Stepped(self.alive, finite, None if own is None else (own, state))
+
+    def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
+        """Undoes a step that another stage refused, and whatever the adapter did after it."""
+        own, self.optimizers[self._specs[index].name] = before
+        self.lora, self.alive = self.programs.put_back(self._index[index], self.lora, own, self.alive)
 
     def still(self, index: int) -> Hyper:
         """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
         return still(self._adapters[index].optim)
 
-    def run_alone(self, batch: Microbatch) -> tuple[float, float]:
+    def time_passes(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, on random numbers where they would send something.
 
         Not on zeros: products of zeros draw so little power that an H200 keeps a higher clock. Stages of a 70B model
@@ -194,10 +207,10 @@ class Stage:
         received = None if self.weights.head is not None else self.noise(batch)
         jax.block_until_ready((sent, received))
         began = time.perf_counter()
-        jax.block_until_ready(self.forward(ALONE, batch, sent))
+        jax.block_until_ready(self.forward(NO_SLOT, batch, sent))
         forward_s = time.perf_counter() - began
         began = time.perf_counter()
-        jax.block_until_ready(self.backward(ALONE, received))
+        jax.block_until_ready(self.backward(NO_SLOT, received))
         return forward_s, time.perf_counter() - began
 
     def compile_steps(self, num_stages: int) -> None:
@@ -211,29 +224,29 @@ class Stage:
             for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
         }
         optimizers = {index: self.optimizers[self._specs[index].name] for index in kinds.values()}
-        lora, sums, loss, alive, optimizers = _copied((self.lora, self.sums, self.loss, self.alive, optimizers))
+        lora, sums, totals, alive, optimizers = _copied((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
-            gradient, verdict, _, sums, loss = self.programs.finish(spec, number, sums, loss)
-            verdicts = [verdict] * num_stages
-            lora, _, alive = self.programs.step(
-                spec, optim, number, lora, gradient, optimizer, alive, verdicts, hyper(optim, 0.0)
+            gradient, summary, _, sums, totals = self.programs.close_batch(spec, number, sums, totals, alive)
+            summaries = [summary.without_metrics] * num_stages
+            lora, _, alive, _, _ = self.programs.step(
+                spec, optim, number, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
-        jax.block_until_ready((lora, sums, loss, alive))
+        jax.block_until_ready((lora, sums, totals, alive))
 
     def noise(self, batch: Microbatch) -> Array:
         """Activations of a microbatch, normally distributed."""
         return self._normal((*batch.tokens.shape, self._parts.model.hidden_size), self._parts.dtype)
 
-    def evaluate(self, batch: Microbatch, x: Array | None) -> Array:
-        """Runs a held-out microbatch, dropout off; the last stage returns loss sums [A] over all replicas."""
+    def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
+        """Runs a held-out microbatch, dropout off; the last stage returns sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
-        return here if weights.head is None else programs.losses(weights.norm, weights.head, here, batch)
+        return here if weights.head is None else programs.totals(weights.norm, weights.head, here, batch)
 
     def adapter(self, index: int) -> Leaves:
         """A copy of one adapter's weights, at the padded rank; later steps leave it alone.
@@ -243,7 +256,7 @@ class Stage:
         return self._adapter(self.lora, self._index[index])
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
-        """Leaves of one adapter in the order in which `finish` reports them."""
+        """Leaves of one adapter in the order in which `close_batch` reports them."""
         return lv.own_names(self.lora, spec)
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey
 
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.extent import Extent
-from lorafusion_jax.pipeline.move import everywhere, to_host, to_stage
+from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
 
@@ -23,17 +23,20 @@ def gather(stages: Sequence[Stage]) -> dict[str, Any]:
     """Collects weights, sums and optimizers of all stages; every process must call it.
 
     Returns:
-        lora [L, A, K, R'] and sums [R, L, A, K, R'] by leaf, loss [R, A], alive [A], optimizers by adapter.
+        lora [L, A, K, R'] and sums [R, L, A, K, R'] by leaf, loss [R, A], alive [A], optimizers by adapter;
+        metrics [R, A] by name where an objective has any.
     """
     last = stages[-1]
-    assert last.loss is not None
-    return {
+    assert last.totals is not None
+    loss, metrics = _apart(last.totals)
+    arrays = {
         "lora": _joined([stage.lora for stage in stages], axis=0),
         "sums": _joined([stage.sums for stage in stages], axis=1),
-        "loss": to_host(last.loss),
+        "loss": to_host(loss),
         "alive": to_host(stages[0].alive),
         "optimizers": _joined([stage.optimizers for stage in stages], axis=0),
     }
+    return arrays | ({"metrics": jax.tree.map(to_host, metrics)} if metrics else {})
 
 
 def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
@@ -43,16 +46,17 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     """
     replicas = stages[0].mesh.replicas
     sums = {name: _for_replicas(leaf, replicas) for name, leaf in arrays["sums"].items()}
-    loss = _for_replicas(arrays["loss"], replicas)
+    totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
+    totals = {name: _for_replicas(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
         mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
-        stage.lora = everywhere(_of_stage(extent, arrays["lora"]), mesh)
+        stage.lora = replicate(_of_stage(extent, arrays["lora"]), mesh)
         stage.sums = to_stage({name: leaf[mine][:, extent.layers_of(name)] for name, leaf in sums.items()}, mesh)
-        stage.optimizers = everywhere(_of_stage(extent, arrays["optimizers"]), mesh)
-        stage.alive = everywhere(np.asarray(arrays["alive"]), mesh)
-        if stage.loss is not None:
-            stage.loss = to_stage(loss[mine], mesh)
+        stage.optimizers = replicate(_of_stage(extent, arrays["optimizers"]), mesh)
+        stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
+        if stage.totals is not None:
+            stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
 
 
 def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
@@ -68,14 +72,22 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
         return jax.tree.map(join, *trees)
 
     last = stages[-1]
-    assert last.loss is not None
-    return {
+    assert last.totals is not None
+    loss, metrics = _apart(last.totals)
+    row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
+    arrays = {
         "lora": joined([stage.lora for stage in stages], 0),
         "sums": joined([stage.sums for stage in stages], 1, (replicas,)),
-        "loss": jax.ShapeDtypeStruct((replicas, last.loss.shape[1]), jnp.float32),
+        "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
         "optimizers": joined([stage.optimizers for stage in stages], 0),
     }
+    return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
+
+
+def _apart(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss, which every checkpoint has, and what objectives measure besides."""
+    return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
 def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:

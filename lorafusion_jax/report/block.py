@@ -5,15 +5,15 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from lorafusion_jax.report.events import SlotDone
 from lorafusion_jax.report.format import count, duration, percent, rate, whole
 
-COLUMNS = ("steps", "share", "loss", "gnorm", "lr", "held-out", "speed", "eta")
-DROPPED_FIRST = ("gnorm", "lr", "share", "held-out", "speed")  # where the terminal is too narrow for all
+COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
+DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
 GAP = 2
 
 
@@ -22,12 +22,14 @@ class Row:
     """What is known of one adapter.
 
     Attributes:
+        metrics: of its objective, besides the loss.
         failure: why and where it failed; empty while it has not.
     """
 
     num_steps: int
     step: int = 0
     loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
     lr: float | None = None
     eval_loss: float | None = None
@@ -35,15 +37,17 @@ class Row:
     failure: str = ""
 
 
-def head_line(name: str, slot: int, slots: int, speed: Mapping[str, Any], width: int) -> Text:
+def head_line(
+    name: str, slot: int, slots: int, speed: SlotDone | None, width: int, predicted_bubbles: float | None = None
+) -> Text:
     """One line about the whole run; what does not fit is left out."""
     parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
-    if speed.get("eta_s") is not None and slot < slots:
-        tokens = f"{count(speed['processed_tokens_per_s'])} tok/s"
-        eta = f"eta {duration(speed['eta_s'])}"
-        ends = time.strftime("%H:%M", time.localtime(time.time() + speed["eta_s"]))
-        useful = f"{tokens} ({count(speed['useful_tokens_per_s'])} useful)"
-        idle, beside_plan = _bubbles(speed)
+    if speed is not None and speed.eta_s is not None and slot < slots:
+        tokens = f"{count(speed.processed_tokens_per_s or 0)} tok/s"
+        eta = f"eta {duration(speed.eta_s)}"
+        ends = time.strftime("%H:%M", time.localtime(time.time() + speed.eta_s))
+        useful = f"{tokens} ({count(speed.useful_tokens_per_s or 0)} useful)"
+        idle, beside_plan = _bubbles(speed.bubble_share, predicted_bubbles)
         choices = (
             [useful, beside_plan, f"{eta}, at {ends}"],
             [useful, beside_plan, eta],
@@ -57,16 +61,15 @@ def head_line(name: str, slot: int, slots: int, speed: Mapping[str, Any], width:
     return Text("  ·  ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
 
 
-def _bubbles(speed: Mapping[str, Any]) -> tuple[str, str]:
+def _bubbles(measured: float | None, predicted: float | None) -> tuple[str, str]:
     """Idle share of the stages, alone and beside the prediction; empty where there is none."""
-    measured, predicted = speed.get("bubble_share"), speed.get("predicted_bubble_share")
     if measured is None:
         return "", ""
     idle = f"bubbles {percent(measured)}"
     return idle, idle if predicted is None else f"{idle} (plan {100 * predicted:.1f})"
 
 
-def adapter_lines(rows: Mapping[str, Row], speed: Mapping[str, Any], width: int) -> list[Text]:
+def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -> list[Text]:
     """One line per adapter, columns aligned; a failure may take more than one."""
     longest = max((len(name) for name in rows), default=0)
     name_width = min(longest, max(12, width // 3))
@@ -107,12 +110,14 @@ def _plain(row: Row) -> str:
     )
 
 
-def _cells(name: str, row: Row, speed: Mapping[str, Any]) -> dict[str, str]:
-    tokens, left = speed.get("adapter_tokens_per_s", {}).get(name), speed.get("adapter_eta_s", {}).get(name)
+def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
+    tokens = speed.adapter_tokens_per_s.get(name) if speed else None
+    left = speed.adapter_eta_s.get(name) if speed else None
     return {
         "steps": f"{whole(row.step)}/{whole(row.num_steps)}",
         "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
         "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
+        "metrics": "  ".join(f"{key} {value:.3g}" for key, value in row.metrics.items()),
         "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
         "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
         "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
@@ -138,7 +143,7 @@ def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, in
 def _style(column: str, row: Row) -> str:
     if row.done and column == "eta":
         return "green"
-    return "dim" if column in ("share", "gnorm", "lr") else ""
+    return "dim" if column in ("share", "metrics", "gnorm", "lr") else ""
 
 
 def _failure(start: str, text: str, width: int) -> list[Text]:

@@ -20,11 +20,12 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
         notes += _notes(f"{adapter.name}", data.train, adapter.data, config.batch.tile_tokens)
         if data.eval is not None:
             notes += _notes(f"{adapter.name} (held-out)", data.eval, adapter.data, config.batch.tile_tokens)
-    return notes
+    return list(dict.fromkeys(notes))  # adapters may share a file
 
 
 def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
     report, limit = samples.report, settings.max_length
+    yield from (f"{report.source}: {note}" for note in report.notes)
     longer = _longer(report.uncut, limit, tile)
     if report.cut:
         cut = samples.rows[samples.lengths == limit]  # a row of just that length is among them, uncut

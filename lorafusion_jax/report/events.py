@@ -1,44 +1,215 @@
-"""What a run says while it goes on: one kind of message, sent to any number of listeners."""
+"""What a run says while it goes on: one small record per kind of news, sent to any number of listeners.
+
+`row()` is the record as `metrics.jsonl` and `events.jsonl` have it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-Kind = Literal[
-    "phase",  # text: what is being done before the first step
-    "compiled",  # program, seconds
-    "moved",  # to other devices, and planned again for them: stages, replicas, slots_left, slots_left_before
-    "started",  # the run's sizes
-    "slot",  # a microbatch is done: throughput and time left
-    "step",  # an adapter took an optimizer step: loss, grad_norm, lr
-    "eval",  # an adapter was evaluated: eval_loss, eval_tokens
-    "saved",  # a checkpoint is on disk
-    "exported",  # an adapter folder is on disk
-    "adapter-done",
-    "adapter-failed",
-    "finished",
-    "interrupted",  # by a signal; the state is saved
-    "stopped",  # by an error, or at once by a signal: code, what
-]
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One message of a run.
+class RunEvent:
+    """News of a run.
 
     Attributes:
+        kind: its name in the run folder.
         slot: slots of the plan that are done.
-        adapter, step: whose step, where it applies.
-        values: numbers and texts of this kind of message.
     """
 
-    kind: Kind
+    kind: ClassVar[str]
     slot: int = 0
-    adapter: str | None = None
-    step: int | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """Every field by name; metrics stand beside the others, under their own names."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        metrics = values.pop("metrics", {})
+        return {"kind": self.kind, **values, **metrics}
 
 
-Listener = Callable[[Event], None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEvent(RunEvent):
+    """News of one adapter after one of its steps."""
+
+    adapter: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBegun(RunEvent):
+    """Something takes a while that is no training; no listener writes it down."""
+
+    kind = "phase"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCompiled(RunEvent):
+    kind = "compiled"
+    program: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMoved(RunEvent):
+    """A resumed run was planned again, for other devices."""
+
+    kind = "moved"
+    stages: int
+    replicas: int
+    slots_left: int
+    slots_left_before: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(RunEvent):
+    """A sitting begins: the run's sizes, and where its adapters stand.
+
+    Attributes:
+        mesh: stages, data, fsdp.
+        layers: of each stage.
+        remat: what a layer's forward leaves for its backward.
+        adapters: steps of each in the plan.
+        taken: steps of each so far.
+        failed: why, for those that did.
+        frozen, trainable: parameters.
+        plan: its digest.
+    """
+
+    kind = "started"
+    device: str
+    mesh: Mapping[str, int] | None = None
+    layers: Sequence[float] = ()
+    remat: str = ""
+    memory_warning: str | None = None
+    data_notes: Sequence[str] = ()
+    slots: int
+    density: float
+    predicted_bubble_share: float | None = None
+    adapters: Mapping[str, int]
+    taken: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    capacity_tokens: int
+    trainable: int
+    plan: str
+    frozen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDone(RunEvent):
+    """Throughput and time left; None before there is something to measure."""
+
+    kind = "slot"
+    slots: int
+    useful_tokens_per_s: float | None = None
+    processed_tokens_per_s: float | None = None
+    slot_seconds: float | None = None
+    eta_s: float | None = None
+    adapter_eta_s: Mapping[str, float] = field(default_factory=dict)
+    adapter_tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    bubble_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTaken(AdapterEvent):
+    """Attributes: loss: what the adapter's objective minimises. metrics: what else it measures."""
+
+    kind = "step"
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEvaluated(AdapterEvent):
+    """Attributes: metrics: of the objective, `eval_` before each name."""
+
+    kind = "eval"
+    eval_loss: float
+    eval_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSaved(RunEvent):
+    kind = "saved"
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterExported(AdapterEvent):
+    kind = "exported"
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFailed(AdapterEvent):
+    """An adapter's folder could not be written; the run goes on."""
+
+    kind = "export-failed"
+    code: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDone(AdapterEvent):
+    kind = "adapter-done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFailed(AdapterEvent):
+    """An adapter trains no more; its folder holds `kept_step`."""
+
+    kind = "adapter-failed"
+    reason: str
+    kept_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesDamaged(RunEvent):
+    """Files are not as they were written; `text` also says what the run does without them."""
+
+    kind = "damaged"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSkipped(RunEvent):
+    """Something cannot be checked in a folder that an earlier version wrote."""
+
+    kind = "unchecked"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(RunEvent):
+    kind = "finished"
+    exit_code: int
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInterrupted(RunEvent):
+    """By a signal; the state is saved."""
+
+    kind = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopped(RunEvent):
+    """By an error, or at once by a signal."""
+
+    kind = "stopped"
+    code: str
+    what: str
+
+
+Listener = Callable[[RunEvent], None]

@@ -11,7 +11,7 @@ from lorafusion_jax.errors import CheckpointError
 from scheduling import Plan
 
 PACKAGES = ("lorafusion-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-SCHEMA = 1
+SCHEMA = 2  # since then all files of a run have digests
 
 
 def versions() -> dict[str, str]:
@@ -25,16 +25,42 @@ def versions() -> dict[str, str]:
     return found
 
 
-def make_record(config: JobConfig, prepared: Prepared, plan: Plan) -> dict:
-    """Collects versions, digests and seeds at the start of a run; the device is added when it is known."""
+def make_record(
+    config: JobConfig, prepared: Prepared, plan: Plan, base_files: dict, warm_starts: dict[str, dict[str, str]]
+) -> dict:
+    """Collects versions, digests and seeds at the start of a run; the device is added when it is known.
+
+    Args:
+        base_files: from `base_digests`.
+        warm_starts: adapter that goes on from a PEFT folder → digests of its files.
+    """
     return {
         "schema": SCHEMA,
         "plan": plan.digest,
         "data": prepared.digests(),
+        "eval": eval_digests(prepared),
         "template": prepared.tokenizer.template_hash,
         "seeds": {adapter.name: adapter.seed for adapter in config.adapters},
         "versions": versions(),
+        "base_files": base_files,
+        "warm_starts": warm_starts,
     }
+
+
+def unchecked(record: dict) -> str | None:
+    """What cannot be checked in a run that an earlier version began."""
+    names = {"base_files": "the base model", "config": "the settings", "eval": "held-out data"}
+    missing = [text for key, text in names.items() if key not in record]
+    return f"{', '.join(missing)}: an earlier version began this run and kept no digests of them" if missing else None
+
+
+def other_versions(record: dict) -> str | None:
+    """What computes with another version than when the run began."""
+    before, now = record.get("versions", {}), versions()
+    changed = [
+        f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    ]
+    return f"{', '.join(changed)}: what follows may differ by rounding" if changed else None
 
 
 def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str | None = None) -> None:
@@ -54,11 +80,22 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
             "run.other-plan",
             "plan.json is not the plan of this run.",
             why=f"the run has {saved_with or plans[-1]}, the file {plan.digest}",
+            fix="bring the run's own plan.json back from a copy, or choose another --out for a new run",
         )
-    changed = [name for name, digest in prepared.digests().items() if record.get("data", {}).get(name) != digest]
-    if changed:
-        raise CheckpointError(
-            "run.data-changed",
-            f"the data of {', '.join(changed)} changed since the run was started.",
-            fix="restore the files, or start a new run with lorafusion train",
-        )
+    for key, what, now in (
+        ("data", "data", prepared.digests()),
+        ("eval", "held-out data", eval_digests(prepared)),
+    ):
+        before = record.get(key, now if key == "eval" else {})
+        changed = [name for name in now if before.get(name) != now[name]]
+        if changed:
+            raise CheckpointError(
+                "run.data-changed",
+                f"the {what} of {', '.join(changed)} changed since the run was started.",
+                fix="restore the files, or start a new run with lorafusion train",
+            )
+
+
+def eval_digests(prepared: Prepared) -> dict[str, str]:
+    """Adapter → digest of its held-out data; "" where it has none."""
+    return {name: "" if data.eval is None else data.eval.digest for name, data in prepared.adapters.items()}

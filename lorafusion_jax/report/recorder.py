@@ -5,24 +5,27 @@ Rows of metrics.jsonl:
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
     {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
      "adapter_eta_s", "adapter_tokens_per_s", "bubble_share", "time"}
-`slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Losses are means over the loss
-tokens of the adapter's global batch. Rates and the idle share of the stages are null before there is something to
-measure, the latter always with one stage, and so are numbers that are not finite.
+The loss is what the adapter's objective minimises: in supervised fine-tuning a mean over the loss tokens of its global
+batch. Rows of a step and of an evaluation also have the objective's metrics, those of an evaluation with `eval_` before
+the name. `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Rates and the idle
+share of the stages are null before there is something to measure, the latter always with one stage, and so are numbers
+that are not finite. Each row ends in `crc`, the CRC-32 of the row without it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from lorafusion_jax.report.events import Event
+from lorafusion_jax.files import replace_bytes
+from lorafusion_jax.log_file import encode_row, parse_row, split_lines
+from lorafusion_jax.log_file import read_rows as read_rows
+from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
-SILENT = ("phase",)
-REPEATED = ("adapter-done", "adapter-failed", "exported")  # events that a resumed run tells again
+REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again
+CHUNK = 1 << 20
 
 
 class Recorder:
@@ -36,44 +39,61 @@ class Recorder:
     def __init__(self, directory: Path, resume_slot: int | None = None):
         self._metrics, self._events = directory / "metrics.jsonl", directory / "events.jsonl"
         if resume_slot is not None:
-            _keep_until(self._metrics, resume_slot, METRICS)
-            _keep_until(self._events, resume_slot, REPEATED)
+            _cut_after(self._metrics, resume_slot)
+            _drop_repeated(self._events, resume_slot)
 
-    def __call__(self, event: Event) -> None:
-        if event.kind in SILENT:
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, PhaseBegun):
             return
-        row = {"kind": event.kind, "slot": event.slot}
-        row |= {"adapter": event.adapter} if event.adapter else {}
-        row |= {"step": event.step} if event.step is not None else {}
-        row |= {key: _number(value) for key, value in event.values.items()} | {"time": round(time.time(), 3)}
+        row = {key: _number(value) for key, value in event.row().items()} | {"time": round(time.time(), 3)}
+        if isinstance(event, StateSaved) and self._metrics.exists():  # rows that go missing later are noticed
+            row["metrics_bytes"] = self._metrics.stat().st_size
         path = self._metrics if event.kind in METRICS else self._events
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-
-
-def read_rows(path: Path) -> list[dict]:
-    """Reads a .jsonl file of a run folder; a last line cut off by a crash is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+        with path.open("ab") as file:
+            file.write(encode_row(row))
 
 
 def _number(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no NaN
 
 
-def _keep_until(path: Path, slot: int, kinds: Sequence[str]) -> None:
-    """Drops the rows of some kinds that are later than a slot; a cut-off last line goes, too."""
+def _cut_after(path: Path, slot: int) -> None:
+    """Cuts a log behind its last row of a checkpoint's slot or of one before.
+
+    Everything is drained when a checkpoint is written, so no row behind that place is of an earlier slot. Damaged
+    lines before it stay where they are.
+    """
     if not path.exists():
         return
-    rows = [row for row in read_rows(path) if row["slot"] <= slot or row["kind"] not in kinds]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with path.open("r+b") as file:
+        end, rest = file.seek(0, 2), b""
+        while end:
+            start = max(end - CHUNK, 0)
+            file.seek(start)
+            block = file.read(end - start) + rest
+            lines = split_lines(block)
+            rest = lines.pop(0) if start else b""  # it may begin in the chunk before
+            place = start + len(block)
+            for line in reversed(lines):
+                row = parse_row(line)
+                if row is not None and row["slot"] <= slot:
+                    file.truncate(place)
+                    return
+                place -= len(line)
+            end = start
+        file.truncate(0)
+
+
+def _drop_repeated(path: Path, slot: int) -> None:
+    """Drops the events that a run tells again behind a slot, and a last line cut off by a crash; others stay as is."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    rows = [(line, parse_row(line)) for line in split_lines(content)]
+    kept = [
+        line
+        for line, row in rows
+        if line.endswith(b"\n") and (row is None or row["slot"] <= slot or row["kind"] not in REPEATED)
+    ]
+    if (text := b"".join(kept)) != content:
+        replace_bytes(path, text)

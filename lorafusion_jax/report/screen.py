@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
-from lorafusion_jax.report.events import Event
+from lorafusion_jax.report.events import (
+    AdapterDone,
+    AdapterEvaluated,
+    AdapterEvent,
+    AdapterExported,
+    AdapterFailed,
+    CheckSkipped,
+    ExportFailed,
+    FilesDamaged,
+    PhaseBegun,
+    ProgramCompiled,
+    RunEvent,
+    RunMoved,
+    RunStarted,
+    SlotDone,
+    StateSaved,
+    StepTaken,
+)
 from lorafusion_jax.report.format import count, duration, layout, percent, whole
 
 LINE_EVERY_S = 10.0
@@ -32,7 +48,7 @@ class Screen:
         self._name, self._console, self._line_every_s = name, console or Console(), line_every_s
         self._rows: dict[str, Row] = {}
         self._slots, self._slot = 0, 0
-        self._speed: dict[str, Any] = {}
+        self._speed: SlotDone | None = None
         self._predicted_bubbles: float | None = None
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
         self._told = ""  # the last line about progress, without the time of day
@@ -55,15 +71,42 @@ class Screen:
             self._redrawer.join()
             self._live.stop()
 
-    def __call__(self, event: Event) -> None:
-        getattr(self, "_on_" + event.kind.replace("-", "_"), lambda event: None)(event)
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case PhaseBegun():
+                self._on_phase(event)
+            case RunStarted():
+                self._on_started(event)
+            case RunMoved():
+                self._on_moved(event)
+            case ProgramCompiled():
+                self._on_compiled(event)
+            case SlotDone():
+                self._on_slot(event)
+            case StepTaken():
+                self._on_step(event)
+            case AdapterEvaluated():
+                self._on_eval(event)
+            case AdapterDone():
+                self._row(event).done = True
+            case AdapterFailed():
+                self._on_failed(event)
+            case StateSaved():
+                self._phase = ""
+                self._line(f"saved {event.path}")
+            case FilesDamaged() | CheckSkipped():
+                self._line(event.text, always=True, style="bold yellow")
+            case ExportFailed():
+                self._line(f"{event.adapter}  step {event.step} not written: {event.what}", style="bold red")
+            case AdapterExported():
+                self._line(f"{event.adapter}  step {event.step}  written to {event.path}")
 
     def block(self) -> Group:
         """What stands on the terminal now."""
         width = self._console.width
         lines = (
             [
-                head_line(self._name, self._slot, self._slots, self._speed, width),
+                head_line(self._name, self._slot, self._slots, self._speed, width, self._predicted_bubbles),
                 *adapter_lines(self._rows, self._speed, width),
             ]
             if self._started
@@ -81,79 +124,71 @@ class Screen:
             )
         return Group(*lines)
 
-    def _on_phase(self, event: Event) -> None:
-        self._phase, self._phase_since = event.values["text"], time.monotonic()
+    def _on_phase(self, event: PhaseBegun) -> None:
+        self._phase, self._phase_since = event.text, time.monotonic()
         if not self._started or self._phase.startswith("compiling"):  # of the others, the result is told
             self._line(f"{self._phase} …")
 
-    def _on_started(self, event: Event) -> None:
-        values = event.values
-        self._started, self._slots, self._slot, self._phase = True, values["slots"], event.slot, ""
-        self._predicted_bubbles = values.get("predicted_bubble_share")
-        self._rows = _rows_at(values)
-        devices = layout(values["mesh"], values["layers"], values["keep"]) if "mesh" in values else ""
+    def _on_started(self, event: RunStarted) -> None:
+        self._started, self._slots, self._slot, self._phase = True, event.slots, event.slot, ""
+        self._predicted_bubbles = event.predicted_bubble_share
+        self._rows = _rows_at(event)
+        devices = layout(event.mesh, event.layers, event.remat) if event.mesh else ""
         for text in (
-            f"{self._name}  plan {values['plan'][:12]}  ·  {whole(values['slots'])} microbatches of "
-            f"{whole(values['capacity_tokens'])} tokens, {percent(values['density'])} used",
-            f"  {count(values['trainable'])} trainable parameters beside {count(values['frozen'])} frozen ones  ·  "
-            f"{values['device']}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
+            f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
+            f"{whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
+            f"  {count(event.trainable)} trainable parameters beside {count(event.frozen)} frozen ones  ·  "
+            f"{event.device}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
             *([f"  {devices}"] if devices else ()),
         ):
             self._line(text, always=True)
-        if warning := values.get("memory_warning"):
-            self._line(f"  {warning}", always=True, style="bold yellow")
+        for note in () if event.slot else event.data_notes:
+            self._line(f"  {note}", always=True, style="yellow")
+        if event.memory_warning:
+            self._line(f"  {event.memory_warning}", always=True, style="bold yellow")
 
-    def _on_moved(self, event: Event) -> None:
-        left, before = (whole(event.values[key]) for key in ("slots_left", "slots_left_before"))
+    def _on_moved(self, event: RunMoved) -> None:
+        left, before = whole(event.slots_left), whole(event.slots_left_before)
         there = " and ".join(
             f"{count} {what}{'' if count == 1 else 's'}"
-            for what, count in (("stage", event.values["stages"]), ("replica", event.values["replicas"]))
+            for what, count in (("stage", event.stages), ("replica", event.replicas))
         )
         self._line(f"planned again for {there}: {left} slots left instead of {before}", always=True)
 
-    def _on_compiled(self, event: Event) -> None:
+    def _on_compiled(self, event: ProgramCompiled) -> None:
         self._phase, self._phase_since = "first steps", time.monotonic()
-        self._line(f"compiled the {event.values['program']} in {duration(event.values['seconds'])}", always=True)
+        self._line(f"compiled the {event.program} in {duration(event.seconds)}", always=True)
 
-    def _on_slot(self, event: Event) -> None:
-        self._slot, self._speed = event.slot, event.values | {"predicted_bubble_share": self._predicted_bubbles}
-        if event.values["eta_s"] is not None:
+    def _on_slot(self, event: SlotDone) -> None:
+        self._slot, self._speed = event.slot, event
+        if event.eta_s is not None:
             self._phase = ""
         now = time.monotonic()
         if now - self._line_at >= self._line_every_s or self._slot == self._slots:
             self._line_at = now
-            head = head_line("", self._slot, self._slots, self._speed, 200).plain
+            head = head_line("", self._slot, self._slots, event, 200, self._predicted_bubbles).plain
             text = f"{head.replace('  ·  ', '  ')}  |  {plain_state(self._rows)}"
             if text != self._told:  # the last slot is told when it is due, and when all is done
                 self._line(time.strftime("%H:%M:%S") + text)
             self._told = text
 
-    def _on_step(self, event: Event) -> None:
+    def _on_step(self, event: StepTaken) -> None:
         row = self._row(event)
-        row.step, row.loss = event.step or 0, event.values["loss"]
-        row.grad_norm, row.lr = event.values["grad_norm"], event.values["lr"]
+        row.step, row.loss, row.grad_norm, row.lr = event.step, event.loss, event.grad_norm, event.lr
+        row.metrics = event.metrics
 
-    def _on_eval(self, event: Event) -> None:
+    def _on_eval(self, event: AdapterEvaluated) -> None:
         self._phase = ""
-        self._row(event).eval_loss = event.values["eval_loss"]
-        self._line(f"{event.adapter}  step {event.step}  held-out loss {event.values['eval_loss']:.4f}")
+        self._row(event).eval_loss = event.eval_loss
+        others = "".join(f"  {name.removeprefix('eval_')} {value:.4g}" for name, value in event.metrics.items())
+        self._line(f"{event.adapter}  step {event.step}  held-out loss {event.eval_loss:.4f}{others}")
 
-    def _on_adapter_done(self, event: Event) -> None:
-        self._row(event).done = True
-
-    def _on_adapter_failed(self, event: Event) -> None:
-        self._row(event).failure = _failure(event.values["reason"], event.values["kept_step"])
+    def _on_failed(self, event: AdapterFailed) -> None:
+        self._row(event).failure = _failure(event.reason, event.kept_step)
         self._line(f"{event.adapter}  {self._row(event).failure}", style="bold red")
 
-    def _on_saved(self, event: Event) -> None:
-        self._phase = ""
-        self._line(f"saved {event.values['path']}")
-
-    def _on_exported(self, event: Event) -> None:
-        self._line(f"{event.adapter}  step {event.step}  written to {event.values['path']}")
-
-    def _row(self, event: Event) -> Row:
-        return self._rows[event.adapter or ""]
+    def _row(self, event: AdapterEvent) -> Row:
+        return self._rows[event.adapter]
 
     def _line(self, text: str, *, always: bool = False, style: str = "") -> None:
         if self._live is None or always:
@@ -167,13 +202,12 @@ class Screen:
                 self._live.refresh()
 
 
-def _rows_at(values: dict[str, Any]) -> dict[str, Row]:
+def _rows_at(event: RunStarted) -> dict[str, Row]:
     """The adapters where a sitting begins: a resumed one has taken steps, and some adapters may be at their end."""
-    taken, failed = values.get("taken", {}), values.get("failed", {})
     rows = {}
-    for name, steps in values["adapters"].items():
-        step = taken.get(name, 0)
-        failure = _failure(failed[name], step) if name in failed else ""
+    for name, steps in event.adapters.items():
+        step = event.taken.get(name, 0)
+        failure = _failure(event.failed[name], step) if name in event.failed else ""
         rows[name] = Row(steps, step=step, done=step == steps, failure=failure)
     return rows
 

@@ -3,23 +3,84 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.log_file import parse_row, read_rows
+
+SLOT_ROWS = 1000  # newest rows that rates are taken of: half an hour
+SPARE = 3  # newest steps of an adapter, should the last row be damaged
+BUFFER = 1 << 20
+STEP, SLOT, ADAPTER = b'{"kind": "step"', b'{"kind": "slot"', b'"adapter": "'
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricsSummary:
+    """What matters of metrics.jsonl for a look at a run.
+
+    Attributes:
+        adapters: per adapter its last training loss, held-out loss before training and at the end, last step.
+        slots: the newest rows of kind "slot", oldest first.
+        slot: slots of the plan that were done.
+        time: of the newest row.
+    """
+
+    adapters: dict[str, dict] = field(default_factory=dict)
+    slots: list[dict] = field(default_factory=list)
+    slot: int = 0
+    time: float | None = None
+
+
+def read_summary(folder: Path) -> MetricsSummary:
+    """Reads metrics.jsonl in one pass that looks at every line and parses few.
+
+    Of the rows of an adapter's steps only the last one counts, so those are told apart by their first bytes.
+    """
+    found, slots = MetricsSummary(), deque(maxlen=SLOT_ROWS)
+    steps: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=SPARE))
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return found
+    with path.open("rb", buffering=BUFFER) as file:
+        for line in file:
+            if line.startswith(STEP):
+                start = line.find(ADAPTER) + len(ADAPTER)
+                steps[line[start : line.find(b'"', start)]].append(line)
+            elif line.startswith(SLOT):
+                slots.append(line)
+            elif (row := parse_row(line)) is not None:
+                _take(found, row)
+    for line in (*chain.from_iterable(steps.values()), *slots):
+        if (row := parse_row(line)) is not None:
+            _take(found, row)
+    return found
+
+
+def _take(found: MetricsSummary, row: dict) -> None:
+    found.slot = max(found.slot, row["slot"])
+    found.time = max(found.time or 0.0, row.get("time", 0.0))
+    if row["kind"] == "slot":
+        found.slots.append(row)
+        return
+    own = found.adapters.setdefault(row["adapter"], {}) if "adapter" in row else {}
+    if row["kind"] == "step":
+        own |= {key: row.get(key) for key in ("loss", "step", "lr", "grad_norm")}
+    elif row["kind"] == "eval":
+        own["before" if row["step"] == 0 else "after"] = row.get("eval_loss")
 
 
 def final_rows(folder: Path) -> dict[str, dict]:
     """Per adapter: last training loss, held-out loss before training and at the end, last step."""
-    result: dict[str, dict] = {}
-    for row in read_rows(folder / "metrics.jsonl"):
-        if "adapter" not in row:
-            continue
-        own = result.setdefault(row["adapter"], {})
-        if row["kind"] == "step":
-            own |= {"loss": row["loss"], "step": row["step"], "lr": row["lr"], "grad_norm": row["grad_norm"]}
-        elif row["kind"] == "eval":
-            own["before" if row["step"] == 0 else "after"] = row["eval_loss"]
-    return result
+    return read_summary(folder).adapters
+
+
+def remat_of(started: Mapping[str, Any]) -> Any:
+    """The remat policy in a row of kind "started"; runs of earlier versions call it `keep`."""
+    return started.get("remat", started.get("keep", ""))
 
 
 def got_worse(name: str, before: float | None, after: float | None) -> str | None:
@@ -36,14 +97,21 @@ def got_worse(name: str, before: float | None, after: float | None) -> str | Non
 
 
 def throughput(folder: Path) -> dict[str, float] | None:
-    """Medians of useful and processed tokens/s and seconds per slot since the run is on this mesh; None without any."""
+    """`rates` of a run folder."""
+    return rates(read_summary(folder), read_rows(folder / "events.jsonl"))
+
+
+def rates(metrics: MetricsSummary, events: Sequence[dict]) -> dict[str, float] | None:
+    """Medians of useful and processed tokens/s and seconds per slot, of the newest rows since the run is on this mesh.
+
+    Returns:
+        None where there is no such row.
+    """
     began, mesh = 0.0, None
-    for event in read_rows(folder / "events.jsonl"):
-        if event["kind"] == "started" and event["mesh"] != mesh:
-            began, mesh = event["time"], event["mesh"]
-    metrics = read_rows(folder / "metrics.jsonl")
-    rows = [row for row in metrics if row["kind"] == "slot" and row["slot_seconds"] and row["time"] >= began]
-    if not rows:
-        return None
+    for event in events:
+        if event["kind"] == "started" and event.get("mesh") != mesh:
+            began, mesh = event.get("time", 0.0), event.get("mesh")
     keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
-    return {key: statistics.median(row[key] for row in rows) for key in keys}
+    rows = [row for row in metrics.slots if row.get("slot_seconds") and row.get("time", 0.0) >= began]
+    numbers = {key: [row[key] for row in rows if isinstance(row.get(key), int | float)] for key in keys}
+    return {key: statistics.median(values) for key, values in numbers.items()} if all(numbers.values()) else None

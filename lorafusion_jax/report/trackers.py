@@ -10,9 +10,10 @@ from typing import Any
 
 from lorafusion_jax.config.schema import ReportSettings
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.report.events import Event, Listener
+from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent
 
 NUMBERS = ("step", "eval", "slot")
+PLACES = ("slot", "step")  # where, not what
 
 
 @contextmanager
@@ -31,14 +32,19 @@ def trackers(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]
         yield listeners
 
 
-def scalars(event: Event) -> dict[str, float]:
+def scalars(event: RunEvent) -> dict[str, float]:
     """The numbers of an event under the names that users look for: `adapter/<name>/loss`, …
 
-    >>> scalars(Event(kind="step", adapter="law", step=3, values={"loss": 1.5}))
-    {'adapter/law/loss': 1.5}
+    >>> from lorafusion_jax.report.events import AdapterEvaluated
+    >>> scalars(AdapterEvaluated(adapter="law", step=3, eval_loss=1.5, eval_tokens=9, metrics={"eval_margin": 0.1}))
+    {'adapter/law/eval_loss': 1.5, 'adapter/law/eval_tokens': 9, 'adapter/law/eval_margin': 0.1}
     """
-    prefix = f"adapter/{event.adapter}/" if event.adapter else "run/"
-    return {prefix + key: value for key, value in event.values.items() if isinstance(value, int | float)}
+    prefix = f"adapter/{event.adapter}/" if isinstance(event, AdapterEvent) else "run/"
+    return {
+        prefix + key: value
+        for key, value in event.row().items()
+        if key not in PLACES and isinstance(value, int | float)
+    }
 
 
 class _TensorBoard:
@@ -47,13 +53,13 @@ class _TensorBoard:
     def __init__(self, package: Any, folder: Path, stack: ExitStack):
         self._package, self._folder, self._stack, self._writer = package, folder, stack, None
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: RunEvent) -> None:
         if event.kind not in NUMBERS:
             return
         if self._writer is None:
             self._writer = self._stack.enter_context(self._package.SummaryWriter(str(self._folder / "tensorboard")))
         for name, value in scalars(event).items():
-            self._writer.add_scalar(name, value, event.step if event.step is not None else event.slot)
+            self._writer.add_scalar(name, value, event.step if isinstance(event, AdapterEvent) else event.slot)
 
 
 class _Wandb:
@@ -62,7 +68,7 @@ class _Wandb:
     def __init__(self, package: Any, project: str, folder: Path, stack: ExitStack):
         self._package, self._project, self._folder, self._stack, self._run = package, project, folder, stack, None
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: RunEvent) -> None:
         if event.kind not in NUMBERS:
             return
         if self._run is None:

@@ -8,29 +8,30 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared, base_directory
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, load_decoder
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.blocks import block_layers
-from lorafusion_jax.pipeline.extent import Extent
-from lorafusion_jax.pipeline.keep import Keep
-from lorafusion_jax.pipeline.layout import stage_layers
-from lorafusion_jax.pipeline.memory import (
+from lorafusion_jax.objective.batch import check_loss
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.move import transfer
+from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
-    KEEPS,
     MemoryProblem,
     advice,
-    choose_keep,
+    choose_remat,
     fits,
     memory_problem,
     stage_memory,
 )
-from lorafusion_jax.pipeline.mesh import stage_meshes
-from lorafusion_jax.pipeline.move import across
-from lorafusion_jax.pipeline.parts import Parts, cut
-from lorafusion_jax.pipeline.processes import agreed
-from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels.device import is_hopper
 
 
@@ -54,6 +55,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
         CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
+    objectives = tuple(adapter.objective.chosen for adapter in config.adapters)
+    for each in objectives:
+        check_loss(each)
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
     model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
@@ -65,36 +69,37 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     def place(name: str, shape: tuple[int, ...]):
         return meshes[_stage_of(name, layers)].weight(shape)
 
-    decoder = load_decoder(directory, dtype=dtype, layers="unroll", sharding=place)
+    decoder = load_decoder(directory, dtype=dtype, sharding=place)
     weights = cut(decoder, layers)
     if mesh.stages > 1 and model.tie_embeddings:
-        weights[-1].head = across(weights[-1].head, meshes[-1])
-    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype)
-    keep = fitting_keep(config, model) if train.keep == "auto" else train.keep
+        weights[-1].head = transfer(weights[-1].head, meshes[-1])
+    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype, objectives=objectives)
+    remat = fitting_remat(config, model) if train.remat == "auto" else train.remat
     return [
         Stage(
             parts,
             own,
             here,
             config.adapters,
-            keep=keep,
+            remat=remat,
             block=block_layers(train.block_layers, len(own.pieces), fsdp=here.fsdp),
         )
         for own, here in zip(weights, meshes, strict=True)
     ]
 
 
-def fitting_keep(config: JobConfig, model: ModelConfig) -> Keep:
+def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
     size, problem = device_bytes(), _problem(config, model)
-    mine = "everything" if size is None else choose_keep(problem, size, usable=ALLOCATOR_USABLE)
+    mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes take what fits on all of them.
-    return next(keep for keep in KEEPS if not agreed(KEEPS.index(mine) > KEEPS.index(keep)))
+    wanted = REMAT_POLICIES.index(mine)
+    return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(wanted > number))
 
 
-def memory_warning(config: JobConfig, model: ModelConfig, keep: Keep) -> str | None:
+def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:
     """Says so before the first microbatch where memory will hardly do on this machine, and what to change."""
-    size, problem = device_bytes(), replace(_problem(config, model), keep=keep)
+    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
     if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
         return None
     totals = [stage.total for stage in stage_memory(problem)]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.assemble import Microbatch, assemble, batch_loss_tokens, num_segments, pieces_of_slot
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.assemble import (
+    Microbatch,
+    Weights,
+    assemble,
+    batch_loss_tokens,
+    num_segments,
+    pieces_of_slot,
+    stacked,
+)
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
@@ -24,11 +32,17 @@ class Batches:
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
         self._prepared, self._plan, self._replicas = prepared, plan, tuple(local_replicas)
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        self._segments = num_segments(max(len(part) for slot in plan.slots for part in slot.replicas))
+        parts = [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
+        self._segments, self._table = places(config, parts)
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
             for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
+        }
+        samples = {name: len(data.order) for name, data in prepared.adapters.items()}
+        self._weights = {
+            (name, batch): _weights(config.adapter(name), batch, count, samples[name])
+            for (name, batch), count in self.loss_tokens.items()
         }
 
     def of(self, slot: int) -> Microbatch:
@@ -48,11 +62,60 @@ class Batches:
     def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
         rows = [
             assemble(
-                pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self.loss_tokens),
+                pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self._weights),
                 capacity_tokens=self._plan.capacity_tokens,
                 tile_tokens=self._plan.tile_tokens,
                 max_segments=self._segments,
+                table=self._table,
             )
             for replica in self._replicas
         ]
-        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
+        return stacked(rows)
+
+
+def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
+    """Turns the rows of some adapters into padding where they stand; the other rows stay as they are.
+
+    Args:
+        adapters: places among the stacked adapters.
+    """
+    if not adapters:
+        return batch
+    gone = np.isin(batch.row_adapter, list(adapters))
+    samples = batch.samples
+    if samples is not None:
+        samples = samples._replace(adapter=np.where(np.isin(samples.adapter, list(adapters)), -1, samples.adapter))
+    return batch._replace(
+        samples=samples,
+        tokens=np.where(gone, 0, batch.tokens),
+        targets=np.where(gone, 0, batch.targets),
+        weights=np.where(gone, np.float32(0), batch.weights),
+        row_adapter=np.where(gone, -1, batch.row_adapter),
+        tile_adapter=np.where(np.isin(batch.tile_adapter, list(adapters)), -1, batch.tile_adapter),
+    )
+
+
+def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tuple[int, int] | None]:
+    """How many segments, and how many samples of how many segments, the microbatches of a plan have room for.
+
+    Args:
+        parts: the adapter of each sample, for each microbatch.
+
+    Returns:
+        (places for segments, (places for samples, segments of each) or None where no objective asks for samples)
+    """
+    chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
+    segments = {name: each.objective.num_segments for name, each in chosen.items()}
+    most = max((sum(segments[name] for name in part) for part in parts), default=1)
+    widths = [segments[name] for name, each in chosen.items() if each.of_samples]
+    if not widths:
+        return num_segments(most), None
+    samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
+    return num_segments(most), (max(samples, 1), max(widths))
+
+
+def _weights(adapter: AdapterConfig, batch: int, loss_tokens: int, num_samples: int) -> Weights:
+    if adapter.objective.chosen.of_samples:
+        left = num_samples - batch * adapter.global_samples  # the last batch may be short
+        return Weights(1.0, 1.0 / min(adapter.global_samples, left))
+    return Weights(1.0 / loss_tokens)

@@ -1,17 +1,42 @@
-"""Held-out loss of one adapter: Σ token losses / loss tokens of its evaluation set, dropout off."""
+"""Held-out loss and metrics of one adapter: its objective's mean over its evaluation set, dropout off."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import numpy as np
+from jax import Array
 
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.assemble import Microbatch, assemble, num_segments, pieces_of_evaluation
+from lorafusion_jax.data.assemble import (
+    EACH_ONE,
+    Microbatch,
+    Weights,
+    assemble,
+    pieces_of_evaluation,
+    stacked,
+)
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.move import local
+from lorafusion_jax.pipeline.move import to_local
+from lorafusion_jax.training.batches import places
 from scheduling import AdapterJob, Plan, Slot, make_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        loss: the objective's mean; for supervised fine-tuning of the token losses, in nats.
+        tokens: loss tokens of the set.
+        metrics: the objective's own.
+    """
+
+    loss: float
+    tokens: int
+    metrics: Mapping[str, float]
 
 
 class Evaluator:
@@ -22,35 +47,49 @@ class Evaluator:
         self._sets = {name: data.eval for name, data in prepared.adapters.items() if data.eval is not None}
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._plans = {name: self._plan(name) for name in self._sets}
-        most = max(
-            (len(part) for plan in self._plans.values() for slot in plan.slots for part in slot.replicas), default=1
-        )
-        self._segments = num_segments(most)  # one shape, so one compilation, for all adapters
+        self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
+        self._weights = {name: Weights(1.0, 1.0) if c.of_samples else EACH_ONE for name, c in self._chosen.items()}
+        parts = [
+            [ref.adapter for ref in part]
+            for plan in self._plans.values()
+            for slot in plan.slots
+            for part in slot.replicas
+        ]
+        self._segments, self._table = places(config, parts)  # one shape, so one compilation, for all adapters
 
-    def __call__(self, name: str) -> tuple[float, int]:
-        """Returns mean token loss in nats and the number of loss tokens."""
-        plan, index = self._plans[name], self._index[name]
-        tokens, under_way, total = int(self._sets[name].loss_mask.sum()), deque(), 0.0
+    def __call__(self, name: str) -> Evaluation:
+        plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
+        tokens, under_way = int(self._sets[name].loss_mask.sum()), deque()
+        sums = dict.fromkeys(("loss", *chosen.objective.metrics), 0.0)
+
+        def add(totals: Mapping[str, Array]) -> None:
+            for key in sums:
+                sums[key] += float(to_local(totals[key])[index])
+
         with self._executor.blaming(None, None, [name]):
             for slot in plan.slots:
                 # Every stage has work, and no stage gathers what the next has not taken yet.
                 if len(under_way) > len(self._executor.stages):
-                    total += float(local(under_way.popleft().result())[index])
+                    add(under_way.popleft().result())
                 under_way.append(self._executor.evaluate(self._rows(plan, slot), [name]))
-            total += sum(float(local(each.result())[index]) for each in under_way)
-        return total / max(tokens, 1), tokens
+            for each in under_way:
+                add(each.result())
+        count = len(self._sets[name]) if chosen.of_samples else max(tokens, 1)
+        loss, *metrics = (total / count for total in sums.values())
+        return Evaluation(loss=loss, tokens=tokens, metrics=dict(zip(chosen.objective.metrics, metrics, strict=True)))
 
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
         rows = [
             assemble(
-                pieces_of_evaluation(slot.replicas[replica], self._sets, self._index),
+                pieces_of_evaluation(slot.replicas[replica], self._sets, self._index, self._weights),
                 capacity_tokens=plan.capacity_tokens,
                 tile_tokens=plan.tile_tokens,
                 max_segments=self._segments,
+                table=self._table,
             )
             for replica in self._executor.local_replicas
         ]
-        return Microbatch(*(np.stack(leaves) for leaves in zip(*rows, strict=True)))
+        return stacked(rows)
 
     def _plan(self, name: str) -> Plan:
         lengths = self._sets[name].lengths.tolist()

@@ -1,8 +1,9 @@
 """Executes a plan: issues its events, steps the adapters whose global batch is complete, looks at results later.
 
-The devices always have the next microbatch queued. An adapter whose gradient is not finite keeps its last good weights
-and stops; nobody else notices. Once all have stopped, the rest of the plan would change nothing and is left out. To
-save, no further slot is let in until those in the pipeline are through.
+The devices always have the next microbatch queued. An adapter whose step would not be finite keeps its last good
+weights and stops. Its rows become padding where they stand, so the others compute what they would have computed, and a
+slot of such rows only is skipped. Once all adapters have stopped, the rest of the plan is left out. To save, no further
+slot is let in until those in the pipeline are through.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.executor import Executor, StepResult
-from lorafusion_jax.pipeline.processes import agreed
-from lorafusion_jax.report.events import Event, Kind, Listener
-from lorafusion_jax.training.batches import Batches
+from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.report.events import (
+    AdapterFailed,
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    SlotDone,
+    StepTaken,
+)
+from lorafusion_jax.training.batches import Batches, without
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
@@ -98,8 +106,12 @@ class Loop:
         self._rates = {a.name: learning_rates(a.optim, progress.adapters[a.name].num_steps) for a in config.adapters}
         self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
         self._slot_tokens = slot_tokens(plan, prepared)
-        last = {name: max(slot for slot, n, _ in plan.batches_ending() if n == name) for name in self._index}
+        self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
+        ends = list(plan.batches_ending())
+        last = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self._index}
         self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
+        for name in self._failed():
+            self._meter.drop(name, progress.slot)
         self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
@@ -123,13 +135,13 @@ class Loop:
                 self._drain()
                 todo = todo if self._anybody_left() else []
                 self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
-                stopped = agreed(self._stop.is_set())
+                stopped = any_process(self._stop.is_set())
                 if todo and not stopped:
                     self._save()
                     continue
                 break
         done = self._progress.slot
-        self._emit(Event(kind="slot", slot=done, values=self._figures(done)))
+        self._emit(self._figures(done))
         self._save()
         if todo:
             raise Interrupted
@@ -152,15 +164,25 @@ class Loop:
         return later
 
     def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
+        enters = event.kind == "forward" and event.stage == 0
+        if enters:  # all events of a slot know the same adapters as failed, in every process
+            self._left_out[event.slot] = self._failed()
+        failed, tokens = self._left_out[event.slot], self._slot_tokens[event.slot]
         if event.kind == "update":
             for name in event.adapters:
-                if self._executor.finish(event, name):
+                if name not in failed and self._executor.close_batch(event, name):
                     self._step(name, event.slot)
             return
-        if event.kind == "forward" and event.stage == 0:
-            self._executor.admit(event.slot, next(batches))
-            self._notice(self._executor.finished_slots())
-        self._executor.issue(event, tuple(self._slot_tokens[event.slot]))
+        batch = next(batches) if enters else None
+        if failed.issuperset(tokens):
+            return
+        if batch is not None:
+            self._executor.admit(event.slot, without(batch, [self._index[name] for name in failed]))
+            self._notice(self._executor.completed_slots())
+        self._executor.issue(event, tuple(tokens))
+
+    def _failed(self) -> frozenset[str]:
+        return frozenset(name for name, adapter in self._progress.adapters.items() if adapter.status == "failed")
 
     def _notice(self, slots: list[int]) -> None:
         """Counts slots that are through and reads the results of steps that came with them."""
@@ -173,16 +195,17 @@ class Loop:
 
     def _drain(self) -> None:
         self._executor.wait_all()
-        self._notice(self._executor.finished_slots())
+        self._notice(self._executor.completed_slots())
         while self._taken:
             self._look()
 
     def _compile(self) -> None:
-        self._emit(Event(kind="phase", slot=self._progress.slot, values={"text": "compiling the training step"}))
+        slot = self._progress.slot
+        self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
         self._executor.warm_up(self._batches.empty())
-        values = {"program": "training step", "seconds": round(time.perf_counter() - began, 3)}
-        self._emit(Event(kind="compiled", slot=self._progress.slot, values=values))
+        seconds = round(time.perf_counter() - began, 3)
+        self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
         self._meter.pause()
 
     def _step(self, name: str, slot: int) -> None:
@@ -212,15 +235,37 @@ class Loop:
         if adapter.status == "failed":  # the devices had dropped it already
             return
         with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
-            loss, norm = step.result.loss, step.result.grad_norm
+            loss, norm, metrics = step.result.loss, step.result.grad_norm, step.result.metrics
         if not step.result.healthy:
+            self._executor.put_back(step.adapter, step.result)
             adapter.status = "failed"
             adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
-            self._tell("adapter-failed", step, {"reason": adapter.reason, "kept_step": adapter.step})
+            self._meter.drop(step.adapter, step.slots_done)
+            self._emit(
+                AdapterFailed(
+                    slot=step.slots_done,
+                    adapter=step.adapter,
+                    step=step.step,
+                    reason=adapter.reason,
+                    kept_step=adapter.step,
+                )
+            )
             self._hooks.finish(step.adapter, step.slots_done)
             return
         adapter.step = step.step
-        self._tell("step", step, {"loss": loss, "grad_norm": norm, "lr": step.lr, "loss_tokens": step.loss_tokens})
+        own = self._config.adapters[self._index[adapter.name]].objective.chosen.objective.metrics
+        self._emit(
+            StepTaken(
+                slot=step.slots_done,
+                adapter=step.adapter,
+                step=step.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=step.lr,
+                loss_tokens=step.loss_tokens,
+                metrics={name: metrics[name] for name in own},
+            )
+        )
         if self._evaluated(adapter.name, step.step):
             self._hooks.evaluate(adapter.name, step.step, step.slots_done)
             self._meter.pause()
@@ -234,13 +279,10 @@ class Loop:
         last = step == self._progress.adapters[name].num_steps
         return self._prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
 
-    def _tell(self, kind: Kind, step: Taken, values: dict) -> None:
-        self._emit(Event(kind=kind, slot=step.slots_done, adapter=step.adapter, step=step.step, values=values))
-
     def _culprit(self, step: Taken) -> str:
-        bad = self._executor.not_finite(step.adapter, step.result)
         last = len(self._executor.stages) - 1
-        return f"gradient not finite ({bad})" if bad else "loss not finite" + (f" (stage {last})" if last else "")
+        bad = self._executor.not_finite(step.adapter, step.result)
+        return bad or "loss not finite" + (f" (stage {last})" if last else "")
 
     def _anybody_left(self) -> bool:
         """Whether an adapter still trains; processes find that out at the same slot."""
@@ -254,7 +296,7 @@ class Loop:
             return True
         wanted = self._stop.is_set()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
-        return agreed(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
+        return any_process(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
 
     def _save(self) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
@@ -262,14 +304,14 @@ class Loop:
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._meter.pause()
 
-    def _figures(self, slots_done: int) -> dict:
-        return self._meter.snapshot(slots_done) | {"bubble_share": self._hooks.bubble_share()}
+    def _figures(self, slots_done: int) -> SlotDone:
+        return SlotDone(slot=slots_done, **self._meter.snapshot(slots_done), bubble_share=self._hooks.bubble_share())
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(Event(kind="slot", slot=slots_done, values=self._figures(slots_done)))
+            self._emit(self._figures(slots_done))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

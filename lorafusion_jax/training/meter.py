@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 WARM_UP = 5  # first slots compile, fill caches and clocks: they would spoil the estimate
 WINDOW = 50
 
 
 class Meter:
-    """Measures slots; every slot costs the same, so time left is slots left times the median.
+    """Measures slots. Rates and time left follow from the mean time of the recent slots, slow ones included.
 
     Args:
         slot_tokens: adapter → real tokens, for each slot of the plan.
@@ -28,11 +29,19 @@ class Meter:
         last_slot: Mapping[str, int],
         done: int = 0,
     ):
-        self._tokens, self._capacity, self._last = slot_tokens, capacity_tokens, dict(last_slot)
+        self._tokens, self._capacity, self._last = list(slot_tokens), capacity_tokens, dict(last_slot)
+        self._busy = _count_busy(self._tokens)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
-        self._first, self._seen, self._at = done, 0, time.perf_counter()
+        self._seen, self._at = 0, time.perf_counter()
         self.seconds = 0.0
         self._paused = False
+
+    def drop(self, name: str, from_slot: int) -> None:
+        """Leaves an adapter out of all slots from `from_slot` on: it has failed."""
+        rest = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
+        self._tokens[from_slot:] = rest
+        self._last[name] = -1
+        self._busy = _count_busy(self._tokens)
 
     def slots_done(self, slots: Sequence[int]) -> None:
         """Notes that these slots (from 0) have been found finished, the last of them just now."""
@@ -64,17 +73,26 @@ class Meter:
                 "adapter_eta_s": {},
                 "adapter_tokens_per_s": {},
             }
-        per_slot = statistics.median(seconds for seconds, _ in self._recent)
-        time_of_recent = per_slot * len(self._recent)
+        window_s = sum(seconds for seconds, _ in self._recent)
+        per_slot = window_s / len(self._recent)
         useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
         own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
-        left = {name: max(last + 1 - slots_done, 0) * per_slot for name, last in self._last.items()}
+        left = {name: self._busy_slots(slots_done, last + 1) * per_slot for name, last in self._last.items()}
         return {
             "slots": len(self._tokens),
-            "useful_tokens_per_s": round(useful / time_of_recent, 1),
+            "useful_tokens_per_s": round(useful / window_s, 1),
             "processed_tokens_per_s": round(self._capacity / per_slot, 1),
             "slot_seconds": round(per_slot, 5),
-            "eta_s": round((len(self._tokens) - slots_done) * per_slot, 2),
+            "eta_s": round(self._busy_slots(slots_done, len(self._tokens)) * per_slot, 2),
             "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
-            "adapter_tokens_per_s": {name: round(tokens / time_of_recent, 1) for name, tokens in own.items()},
+            "adapter_tokens_per_s": {name: round(tokens / window_s, 1) for name, tokens in own.items()},
         }
+
+    def _busy_slots(self, start: int, stop: int) -> int:
+        """Slots of [start, stop) that have work: no-ops and slots of failed adapters take no time."""
+        return int(max(self._busy[stop] - self._busy[start], 0))
+
+
+def _count_busy(slot_tokens: Sequence[Mapping[str, int]]) -> np.ndarray:
+    """Slots with work before each slot, [slots + 1]."""
+    return np.concatenate([[0], np.cumsum([bool(tokens) for tokens in slot_tokens])]).astype(np.int64)

@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 import jax
 
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import base_directory, plan_training, prepare
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.profile import Load, profile_stages
-from lorafusion_jax.pipeline.rebalance import Moved
-from lorafusion_jax.report.events import Event, Listener
-from lorafusion_jax.report.prediction import better_layout, measured_with
+from lorafusion_jax.planning.prediction import better_layout, measured_with
+from lorafusion_jax.planning.rebalance import Moved
+from lorafusion_jax.planning.training_plan import plan_training
+from lorafusion_jax.report.events import Listener, PhaseBegun
 from lorafusion_jax.training.base import check_mesh, device_bytes, load_stages
 from lorafusion_jax.training.batches import Batches
 from scheduling import CostModel, Plan, StageCost
@@ -48,7 +50,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
 
     def phase(text: str) -> None:
         for listener in listeners:
-            listener(Event(kind="phase", values={"text": text}))
+            listener(PhaseBegun(text=text))
 
     check_mesh(config)
     prepared = prepare(config, progress=phase)
@@ -69,13 +71,13 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     source = f"measured: {Path(config.base.model).name}, {of}, {device}, jax {jax.__version__}"
     loads = batches.loads(5)
     costs = profile_stages(stages, loads, repeats=repeats, source=source)
-    model, keep = ModelConfig.from_hf(base_directory(config)), stages[0].keep
+    model, remat = ModelConfig.from_hf(base_directory(config)), stages[0].remat
     better = better_layout(
         config,
         model,
         [stage.extent for stage in stages],
         [sum(_seconds(stage, load) for load in loads) for stage in costs.stages],
-        keep=keep,
+        remat=remat,
         device_bytes=device_bytes(),
     )
     costs = replace(
@@ -83,7 +85,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         capacity_tokens=plan.capacity_tokens,
         layers=tuple(stage.extent.count for stage in stages),
         measured_with=measured_with(
-            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, keep=keep
+            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, remat=remat
         ),
     )
     return Profile(costs, plan, better)

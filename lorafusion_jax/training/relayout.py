@@ -1,19 +1,23 @@
-"""What a begun run may change when it goes on: the devices it runs on, never what it computes."""
+"""What a begun run may change when it goes on: its devices and who still trains, never what an adapter computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from lorafusion_jax.checkpoint.new_run import SHOWN, differences
+from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import search_effort
 from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
-MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.keep", "train.block_layers", "save")
+MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.remat", "train.block_layers", "save")
+
+PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
 
 
-def go_on_with(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
+def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     """Applies `key=value` settings to the configuration of a begun run.
 
     Raises:
@@ -29,24 +33,86 @@ def go_on_with(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     return changed
 
 
-def plan_on(plan: Plan, config: JobConfig, slot: int) -> Plan:
+def check_settings(before: JobConfig | None, now: JobConfig) -> None:
+    """Makes sure that nobody edited the settings of a begun run; None: an earlier version did not note them.
+
+    Raises:
+        ConfigError: `run.config-changed`.
+    """
+    edited = [] if before is None else [one for one in differences(before, now) if not _may_differ(one.key)]
+    if edited:
+        more = f"; and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
+        raise ConfigError(
+            "run.config-changed",
+            "config.yaml is not the one that this run began with.",
+            where="; ".join(map(str, edited[:SHOWN])) + more,
+            why="the run goes on with the settings that it began with",
+            fix="put the old values back, or start a new run with lorafusion train",
+        )
+
+
+def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
+    """Makes sure that adapters can be left out of what is left of a run.
+
+    Args:
+        adapters: name → status.
+
+    Raises:
+        ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train.
+    """
+    errors = []
+    for name in names:
+        if name not in adapters:
+            fix = f"--drop takes one of: {', '.join(adapters)}"
+            errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
+        elif adapters[name] == "done":
+            what = f"{name} is done: there is nothing left of it to drop."
+            errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
+    raise_all(errors)
+
+
+def plan_for_mesh(
+    plan: Plan, config: JobConfig, slot: int, *, drop: Sequence[str] = (), failed: Sequence[str] = ()
+) -> Plan:
     """The plan with which a run goes on from a slot, on the mesh of its configuration.
 
-    It is the same plan if every slot that is left has a microbatch for each replica and keeps the distance of that many
-    stages. Otherwise the slots before stay, so that every checkpoint up to `slot` is one of the new plan, too, and what
-    is left is planned again.
+    It is the same plan if nothing is dropped and every slot that is left has a microbatch for each replica and keeps
+    the distance of that many stages. Otherwise the slots before stay, so that every checkpoint up to `slot` is one of
+    the new plan, too, and what is left is planned again.
+
+    Args:
+        drop: adapters that are left out from here on.
+        failed: adapters that train no more. Their samples keep their places in the same plan, which keeps the numbers
+            of the others bitwise; a new plan leaves them out.
     """
     there = (config.mesh.stages, config.mesh.replicas)
-    if all(layout[1:] == there for layout in plan.layouts if layout.end > slot):
+    stays = all(layout[1:] == there for layout in plan.layouts if layout.end > slot)
+    stopped = dict(plan.stopped)
+    if stays and all(name in stopped for name in drop):
         return plan
     stages, replicas = there
     return replan(
-        plan, at_slot=slot, num_stages=stages, data_parallel=replicas, seed=plan.seed, **search_effort(config)
+        plan,
+        at_slot=slot,
+        cancel=[name for name in dict.fromkeys([*drop, *failed]) if name not in stopped],
+        num_stages=stages,
+        data_parallel=replicas,
+        seed=plan.seed,
+        **search_effort(config),
+    )
+
+
+def _may_differ(key: str) -> bool:
+    """Settings that say where things lie have digests of what lies there."""
+    return (
+        _may_change(key)
+        or key.startswith(PLACES)
+        or (key.startswith("adapters.") and key.endswith((".data.train", ".data.eval", ".lora.init_from")))
     )
 
 
 def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
+    return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has an error of its own
 
 
 def _fixed(key: str) -> ConfigError:

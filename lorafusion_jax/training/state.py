@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from lorafusion_jax.errors import CheckpointError
 
 Status = Literal["running", "done", "failed"]
 
@@ -41,11 +44,39 @@ class Progress:
     plan: str = ""
     seconds: float = 0.0
 
+    @property
+    def unwritten(self) -> list[AdapterProgress]:
+        """Adapters that took their last step and have no folder: writing it failed."""
+        return [own for own in self.adapters.values() if own.status == "failed" and own.step == own.num_steps]
+
+    def drop(self, stopped: Iterable[tuple[str, int]]) -> list[AdapterProgress]:
+        """Marks the adapters as failed that the plan leaves out from some slot on; returns those that still trained."""
+        dropped = [
+            (own, slot)
+            for own, slot in ((self.adapters[name], slot) for name, slot in stopped)
+            if own.status == "running"
+        ]
+        for own, slot in dropped:
+            own.status, own.reason = "failed", f"dropped by hand at slot {slot}"
+        return [own for own, _ in dropped]
+
     def position(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(position: dict[str, Any]) -> Progress:
-        """Reads what `position` wrote."""
-        adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
-        return Progress(**(position | {"adapters": adapters}))
+        """Reads what `position` wrote.
+
+        Raises:
+            CheckpointError: `run.bad-state`, keys are missing or unknown.
+        """
+        try:
+            adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
+            return Progress(**(position | {"adapters": adapters}))
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise CheckpointError(
+                "run.bad-state",
+                f"the position of checkpoint {position.get('slot')} cannot be read.",
+                why=str(problem),
+                fix=f"remove state/{position.get('slot')} of the run folder to go on from the checkpoint before",
+            ) from None

@@ -51,4 +51,4 @@ def verify_exports(run: Path) -> dict[str, Check]:
         stage.start(lora)
     evaluate = Evaluator(config, prepared, Executor(stages, [spec.name for spec in specs]))
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
-    return {name: Check(trained=loss, exported=evaluate(name)[0]) for name, loss in losses.items()}
+    return {name: Check(trained=loss, exported=evaluate(name).loss) for name, loss in losses.items()}

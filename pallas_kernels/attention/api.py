@@ -14,17 +14,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels import policy
+from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
+from pallas_kernels.attention.hopper.common import TILE, AttentionConfig, Units
+from pallas_kernels.attention.hopper.dkv import KEYS, dkv
+from pallas_kernels.attention.hopper.dq import dq
+from pallas_kernels.attention.hopper.forward import forward
 from pallas_kernels.device import num_sms
-
-from .blocks import key_blocks, query_blocks
-from .common import TILE, AttentionConfig, Units
-from .dkv import KEYS, dkv
-from .dq import dq
-from .forward import forward
-
-_DTYPES = (jnp.bfloat16, jnp.float16)
-_WIDTHS = (64, 128)
 
 
 class Saved(NamedTuple):
@@ -40,22 +38,22 @@ class Saved(NamedTuple):
 
 
 def attention_forward(
-    q_THC: jax.Array,
-    k_TKC: jax.Array,
-    v_TKC: jax.Array,
-    first_T: jax.Array,
-    end_T: jax.Array,
+    q_THC: Float[Array, "T H C"],
+    k_TKC: Float[Array, "T K C"],
+    v_TKC: Float[Array, "T K C"],
+    first_T: Int[Array, " T"],
+    end_T: Int[Array, " T"],
     *,
     config: AttentionConfig | None = None,
-) -> tuple[jax.Array, Saved]:
+) -> tuple[Float[Array, "T H C"], Saved]:
     """o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and what backward needs.
 
     Args:
         first_T, end_T: int32, first row and end of each row's document, see `document_rows`.
     Raises:
-        NotImplementedError: these shapes or this dtype are not served, see `why_not`.
+        NotImplementedError: these shapes or this dtype are not served, see `unsupported_reason`.
     """
-    if reason := why_not(q_THC, k_TKC):
+    if reason := unsupported_reason(q_THC, k_TKC):
         raise NotImplementedError(f"packed attention for Hopper {reason}")
     bad_TK1 = ~(jnp.isfinite(k_TKC) & jnp.isfinite(v_TKC)).all(-1, keepdims=True)
     k, v = (jnp.where(bad_TK1, jnp.zeros((), x.dtype), x) for x in (k_TKC, v_TKC))
@@ -65,8 +63,8 @@ def attention_forward(
 
 
 def attention_backward(
-    saved: Saved, do_THC: jax.Array, *, config: AttentionConfig | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    saved: Saved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
+) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Gradients of q, k and v, the same bits in every run: sums have a fixed order and there are no atomics.
 
     Args:
@@ -83,18 +81,12 @@ def attention_backward(
     return grad_q, grad_k, grad_v
 
 
-def why_not(q_THC: jax.Array, k_TKC: jax.Array) -> str:
-    """Why the kernels cannot serve these arrays, whatever the device; empty if they can."""
+def unsupported_reason(q_THC: jax.Array, k_TKC: jax.Array) -> str | None:
+    """Why the kernels cannot serve these arrays, whatever the device; None if they can."""
     T, H, C = q_THC.shape
-    if q_THC.dtype not in _DTYPES:
-        return f"wants bfloat16 or float16, not {q_THC.dtype}"
-    if C not in _WIDTHS:
-        return f"wants a head width of {' or '.join(map(str, _WIDTHS))}, not {C}"
-    if T % KEYS:
-        return f"wants a multiple of {KEYS} rows, not {T}"
-    if H % k_TKC.shape[1]:
-        return f"wants a multiple of the {k_TKC.shape[1]} key heads as query heads, not {H}"
-    return ""
+    return policy.attention_unsupported_reason(
+        rows=T, heads=H, key_heads=k_TKC.shape[1], width=C, dtype=str(q_THC.dtype)
+    )
 
 
 def _queries(first_T: jax.Array, q_THC: jax.Array, k_TKC: jax.Array) -> jax.Array:

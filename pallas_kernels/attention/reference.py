@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
-def attention_reference(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array) -> jax.Array:
+def attention_reference(
+    q_THC: Float[Array, "T H C"], k_TKC: Float[Array, "T K C"], v_TKC: Float[Array, "T K C"], first_T: Int[Array, " T"]
+) -> Float[Array, "T H C"]:
     """o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, in float32."""
     T, H, C = q_THC.shape
     group = H // k_TKC.shape[1]

@@ -16,19 +16,29 @@ import jax.numpy as jnp
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
 from pallas_kernels.device import interprets, num_sms
 from pallas_kernels.dropout import BLOCK, keep_words
-from pallas_kernels.mosaic_gpu import gemm as mosaic
-from pallas_kernels.mosaic_gpu.da import LOW_RANK, DropDaConfig, drop_da
-from pallas_kernels.mosaic_gpu.down import DropDownConfig, drop_down
-from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig, wide_dsdb
-from pallas_kernels.mosaic_gpu.tiling import ROWS
+from pallas_kernels.linear import passes
+from pallas_kernels.linear.hopper import gemm as hopper
+from pallas_kernels.linear.hopper.da import LOW_RANK, DropDaConfig, drop_da, drop_da_config
+from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down, drop_down_config
+from pallas_kernels.linear.hopper.dsdb import WideDsdbConfig, wide_dsdb, wide_dsdb_config
+from pallas_kernels.linear.hopper.gemm_config import GemmConfig as HopperGemmConfig
+from pallas_kernels.linear.hopper.gemm_config import gemm_config as hopper_gemm_config
+from pallas_kernels.linear.hopper.tiling import ROWS, fit
+from pallas_kernels.linear.passes.config import (
+    DaConfig,
+    DownConfig,
+    DsdbConfig,
+    da_config,
+    down_config,
+    dsdb_config,
+    fit_pass,
+)
+from pallas_kernels.linear.split_graph import Prepared, prepare
+from pallas_kernels.linear.triton import gemm as triton
+from pallas_kernels.policy import MIN_RANK, padded_rank
 from pallas_kernels.problem import Operands, Static
-from pallas_kernels.split_graph import MIN_RANK, Prepared, padded_rank, prepare
+from pallas_kernels.sizes import row_block
 from pallas_kernels.tiles import row_adapter
-from pallas_kernels.triton import gemm as triton_gemm
-from pallas_kernels.triton.da import DaConfig, da
-from pallas_kernels.triton.down import DownConfig, down
-from pallas_kernels.triton.dsdb import DsdbConfig, dsdb
-from pallas_kernels.tuning import config as tuning
 
 SETS = 3  # copies of the large operand a call walks through, so that it never sits in the cache
 
@@ -50,33 +60,33 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
     t, k, n, r, tile = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank), _tile(spec)
     over_x, over_dy, product = _work(spec)
     yield from _compared(
-        tuning.fit_pass(tuning.down_config(t, k, r, tile), r, drops=bool(spec.rate)), down_grid(quick),
+        fit_pass(down_config(t, k, r, tile), r, drops=bool(spec.rate)), down_grid(quick),
         lambda config: k % (config.block_k * config.split_k) == 0 and tile % config.block_t == 0,
         kernel="down", run=_down, **over_x,
     )  # fmt: skip
     yield from _compared(
-        tuning.fit_pass(tuning.da_config(t, k, r, tile), r, drops=bool(spec.rate)), da_grid(quick),
+        fit_pass(da_config(t, k, r, tile), r, drops=bool(spec.rate)), da_grid(quick),
         lambda config: k % config.block_k == 0 and tile % config.block_t == 0,
         kernel="da", run=_da, **over_x,
     )  # fmt: skip
     yield from _compared(
-        tuning.fit_pass(tuning.dsdb_config(t, n, r, tile), r, drops=False), dsdb_grid(quick),
+        fit_pass(dsdb_config(t, n, r, tile), r, drops=False), dsdb_grid(quick),
         lambda config: n % (config.block_n * config.split_n) == 0 and tile % config.chunk == 0,
         kernel="dsdb", run=_dsdb, **over_dy,
     )  # fmt: skip
     if tile % ROWS == 0:
         yield from hopper_passes(spec, quick)
-    rows = tuning.row_block(tile, 128)  # of a product's block; shorter tiles take the same grid lower
-    hopper = [dataclasses.replace(config, tile_m=min(config.tile_m, rows)) for config in mosaic_grid(quick)]
-    triton = [dataclasses.replace(config, block_m=min(config.block_m, rows)) for config in triton_grid(quick)]
+    rows = row_block(tile, 128)  # of a product's block; shorter tiles take the same grid lower
+    of_hopper = [dataclasses.replace(config, tile_m=min(config.tile_m, rows)) for config in hopper_grid(quick)]
+    of_triton = [dataclasses.replace(config, block_m=min(config.block_m, rows)) for config in triton_grid(quick)]
     for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
         yield from _compared(
-            tuning.mosaic_gemm_config(t, inner, outer, r, tile, transposed=kernel == "dx"), _fitted(hopper, r),
+            hopper_gemm_config(t, inner, outer, r, tile, transposed=kernel == "dx"), _fitted(of_hopper, r),
             lambda config, i=inner, o=outer: config.divides(t, o, i),
             kernel="mosaic_" + kernel, run=run, large=large, **product,
         )  # fmt: skip
         yield from _compared(
-            tuning.triton_gemm_config(inner, outer, r, tile), triton,
+            triton.gemm_config(inner, outer, r, tile), of_triton,
             lambda config, i=inner, o=outer: o % config.block_n == 0 and i % config.block_k == 0,
             kernel="triton_" + kernel, run=run, large=large, **product,
         )  # fmt: skip
@@ -88,17 +98,17 @@ def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
     over_x, over_dy, _ = _work(spec)
     if spec.rate and k % BLOCK == 0:
         yield from _compared(
-            tuning.fit(tuning.drop_down_config(t, k), r), _fitted(drop_down_grid(quick), r),
+            fit(drop_down_config(t, k), r), _fitted(drop_down_grid(quick), r),
             lambda config: k % (BLOCK * config.split_k) == 0,
             kernel="mosaic_down", run=_drop_down, **over_x,
         )  # fmt: skip
         yield from _compared(
-            tuning.fit(tuning.drop_da_config(t, k, r), r), _fitted(drop_da_grid(quick), r),
+            fit(drop_da_config(t, k, r), r), _fitted(drop_da_grid(quick), r),
             lambda config: k % config.block_k == 0,
             kernel="mosaic_da", run=_drop_da, **over_x,
         )  # fmt: skip
     yield from _compared(
-        tuning.fit(tuning.wide_dsdb_config(t, n), r), _fitted(wide_dsdb_grid(quick), r),
+        fit(wide_dsdb_config(t, n), r), _fitted(wide_dsdb_grid(quick), r),
         lambda config: n % (config.block_n * config.split_n) == 0,
         kernel="mosaic_dsdb", run=_wide_dsdb, **over_dy,
     )  # fmt: skip
@@ -111,9 +121,9 @@ def _compared[C](own: C | None, grid: list[C], fits: Callable[[C], bool], **rest
         yield from (Candidate(config=config, **rest) for config in (own, *others))
 
 
-def _fitted[C: (mosaic.GemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](grid: list[C], rank: int) -> list[C]:
+def _fitted[C: (HopperGemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](grid: list[C], rank: int) -> list[C]:
     """What fits into shared memory, with fewer pipeline stages where it must."""
-    return [config for config in (tuning.fit(config, rank) for config in grid) if config.stages > 1]
+    return [config for config in (fit(config, rank) for config in grid) if config.stages > 1]
 
 
 def _work(spec: LinearSpec) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -212,25 +222,25 @@ def dsdb_grid(quick: bool) -> list[DsdbConfig]:
     return grid[:4] if quick else grid
 
 
-def mosaic_grid(quick: bool) -> list[mosaic.GemmConfig]:
+def hopper_grid(quick: bool) -> list[HopperGemmConfig]:
     tall = {"split_n": False, "along_n": False}
     grid = [
-        mosaic.GemmConfig(),
-        mosaic.GemmConfig(**tall),
-        mosaic.GemmConfig(along_n=False, band=16),
-        mosaic.GemmConfig(**tall, band=16),
-        mosaic.GemmConfig(stages=3, store_n=64),
-        mosaic.GemmConfig(stages=3, store_n=64, split_n=False),
-        mosaic.GemmConfig(tile_m=64, tile_n=256, stages=3, split_n=False),
+        HopperGemmConfig(),
+        HopperGemmConfig(**tall),
+        HopperGemmConfig(along_n=False, band=16),
+        HopperGemmConfig(**tall, band=16),
+        HopperGemmConfig(stages=3, store_n=64),
+        HopperGemmConfig(stages=3, store_n=64, split_n=False),
+        HopperGemmConfig(tile_m=64, tile_n=256, stages=3, split_n=False),
     ]
     return grid[:2] if quick else grid
 
 
-def triton_grid(quick: bool) -> list[triton_gemm.GemmConfig]:
+def triton_grid(quick: bool) -> list[triton.GemmConfig]:
     grid = [
-        triton_gemm.GemmConfig(num_stages=4),
-        triton_gemm.GemmConfig(num_stages=3),
-        triton_gemm.GemmConfig(block_n=128, num_warps=4),
+        triton.GemmConfig(num_stages=4),
+        triton.GemmConfig(num_stages=3),
+        triton.GemmConfig(block_n=128, num_warps=4),
     ]
     return grid[:2] if quick else grid
 
@@ -258,7 +268,6 @@ def make_inputs(spec: LinearSpec) -> tuple[Inputs, dict[str, list[jax.Array]]]:
     static = Static(
         tile=_tile(spec),
         num_adapters=spec.adapters,
-        backend="pallas_mosaic_gpu",
         single=single,
         interpret=interprets(),
     )
@@ -279,12 +288,14 @@ def make_inputs(spec: LinearSpec) -> tuple[Inputs, dict[str, list[jax.Array]]]:
 def _down(inputs: Inputs, config: DownConfig, x: jax.Array, w: jax.Array) -> jax.Array:
     prepared = inputs.prepared
     blocks = prepared.block_adapter(config.block_t)
-    return down(x, prepared.bank_a(), blocks, inputs.bits, config=config, interpret=prepared.static.interpret)
+    return passes.load().down(
+        x, prepared.bank_a(), blocks, inputs.bits, config=config, interpret=prepared.static.interpret
+    )
 
 
 def _da(inputs: Inputs, config: DaConfig, x: jax.Array, w: jax.Array) -> jax.Array:
     prepared = inputs.prepared
-    return da(
+    return passes.load().da(
         x, inputs.ds, inputs.bits, prepared.chunks(config.block_t, config.blocks_per_chunk), config=config,
         contiguous=prepared.contiguous(config.block_t, config.blocks_per_chunk), interpret=prepared.static.interpret,
     ).sum(0)  # fmt: skip
@@ -315,7 +326,7 @@ def _wide_dsdb(inputs: Inputs, config: WideDsdbConfig, dy: jax.Array, w: jax.Arr
 
 def _dsdb(inputs: Inputs, config: DsdbConfig, dy: jax.Array, w: jax.Array):
     prepared = inputs.prepared
-    ds_partials, partials = dsdb(
+    ds_partials, partials = passes.load().dsdb(
         dy, inputs.s, prepared.bank_b(0), prepared.block_adapter(config.chunk), config=config,
         interpret=prepared.static.interpret,
     )  # fmt: skip
@@ -332,13 +343,13 @@ def _dx(inputs: Inputs, config: Any, dy: jax.Array, w: jax.Array) -> jax.Array:
 
 def _gemm(inputs: Inputs, config: Any, lhs, rhs, low, bank, *, transposed, bits=None) -> jax.Array:
     prepared = inputs.prepared
-    if isinstance(config, mosaic.GemmConfig):
+    if isinstance(config, HopperGemmConfig):
         blocks = prepared.block_adapter(config.tile_m)
-        return mosaic.gemm(
+        return hopper.gemm(
             lhs, rhs, low, bank, blocks, transposed=transposed, bits=bits, config=config, num_sms=num_sms()
         )
     blocks = prepared.block_adapter(config.block_m)
-    return triton_gemm.gemm(
+    return triton.gemm(
         lhs, rhs, low, bank, blocks, transposed=transposed, bits=bits, config=config,
         interpret=prepared.static.interpret,
     )  # fmt: skip

@@ -1,35 +1,27 @@
-"""Measured tile sizes, one JSON file per device: every timing with its conditions, not only the winner.
-
-`data/nvidia_h200.json` is shipped; `tune.tune` writes such files.  A stored configuration is taken for exactly the
-shape it was measured at, with or without dropout as it was measured, and only where it beat the heuristic's choice
-clearly: the 20th to 80th percentiles of the two do not overlap.  Every other call uses the heuristics of `config`.
-A file whose configurations are not those of this version's kernels is refused.
-
-T packed tokens · K in features · N out features · R padded rank
-"""
+"""The tuner's side of `config_store`: which configuration each kernel has, and how a table is written."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
-import re
 import tempfile
-from collections.abc import Iterable
-from typing import Any
 
-from pallas_kernels.mosaic_gpu.da import DropDaConfig
-from pallas_kernels.mosaic_gpu.down import DropDownConfig
-from pallas_kernels.mosaic_gpu.dsdb import WideDsdbConfig
-from pallas_kernels.mosaic_gpu.gemm import GemmConfig as MosaicGemmConfig
-from pallas_kernels.triton.da import DaConfig
-from pallas_kernels.triton.down import DownConfig
-from pallas_kernels.triton.dsdb import DsdbConfig
-from pallas_kernels.triton.gemm import GemmConfig as TritonGemmConfig
+from pallas_kernels import config_store
+from pallas_kernels.config_store import DATA as DATA
+from pallas_kernels.config_store import Entry as Entry
+from pallas_kernels.config_store import Table as Table
+from pallas_kernels.config_store import file_name as file_name
+from pallas_kernels.config_store import key as key
+from pallas_kernels.config_store import shipped as shipped
+from pallas_kernels.linear.hopper.da import DropDaConfig
+from pallas_kernels.linear.hopper.down import DropDownConfig
+from pallas_kernels.linear.hopper.dsdb import WideDsdbConfig
+from pallas_kernels.linear.hopper.gemm_config import GemmConfig as HopperGemmConfig
+from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig
+from pallas_kernels.linear.triton.gemm import GemmConfig as TritonGemmConfig
 
-DATA = pathlib.Path(__file__).resolve().parent / "data"
 CONFIGS = {
     "down": DownConfig,
     "dsdb": DsdbConfig,
@@ -37,113 +29,20 @@ CONFIGS = {
     "mosaic_down": DropDownConfig,
     "mosaic_da": DropDaConfig,
     "mosaic_dsdb": WideDsdbConfig,
-    "mosaic_fwd": MosaicGemmConfig,
-    "mosaic_dx": MosaicGemmConfig,
+    "mosaic_fwd": HopperGemmConfig,
+    "mosaic_dx": HopperGemmConfig,
     "triton_fwd": TritonGemmConfig,
     "triton_dx": TritonGemmConfig,
 }
 
-PASSES_OVER_X = ("down", "da", "mosaic_down", "mosaic_da")
-PASSES_OVER_DY = ("dsdb", "mosaic_dsdb")
-WITHOUT_MASK = (*PASSES_OVER_DY, "mosaic_fwd", "triton_fwd")  # dropout is no business of theirs
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One kernel with one choice of tiles at one shape; microseconds."""
-
-    kernel: str
-    tokens: int
-    in_features: int
-    out_features: int
-    rank: int
-    rate: float
-    config: dict[str, Any]
-    p20_us: float
-    p50_us: float
-    p80_us: float
-
-    @property
-    def key(self) -> tuple:
-        return key(self.kernel, self.tokens, self.in_features, self.out_features, self.rank, dropout=self.rate > 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """All measurements of one device."""
-
-    device: str
-    conditions: dict[str, str]  # versions, date
-    entries: tuple[Entry, ...] = ()
-
-    def best(self, key: tuple, heuristic: Any) -> Any:
-        """Returns the fastest configuration of a shape; the heuristic's own where nothing beat it clearly."""
-        found = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.p50_us)
-        own = [entry for entry in found if entry.config == dataclasses.asdict(heuristic)]
-        if not own or found[0].p80_us >= own[0].p20_us:
-            return heuristic
-        return CONFIGS[found[0].kernel](**found[0].config)
-
-    def has(self, key: tuple, config: Any) -> bool:
-        return any(entry.key == key and entry.config == dataclasses.asdict(config) for entry in self.entries)
-
-    def without(self, key: tuple, configs: Iterable[Any]) -> Table:
-        gone = [dataclasses.asdict(config) for config in configs]
-        kept = (entry for entry in self.entries if entry.key != key or entry.config not in gone)
-        return dataclasses.replace(self, entries=tuple(kept))
-
-
-def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int, *, dropout: bool) -> tuple:
-    """What the time of a kernel depends on: a pass over x does not care for N, one over dY not for K.
-
-    Args:
-        dropout: whether there are keep bits to make or to read; at which rate they were drawn does not matter.
-    """
-    return (
-        kernel,
-        tokens,
-        0 if kernel in PASSES_OVER_DY else in_features,
-        0 if kernel in PASSES_OVER_X else out_features,
-        rank,
-        dropout and kernel not in WITHOUT_MASK,
-    )
-
-
-def file_name(device_kind: str) -> str:
-    """ "NVIDIA H200" -> "nvidia_h200.json"."""
-    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
-
-
-@functools.cache
-def shipped(device_kind: str) -> Table:
-    """The table that comes with the package; an empty one for a device nobody measured."""
-    return load(DATA / file_name(device_kind)) or Table(device=device_kind, conditions={})
-
 
 def load(path: pathlib.Path) -> Table | None:
-    """Reads a table; None where there is no file.
+    """Reads a table of this version's kernels; None where there is no file.
 
     Raises:
         ValueError: the file is no table of this version.
     """
-    if not path.exists():
-        return None
-    try:
-        raw = json.loads(path.read_text())
-        entries = tuple(_entry(entry) for entry in raw["entries"])
-        return Table(device=raw["device"], conditions=raw["conditions"], entries=entries)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no tuning table: {error}; delete it and tune again") from error
-
-
-def _entry(raw: dict[str, Any]) -> Entry:
-    entry = Entry(**raw)
-    if entry.kernel not in CONFIGS:
-        raise TypeError(f"there is no kernel {entry.kernel!r}")
-    known = [field.name for field in dataclasses.fields(CONFIGS[entry.kernel])]
-    if odd := sorted(set(entry.config) ^ set(known)):
-        raise TypeError(f"options of {entry.kernel} have changed: {', '.join(odd)}")
-    return entry
+    return config_store.load(path, CONFIGS)
 
 
 def save(table: Table, path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import jax
 
 from pallas_kernels.arg_specs import LinearSpec
 from pallas_kernels.device import is_hopper
-from pallas_kernels.split_graph import padded_rank
+from pallas_kernels.policy import padded_rank
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning.timing import time_calls
 

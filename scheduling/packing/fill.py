@@ -57,7 +57,7 @@ def fill_microbatch(
         tokens: per job, their tokens.
     """
     tile, tiles = problem.tile_tokens, problem.tiles
-    parts = []
+    parts: list[tuple[int, int, int]] = []
     for job in order:
         take, taken = mask[job], tokens[job]
         if not take:

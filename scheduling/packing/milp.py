@@ -1,3 +1,5 @@
+# pyright: basic
+# scipy has no types.
 """The exact answer for small instances: a mixed-integer program, solved by HiGHS through scipy.
 
 For a given number of slots: x[i, t, r] = sample i runs in slot t, replica r; k[a, t, r] = tiles of adapter a there;

@@ -16,7 +16,7 @@ deadline cuts in.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 from math import exp
@@ -96,7 +96,7 @@ class _Beam:
                 self.hurry = True
                 del level[1:]  # no time left: only finish the most promising one, the plain way
             before = self.budget.evaluations
-            found: dict[tuple, _Node] = {}
+            found: dict[tuple[tuple[int, ...], ...], _Node] = {}
             for node in level:
                 for child in self._children(node, slot):
                     key = (child.batch, child.mask, child.ready)
@@ -133,7 +133,7 @@ class _Beam:
 
     def _children(self, node: _Node, slot: int) -> Iterator[_Node]:
         free = [job for job, mask in enumerate(node.mask) if mask and node.ready[job] <= slot]
-        seen = set()
+        seen: set[Hashable] = set()
         orders = self._orders(node, free)
         for order, choose in product(orders, self.choosers[: 1 if self.hurry else 2]):
             mask, tokens = list(node.mask), list(node.tokens)

@@ -125,7 +125,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
     here, there = bins.tokens_of(heavy), bins.tokens_of(light)
-    for place in best.tolist():
+    for place in map(int, best):
         row, column = divmod(place, len(comes))
         gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
         come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]

@@ -6,7 +6,8 @@ import json
 from html import escape
 
 from scheduling.plots.colors import adapter_colors, adapter_names
-from scheduling.timeline import Span, Timeline
+from scheduling.spans import Span
+from scheduling.timeline import Timeline
 
 MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 
@@ -37,7 +38,7 @@ def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compar
     return template
 
 
-def _data(timeline: Timeline, colors: dict[str, str]) -> dict:
+def _data(timeline: Timeline, colors: dict[str, str]) -> dict[str, object]:
     names = adapter_names(timeline)
     index_of = {name: index for index, name in enumerate(names)}
     spans = _ends(timeline.spans, MOST_SPANS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduling.timeline import Pause, Span, Timeline
+from scheduling.spans import Pause, Span
+from scheduling.timeline import Timeline
 
 
 def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from html import escape
 from typing import NamedTuple
 
 from scheduling.plots.colors import adapter_colors
-from scheduling.timeline import Pause, Span, Timeline
+from scheduling.spans import Pause, Span
+from scheduling.timeline import Timeline
 
 ROW, GAP, LEFT, TOP, HOST = 34, 8, 64, 30, 14
 
@@ -112,7 +113,7 @@ def _bars(timeline: Timeline, span: Span, x: float, wide: float, y: float, color
 
 
 def _axis(start: float, end: float, width: int, y: float) -> list[str]:
-    marks = []
+    marks: list[str] = []
     for index in range(6):
         x = LEFT + (width - LEFT - 10) * index / 5
         anchor = "start" if index == 0 else "end" if index == 5 else "middle"
@@ -122,7 +123,7 @@ def _axis(start: float, end: float, width: int, y: float) -> list[str]:
 
 
 def _legend(colors: dict[str, str], y: float) -> list[str]:
-    parts = []
+    parts: list[str] = []
     for index, (name, color) in enumerate(colors.items()):
         x, row = LEFT + index % 6 * 170, y + index // 6 * 20
         parts.append(f'<rect x="{x}" y="{row - 10}" width="12" height="12" fill="{color}"/>')

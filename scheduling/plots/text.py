@@ -6,7 +6,8 @@ from itertools import islice
 from string import ascii_lowercase
 
 from scheduling.plots.colors import adapter_names
-from scheduling.timeline import Span, Timeline
+from scheduling.spans import Span
+from scheduling.timeline import Timeline
 
 IDLE = "·"
 

@@ -85,6 +85,7 @@ def test_configuration_and_tokenizer_come_along_and_pickles_do_not(arrays, tmp_p
     merge_arrays(base, SPEC, arrays, tmp_path / "out", finish=lambda folder: (folder / "README.md").write_text("card"))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "README.md",
+        "SHA256SUMS",
         "config.json",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",

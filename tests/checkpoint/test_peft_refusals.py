@@ -26,7 +26,10 @@ def leaves(num_layers=2, in_features=8, rank=2):
 
 @pytest.fixture
 def folder(tmp_path):
-    return export_adapter(leaves(), SPEC, 0, "org/base-1B", tmp_path / "law")
+    """A folder as PEFT leaves it: without digests."""
+    written = export_adapter(leaves(), SPEC, 0, "org/base-1B", tmp_path / "law")
+    (written / "SHA256SUMS").unlink()
+    return written
 
 
 def edit_config(folder, **changes):

@@ -28,4 +28,3 @@ def test_a_disk_that_takes_no_checkpoint_is_told_once(slots, tmp_path, request, 
     does = "goes on: the checkpoint of slot 3 is intact" if slots else "begins anew: no checkpoint was written yet"
     assert caught.value.fix.endswith(f"lorafusion resume {tmp_path / 'run'} {does}")
     assert "Traceback" not in capfd.readouterr().err
-    store.close()

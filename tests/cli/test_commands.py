@@ -34,7 +34,7 @@ def test_init_prints_a_job_file_that_checks(lorafusion, tmp_path, tiny_base):
     path.write_text(outcome.out)
     checked = lorafusion("check", path, f"base.model={tiny_base}", "--json")
     assert checked.code == 0, checked.err
-    assert list(json.loads(checked.out)["adapters"]) == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+    assert list(json.loads(checked.out)["adapters"]) == ["law", "chat-lr1e-4", "chat-lr2e-4"]
     assert json.loads(checked.out)["warnings"] == []
 
 
@@ -307,7 +307,9 @@ def test_version(lorafusion):
 
 
 def test_every_command_has_help_with_an_example(lorafusion):
-    names = "demo, init, check, plan, train, resume, status, timeline, export, profile, tune, doctor, data preview"
+    names = (
+        "demo, init, check, plan, train, resume, status, timeline, export, verify, profile, tune, doctor, data preview"
+    )
     for command in names.split(", "):
         outcome = lorafusion(*command.split(), "--help")
         assert outcome.code == 0
@@ -347,7 +349,7 @@ def test_resume_on_another_mesh(lorafusion, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
     assert lorafusion("resume", run, "batch.capacity_tokens=8").errors == ["resume.fixed"]
-    resumed = lorafusion("resume", run, "mesh.data=2", "train.keep=nothing")
+    resumed = lorafusion("resume", run, "mesh.data=2", "train.remat=nothing")
     assert resumed.code == 0, resumed.err
     assert weights(run) == weights(finished[1])
 

@@ -43,6 +43,9 @@ def test_one_adapter_fails_and_the_other_is_done(lorafusion, job, finished):
     assert exported.code == 0
     assert re.search("law failed in training: .*not finite.*; check these weights", exported.out)
     assert "failed" not in lorafusion("export", out, "med", "--to", job.folder / "med").out
+    assert lorafusion("resume", out, "--drop", "nobody").errors == ["resume.unknown-adapter"]
+    assert lorafusion("resume", out, "--drop", "med").errors == ["resume.done"]
+    assert lorafusion("resume", out, "--drop", "law").code == 3
 
 
 def test_every_adapter_fails(lorafusion, job):

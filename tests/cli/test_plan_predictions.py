@@ -9,7 +9,7 @@ import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.memory import GIB, USABLE, memory_problem, stage_memory
+from lorafusion_jax.planning.memory import GIB, USABLE, memory_problem, stage_memory
 from pallas_kernels.cost import H200
 from scheduling import CostModel, CostParts, PassCost, StageCost
 
@@ -51,7 +51,7 @@ def test_memory_is_that_of_the_model_in_whole_and_in_parts(lorafusion, large):
     for row in memory["stages"]:
         assert row["total"] == sum(size for name, size in row.items() if name != "total")
     assert memory["layers"] == [8, 8.5, 8.5, 7]
-    assert (memory["keep"], memory["fits"], memory["advice"]) == ("everything", True, "")
+    assert (memory["remat"], memory["fits"], memory["advice"]) == ("everything", True, "")
 
 
 def test_screen_shows_memory_and_fit(lorafusion, large):
@@ -66,19 +66,19 @@ def test_auto_keeps_less_before_it_gives_up(lorafusion, large):
         return plan(lorafusion, large, *arguments, "--device", "h100", "--device-memory", str(size))["memory"]
 
     needs = [
-        memory(79, f"train.keep={keep}")["stages"][0]["total"] / USABLE / GIB for keep in ("everything", "gemm_inputs")
+        memory(79, f"train.remat={keep}")["stages"][0]["total"] / USABLE / GIB for keep in ("everything", "gemm_inputs")
     ]
-    keeps = [memory(f"{size:.3f}")["keep"] for size in (needs[0] + 0.01, needs[0] - 0.01, needs[1] - 0.01)]
+    keeps = [memory(f"{size:.3f}")["remat"] for size in (needs[0] + 0.01, needs[0] - 0.01, needs[1] - 0.01)]
     assert keeps == ["everything", "gemm_inputs", "nothing"]
 
 
 def test_what_does_not_fit_comes_with_a_capacity_that_does(lorafusion, large):
     small = ("--device", "h100", "--device-memory", "30")
-    text = lorafusion("plan", large.path, "train.keep=gemm_inputs", *small).out
+    text = lorafusion("plan", large.path, "train.remat=gemm_inputs", *small).out
     assert "does not fit" in text
-    assert text.endswith(f"next: lorafusion plan {large.path} train.keep=gemm_inputs train.keep=nothing\n")
-    capacity = re.search(r"to make it fit: batch.capacity_tokens: (\d+) or train.keep: nothing", text)[1]
-    fitting = plan(lorafusion, large, "train.keep=gemm_inputs", f"batch.capacity_tokens={capacity}", *small)
+    assert text.endswith(f"next: lorafusion plan {large.path} train.remat=gemm_inputs train.remat=nothing\n")
+    capacity = re.search(r"to make it fit: batch.capacity_tokens: (\d+) or train.remat: nothing", text)[1]
+    fitting = plan(lorafusion, large, "train.remat=gemm_inputs", f"batch.capacity_tokens={capacity}", *small)
     assert fitting["memory"]["fits"]
     assert fitting["memory"]["advice"] == ""
 

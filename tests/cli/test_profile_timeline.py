@@ -11,8 +11,8 @@ import pytest
 from cli_helpers import make_job
 
 from lorafusion_jax.cli.main import run
-from lorafusion_jax.pipeline.extent import counts_of
-from lorafusion_jax.pipeline.rebalance import Moved
+from lorafusion_jax.layout.extent import counts_of
+from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
 from scheduling import AdapterJob, CostModel, Plan, Span, Timeline, make_plan
@@ -63,7 +63,7 @@ def test_profile_says_how_layers_should_lie(lorafusion, two_stages, monkeypatch)
         asked.append((counts_of(layers), seconds, most))
         return Moved([1.5, 0.5], 0.25)
 
-    monkeypatch.setattr("lorafusion_jax.report.prediction.rebalanced", rebalanced)
+    monkeypatch.setattr("lorafusion_jax.planning.prediction.rebalanced", rebalanced)
     to = job.folder / "third.json"
     outcome = lorafusion("profile", job.path, TWO, "train.max_steps=1", "-o", to, "--repeats", "1")
     assert "with 'mesh.layers=[1.5,0.5]' the slowest would take 25.0 % less" in outcome.out
@@ -130,7 +130,7 @@ def test_costs_of_other_layers_or_microbatches_are_refused(lorafusion, two_stage
     assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
 
 
-def test_costs_of_another_model_keep_or_fsdp_are_refused(lorafusion, two_stages, tmp_path):
+def test_costs_of_another_model_remat_or_fsdp_are_refused(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     model = CostModel.from_json(costs.read_text())
     parameters = model.measured_with["base parameters"]
@@ -138,31 +138,43 @@ def test_costs_of_another_model_keep_or_fsdp_are_refused(lorafusion, two_stages,
         "base.dtype": "float32",
         "base parameters": 0,
         "mesh.fsdp": 1,
-        "train.keep": "everything",  # what auto came to on a CPU
+        "train.remat": "everything",  # what auto came to on a CPU
     }
-    other, file = {"base parameters": 8, "mesh.fsdp": 2, "train.keep": "nothing"}, tmp_path / "other.json"
+    other, file = {"base parameters": 8, "mesh.fsdp": 2, "train.remat": "nothing"}, tmp_path / "other.json"
     file.write_text(replace(model, measured_with=model.measured_with | other).to_json())
-    for arguments in (("plan", job.path, TWO, "train.keep=everything"), ("timeline", run_folder)):
+    for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
         outcome = lorafusion(*arguments, "--cost-model", file)
         assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
         said = " ".join(outcome.err.split())
         measured, wanted = (
-            f"base parameters={count}, mesh.fsdp={fsdp}, train.keep={keep}"
-            for count, fsdp, keep in ((8, 2, "nothing"), (parameters, 1, "everything"))
+            f"base parameters={count}, mesh.fsdp={fsdp}, train.remat={remat}"
+            for count, fsdp, remat in ((8, 2, "nothing"), (parameters, 1, "everything"))
         )
         assert f"costs measured with {measured} for {wanted}" in said
-        assert "lorafusion profile JOBS mesh.fsdp=1 train.keep=everything" in said
+        assert "lorafusion profile JOBS mesh.fsdp=1 train.remat=everything" in said
 
 
-def test_keep_auto_takes_costs_of_any_keep_and_a_run_those_of_its_own(lorafusion, two_stages, tmp_path):
+def test_remat_auto_takes_costs_of_any_policy_and_a_run_those_of_its_own(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     model, file = CostModel.from_json(costs.read_text()), tmp_path / "nothing.json"
-    file.write_text(replace(model, measured_with=model.measured_with | {"train.keep": "nothing"}).to_json())
-    for keep, code in (("auto", 0), ("nothing", 0), ("gemm_inputs", 2)):
-        assert lorafusion("plan", job.path, TWO, f"train.keep={keep}", "--cost-model", file).code == code
+    file.write_text(replace(model, measured_with=model.measured_with | {"train.remat": "nothing"}).to_json())
+    for remat, code in (("auto", 0), ("nothing", 0), ("gemm_inputs", 2)):
+        assert lorafusion("plan", job.path, TWO, f"train.remat={remat}", "--cost-model", file).code == code
     outcome = lorafusion("timeline", run_folder, "--cost-model", file)  # which was told auto and kept everything
     assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-    assert "costs measured with train.keep=nothing for train.keep=everything" in outcome.err
+    assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
+
+
+def test_costs_measured_under_the_old_name_of_the_setting_are_compared_all_the_same(lorafusion, two_stages, tmp_path):
+    job, costs, run_folder = two_stages
+    model, file = CostModel.from_json(costs.read_text()), tmp_path / "old-name.json"
+    old = {name: value for name, value in model.measured_with.items() if name != "train.remat"}
+    old["train.keep"] = "nothing"
+    file.write_text(replace(model, measured_with=old).to_json())
+    for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
+        outcome = lorafusion(*arguments, "--cost-model", file)
+        assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
+        assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
 
 
 def test_costs_that_do_not_say_what_they_were_measured_with_are_taken(lorafusion, two_stages, tmp_path):

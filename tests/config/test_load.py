@@ -72,10 +72,10 @@ adapters:
         )
     )
     assert [adapter.name for adapter in config.adapters] == [
-        "chat@rank=8+lr=1e-4",
-        "chat@rank=8+lr=2e-4",
-        "chat@rank=32+lr=1e-4",
-        "chat@rank=32+lr=2e-4",
+        "chat-rank8-lr1e-4",
+        "chat-rank8-lr2e-4",
+        "chat-rank32-lr1e-4",
+        "chat-rank32-lr2e-4",
     ]
     assert [(a.lora.rank, a.optim.lr) for a in config.adapters] == [(8, 1e-4), (8, 2e-4), (32, 1e-4), (32, 2e-4)]
     assert all(a.lora.targets == ["q_proj", "v_proj"] for a in config.adapters)
@@ -83,7 +83,7 @@ adapters:
 
 def test_a_shared_list_sweeps_every_adapter(tmp_path):
     config = load_config(write(tmp_path, SMALL + "optim: {lr: [1e-4, 2e-4]}\n"))
-    assert [adapter.name for adapter in config.adapters] == ["law@lr=1e-4", "law@lr=2e-4"]
+    assert [adapter.name for adapter in config.adapters] == ["law-lr1e-4", "law-lr2e-4"]
 
 
 def test_overrides_reach_sections_and_adapters(tmp_path):
@@ -143,8 +143,8 @@ def test_an_override_of_an_adapter_that_is_not_there_lists_those_that_are(tmp_pa
 
 
 def test_one_adapter_of_a_sweep_cannot_be_set_alone_and_the_error_says_so(tmp_path):
-    (text,) = errors_of(write(tmp_path, SMALL), ["adapters.law@lr=1e-4.optim.lr=3"]).values()
-    assert "those of a sweep all at once" in text
+    (text,) = errors_of(write(tmp_path, SMALL), ["adapters.law-lr1e-4.optim.lr=3"]).values()
+    assert "those of a sweep are set all at once" in text
 
 
 def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
@@ -265,6 +265,21 @@ def test_a_resolved_configuration_reads_back_equal(tmp_path):
     assert read_resolved(tmp_path / "config.yaml") == config
 
 
+def test_a_setting_that_was_renamed_is_refused_by_both_names(tmp_path):
+    for file, overrides in ((SMALL + "train: {keep: nothing}\n", ()), (SMALL, ("train.keep=nothing",))):
+        errors = errors_of(write(tmp_path, file), overrides)
+        assert list(errors) == ["config.renamed-key"]
+        assert "'train.keep' is now 'train.remat'" in errors["config.renamed-key"]
+
+
+def test_the_configuration_of_a_run_that_began_under_an_old_name_is_read(tmp_path):
+    config = load_config(write(tmp_path, SMALL + "train: {remat: nothing}\n"))
+    text = dump_config(config)
+    assert text.count("  remat: nothing\n") == 1
+    (tmp_path / "config.yaml").write_text(text.replace("  remat: nothing\n", "  keep: nothing\n"))
+    assert read_resolved(tmp_path / "config.yaml") == config
+
+
 def test_settings_without_effect_are_named(tmp_path):
     config = load_config(write(tmp_path, SMALL + "optim: {name: adamw, momentum: 0.9}\n"))
     assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]
@@ -274,4 +289,4 @@ def test_the_printed_starting_point_is_a_valid_job(tmp_path):
     from lorafusion_jax.cli.init import TEXT
 
     config = load_config(write(tmp_path, TEXT))
-    assert [adapter.name for adapter in config.adapters] == ["law", "chat@lr=1e-4", "chat@lr=2e-4"]
+    assert [adapter.name for adapter in config.adapters] == ["law", "chat-lr1e-4", "chat-lr2e-4"]

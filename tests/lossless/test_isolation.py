@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,9 @@ from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.optim.step import hyper
-from lorafusion_jax.pipeline.extent import Extent
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
@@ -97,21 +98,22 @@ def copy(tree):
 
 
 def step(two, grads, alive=(True, True)):
-    """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, verdict and finite leaves."""
+    """Steps the first adapter; returns weights, sums, losses, optimizer, who is alive, summary and finite leaves."""
     programs, lora, _, configs = two
     spec, optim = programs._parts.specs[0], configs[0].optim
     optimizer = programs.init_optimizer(spec, optim, lora)
-    gradient, verdict, finite, sums, loss = programs.finish(spec, np.int32(0), copy(grads), jnp.array([[1.0, 2.0]]))
-    after, optimizer, alive = programs.step(
-        spec, optim, np.int32(0), copy(lora), gradient, optimizer, jnp.array(alive), [verdict], hyper(optim, 1e-2)
+    closed = programs.close_batch(spec, np.int32(0), copy(grads), {"loss": jnp.array([[1.0, 2.0]])}, jnp.array(alive))
+    gradient, summary, finite, sums, totals = closed
+    after, optimizer, alive, *_ = programs.step(
+        spec, optim, np.int32(0), copy(lora), gradient, optimizer, jnp.array(alive), [summary], hyper(optim, 1e-2)
     )
-    return after, sums, loss, optimizer, alive, verdict, finite
+    return after, sums, totals["loss"], optimizer, alive, summary, finite
 
 
 def test_a_step_touches_its_own_adapter_only(two):
     _, lora, grads, _ = two
-    after, sums, loss, _, alive, verdict, _ = step(two, grads)
-    assert (float(verdict.loss), float(verdict.finite)) == (1.0, 1.0)
+    after, sums, loss, _, alive, summary, _ = step(two, grads)
+    assert (float(summary.loss), float(summary.finite)) == (1.0, 1.0)
     np.testing.assert_array_equal(alive, [True, True])
     rank = 2
     for name, before in lora.items():
@@ -136,16 +138,16 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, pois
         name: leaf.at[0, 0, 0, 0, 0].set(poison) if name.endswith("lora_b") else leaf for name, leaf in grads.items()
     }
     state = programs.init_optimizer(programs._parts.specs[0], configs[0].optim, lora)
-    after, _, _, kept, alive, verdict, finite = step(two, bad)
-    jax.tree.map(np.testing.assert_array_equal, (after, kept), (lora, state))
+    after, _, _, kept, alive, summary, finite = step(two, bad)
+    chex.assert_trees_all_equal((after, kept), (lora, state))
     np.testing.assert_array_equal(alive, [False, True])
-    assert float(verdict.finite) == 0.0
+    assert float(summary.finite) == 0.0
     assert np.asarray(finite).tolist() == [True, False]  # in order of names: lora_a, lora_b
 
 
 def test_an_adapter_that_is_not_alive_takes_no_further_step(two):
     _, lora, grads, _ = two
     after, sums, _, _, alive, _, _ = step(two, grads, alive=(False, True))
-    jax.tree.map(np.testing.assert_array_equal, after, lora)
+    chex.assert_trees_all_equal(after, lora)
     np.testing.assert_array_equal(alive, [False, True])
     assert not any(np.any(leaf[:, :, 0]) for leaf in sums.values())

@@ -103,7 +103,7 @@ def test_joint_is_alone(run):
 def test_packing_does_not_change_the_result(run):
     """Nor does who shares a microbatch, which these two runs differ in as well."""
     small, large = run(ADAPTERS).weights, run(PAIR, batch=LARGE).weights
-    repeated = run(PAIR, train={"block_layers": 1, "keep": "nothing"}).weights
+    repeated = run(PAIR, train={"block_layers": 1, "remat": "nothing"}).weights
     for name in PAIR:
         assert worst_difference(small[name], large[name]) < TOLERANCE
         assert worst_difference(small[name], repeated[name]) < TOLERANCE

@@ -1,4 +1,4 @@
-"""The decoder with adapters: its switches change no number, and company changes no sample."""
+"""The decoder with adapters: company changes no sample."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ TILE = 16
 ROWS = 160  # of every microbatch: one program serves all tests
 
 
-def parts(**options):
+def parts():
     """Splits a decoder whose B is not zero, so that every LoRA weight has a gradient."""
-    model = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32, **options)
+    model = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32)
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rng = np.random.default_rng(3)
     lora = dict(nnx.to_flat_state(lora))
@@ -84,7 +84,7 @@ SAMPLES = [(adapter, RNG.integers(1, 40, n)) for adapter, n in [(0, 37), (1, 16)
 
 
 @pytest.fixture(scope="module")
-def unrolled():
+def decoder():
     graph, lora, frozen = parts()
     return step(graph, frozen), lora
 
@@ -99,33 +99,8 @@ def close(got, wanted, relative):
         np.testing.assert_allclose(got[name], leaf, atol=relative * largest, err_msg=name)
 
 
-@pytest.mark.parametrize(("layers", "remat"), [("unroll", "full"), ("scan", "none")])
-def test_scan_and_remat_give_the_same_numbers(unrolled, layers, remat):
-    run, lora = unrolled
-    batch = microbatch(SAMPLES)
-    (_, wanted), wanted_grads = run(lora, *batch)
-    graph, other_lora, frozen = parts(layers=layers, remat=remat)
-    if layers == "scan":
-        other_lora = stacked(lora, other_lora)
-    (_, losses), grads = step(graph, frozen)(other_lora, *batch)
-    if layers == "scan":
-        wanted_grads = stacked(wanted_grads, other_lora)
-    # The same float32 operations, fused otherwise by the compiler.
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    close(flat(grads), flat(wanted_grads), 1e-5)
-
-
-def stacked(unrolled_state, like):
-    leaves = flat(unrolled_state)
-    out = []
-    for path, leaf in nnx.to_flat_state(like):
-        names = [".".join(map(str, (path[0], layer, *path[1:]))) for layer in range(CONFIG.num_layers)]
-        out.append((path, leaf.replace(jnp.stack([leaves[name] for name in names]))))
-    return nnx.from_flat_state(out)
-
-
-def test_every_used_lora_weight_learns_and_no_other(unrolled):
-    run, lora = unrolled
+def test_every_used_lora_weight_learns_and_no_other(decoder):
+    run, lora = decoder
     grads = run(lora, *microbatch(SAMPLES))[1]
     for path, grad in nnx.to_flat_state(grads):
         used = (
@@ -139,9 +114,9 @@ def test_every_used_lora_weight_learns_and_no_other(unrolled):
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)))
-def test_packed_sample_is_the_sample_alone(unrolled, number):
+def test_packed_sample_is_the_sample_alone(decoder, number):
     """Loss and gradient of adapter k from sample i among others = from sample i and nothing else of k."""
-    run, lora = unrolled
+    run, lora = decoder
     adapter = SAMPLES[number][0]
     company = [sample for i, sample in enumerate(SAMPLES) if i == number or sample[0] != adapter]
     (_, together), grads = run(lora, *microbatch(company))
@@ -152,8 +127,8 @@ def test_packed_sample_is_the_sample_alone(unrolled, number):
     close(pick(grads), pick(grads_alone), 1e-5)
 
 
-def test_nan_weights_of_one_adapter_leave_the_other_alone(unrolled):
-    run, lora = unrolled
+def test_nan_weights_of_one_adapter_leave_the_other_alone(decoder):
+    run, lora = decoder
     batch = microbatch(SAMPLES)
     (_, clean), clean_grads = run(lora, *batch)
     path = ("layers", 0, "self_attn", "q_proj", "lora_b")
@@ -188,7 +163,7 @@ def test_shapes_cost_no_memory():
         family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=4, num_heads=32,
         num_kv_heads=8, head_dim=128,
     )  # fmt: skip
-    model = nnx.eval_shape(lambda: Decoder(big, ADAPTERS, layers="scan"))
+    model = nnx.eval_shape(lambda: Decoder(big, ADAPTERS))
     size = sum(np.prod(leaf.shape) for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam))))
     assert size == big.num_parameters
 

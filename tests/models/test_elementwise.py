@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from lorafusion_jax.models.rope import apply_rope
-from pallas_kernels.gate import silu_gate
+from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.norm import rms_norm
 
 RNG = np.random.default_rng(0)

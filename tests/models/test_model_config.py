@@ -94,7 +94,55 @@ def test_samples_beyond_an_active_window_are_refused():
     config.check_length(4096)
     with pytest.raises(CheckpointError, match=r"4097 tokens.*last 4096 only"):
         config.check_length(4097)
-    read().check_length(10**6)
+    read(max_position_embeddings=10**6).check_length(10**6)
+
+
+@pytest.mark.parametrize(("changes", "positions"), [
+    ({"max_position_embeddings": 256}, 256),
+    ({}, 2048),
+    ({"architectures": ["Qwen2ForCausalLM"]}, 32768),
+    ({"max_position_embeddings": 256, "rope_scaling": {"type": "linear", "factor": 4}}, 1024),
+    ({"max_position_embeddings": 256, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 256),
+])  # fmt: skip
+def test_samples_beyond_the_positions_are_refused(changes, positions):
+    config = read(**changes)
+    config.check_length(positions)
+    with pytest.raises(CheckpointError, match=f"{positions + 1} tokens.*knows {positions} positions") as caught:
+        config.check_length(positions + 1)
+    assert caught.value.fix == f"data.max_length: {positions}"
+
+
+@pytest.mark.parametrize("changes", [
+    {"architectures": [["LlamaForCausalLM"]]},
+    {"architectures": 5},
+    {"architectures": None, "model_type": ["llama"]},
+    {"num_hidden_layers": 10**9},
+    {"vocab_size": 10**12},
+    {"vocab_size": True},
+    {"hidden_size": 2},
+    *({"rms_norm_eps": value} for value in ("abc", math.nan, [1], 0, -1.0)),
+    {"max_position_embeddings": "x"},
+    *({"rope_theta": value} for value in ("x", math.nan, -5)),
+    {"rope_scaling": {"type": ["linear"], "factor": 2}},
+    {"rope_scaling": {"type": "linear", "factor": 0}},
+    {"rope_scaling": {"type": "linear"}},
+    {"quantization_config": "gptq"},
+    {"architectures": ["MistralForCausalLM"], "sliding_window": "x"},
+    {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "layer_types": 3},
+    {"tie_word_embeddings": "no"},
+])  # fmt: skip
+def test_values_of_wrong_types_and_ranges_are_refused(changes):
+    with pytest.raises(CheckpointError) as caught:
+        read(**changes)
+    assert caught.value.code == "model.bad-config"
+    assert next(key for key in reversed(changes)) in caught.value.what or "rope" in str(changes)
+
+
+@pytest.mark.parametrize("text", ['{"a": ' * 5000, '{"vocab_size": ' + "9" * 5000 + "}"])
+def test_a_file_that_no_reader_takes_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.bad-config"):
+        ModelConfig.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(("changes", "said"), [

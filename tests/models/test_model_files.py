@@ -57,15 +57,6 @@ def test_kernels_are_transposed_and_tables_are_not():
     assert len(loaded) == len(stored)
 
 
-def test_scanned_layers_hold_the_same_leaves_stacked():
-    unrolled = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.float32))
-    scanned = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.float32, layers="scan"))
-    for name, stack in scanned.items():
-        for layer, leaf in enumerate(stack if name.startswith("layers.") else ()):
-            np.testing.assert_array_equal(leaf, unrolled[name.replace("layers.", f"layers.{layer}.")])
-    assert sum(leaf.size for leaf in scanned.values()) == sum(leaf.size for leaf in unrolled.values())
-
-
 def test_lora_leaves_are_those_of_a_fresh_decoder():
     fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
     loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
@@ -91,13 +82,12 @@ def test_each_device_reads_and_holds_its_part():
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["unroll: same", "scan: same"]
+    assert run.stdout.splitlines() == ["same"]
 
 
-@pytest.mark.parametrize("source", ["unroll", "scan"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 8000], ids=["one file", "shards"])
-def test_saved_model_is_the_loaded_one(tmp_path, source, shard_bytes):
-    model = load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16, layers=source)
+def test_saved_model_is_the_loaded_one(tmp_path, shard_bytes):
+    model = load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16)
     out = save_decoder(model, tmp_path / "out", shard_bytes=shard_bytes)
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     assert all(file.stat().st_size < shard_bytes + 4096 for file in out.glob("*.safetensors"))
@@ -111,7 +101,7 @@ def test_saved_file_is_the_one_it_came_from(tmp_path):
 
 
 def test_edit_changes_what_is_written(tmp_path):
-    model = load_decoder(PLAIN, dtype=jnp.float32, layers="scan")
+    model = load_decoder(PLAIN, dtype=jnp.float32)
     out = save_decoder(
         model, tmp_path / "out", edit=lambda name, x: x + 1 if name == "layers.1.self_attn.q_proj.kernel" else x
     )
@@ -140,7 +130,7 @@ def test_taken_folder_is_not_overwritten(model_dir):
 
 def test_host_holds_about_one_tensor(tmp_path):
     config = ModelConfig.from_hf(PLAIN).to_hf() | {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 6}
-    big = Decoder(ModelConfig.from_hf(config | {"intermediate_size": 1024}), dtype=jnp.float32, layers="scan")
+    big = Decoder(ModelConfig.from_hf(config | {"intermediate_size": 1024}), dtype=jnp.float32)
     save_decoder(big, tmp_path / "big", shard_bytes=4 * 2**20)
     tracemalloc.start()
     try:

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_mlp, lora_siblings
-from pallas_kernels.gate import silu_gate
+from pallas_kernels.mlp.xla import silu_gate
 
 WIDE = AdapterSpec(name="wide", rank=4, alpha=8)
 THIN = AdapterSpec(name="thin", rank=2, alpha=3, rslora=True, targets=("k_proj",), seed=1)

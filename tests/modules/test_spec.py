@@ -21,6 +21,7 @@ def test_all_wrong_numbers_are_told_at_once():
     assert codes == ["lora.rank", "lora.alpha", "lora.dropout", "lora.no-target"]
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("rank", [2.5, "8", None])
 def test_a_rank_that_is_no_whole_number_is_refused(rank):
     with pytest.raises(ConfigError, match="is not a whole number") as caught:
@@ -28,6 +29,7 @@ def test_a_rank_that_is_no_whole_number_is_refused(rank):
     assert caught.value.code == "lora.rank"
 
 
+@pytest.mark.wrong_types
 def test_one_target_may_stand_for_itself():
     assert AdapterSpec(name="a", rank=2, alpha=4, targets="up").targets == ("up",)
 

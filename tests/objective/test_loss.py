@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.objective import adapter_hits, adapter_losses
+from lorafusion_jax.objective import adapter_losses, token_losses
 from lorafusion_jax.objective.loss import chunk_rows
 
 A = 3
@@ -118,12 +118,39 @@ def test_loss_does_not_depend_on_the_place_in_the_microbatch():
     np.testing.assert_allclose(alone[0], together[1], rtol=1e-6)
 
 
-def test_hits_count_rows_whose_best_token_is_the_target():
-    hidden, head, targets, weights, row_adapter = problem()
-    hit = (hidden @ head).argmax(-1) == targets
-    wanted = [(weights * hit)[row_adapter == k].sum() for k in range(A)]
-    assert max(wanted) > 0
-    np.testing.assert_allclose(adapter_hits(hidden, head, targets, weights, row_adapter, A), wanted, rtol=1e-5)
+def test_each_row_has_its_own_loss_and_gradient():
+    """Any function of the rows' losses may be differentiated: here the square of each sum of ten rows."""
+    hidden, head, targets, weights, _ = problem(T=100)
+    weights = (weights > 0).astype(np.float32)
+
+    def squares(hidden):
+        return (token_losses(hidden, head, targets, weights).reshape(10, 10).sum(1) ** 2).sum()
+
+    def plainly(hidden):
+        log_p = jax.nn.log_softmax(hidden @ head)
+        losses = jnp.where(weights != 0, -log_p[jnp.arange(100), targets], 0)
+        return (losses.reshape(10, 10).sum(1) ** 2).sum()
+
+    loss, grad = jax.value_and_grad(squares)(hidden)
+    with jax.enable_x64(True):
+        wanted, wanted_grad = jax.value_and_grad(plainly)(hidden.astype(np.float64))
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(grad, wanted_grad, atol=1e-5 * np.abs(wanted_grad).max())
+
+
+@pytest.mark.parametrize("tokens", [100, 50_000, 5_000_000], ids=["small", "large", "huge"])
+def test_a_large_batch_loses_no_digits_of_a_float16_gradient(tokens):
+    """Slopes times 1 / tokens would be less than the smallest float16: 16 % off at 50 000, nothing left at 5 million.
+
+    The backward pass gets the gradient of `scale` · loss, so that the result itself is in the range of float16.
+    """
+    hidden, head, targets, weights, row_adapter = problem(D=64)
+    low = (jnp.asarray(hidden / 4, jnp.float16), jnp.asarray(head / 4, jnp.float16))
+    weights = np.where(weights > 0, np.float32(1 / tokens), 0)
+    grad = jax.grad(lambda hidden: tokens * total(hidden, low[1], targets, weights, row_adapter)[0])(low[0])
+    wanted = tokens * meaning(*(np.asarray(x, np.float64) for x in low), targets, weights, row_adapter)[1]
+    error = np.linalg.norm(np.asarray(grad, np.float64) - wanted) / np.linalg.norm(wanted)
+    assert error < 2**-10  # two roundings to 11 bits
 
 
 def test_all_logits_never_exist_at_once():

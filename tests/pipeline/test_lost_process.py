@@ -19,7 +19,7 @@ UNHEALTHY = (
     "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n"
     "The tasks have crashed. Check the task logs for an earlier error."
 )
-ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/agreed/7/1 and duration: 30m"
+ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/any/7/1 and duration: 30m"
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_a_bug_stays_what_it_is(problem):
 
 def test_the_advice_for_a_device_without_memory_is_no_setting_that_it_had():
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB")
-    assert "train.keep=nothing" in stage_failed(full, 1, 7, ["law"], keep="everything").fix
-    assert stage_failed(full, 1, 7, ["law"], keep="nothing").fix.startswith("a new run with a lower")
+    assert "train.remat=nothing" in stage_failed(full, 1, 7, ["law"], remat="everything").fix
+    assert stage_failed(full, 1, 7, ["law"], remat="nothing").fix.startswith("a new run with a lower")

@@ -317,6 +317,6 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
     run = executor.Executor([Slow(0), Slow(1)], ["law", "med"])
     issued = [(stage, adapter) for adapter in ("law", "med") for stage in (0, 1)]
     for stage, adapter in issued:
-        run.finish(Event("update", stage, slot=0), adapter)
-    run.settle()
+        run.close_batch(Event("update", stage, slot=0), adapter)
+    run.wait_dispatched()
     assert [(stage, ["law", "med"][number]) for stage, number in order] == issued

@@ -4,17 +4,19 @@ import threading
 import time
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lorafusion_jax.config.specs import adapter_specs
-from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline import profile
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.training.base import load_stages
 from lorafusion_jax.training.batches import Batches
 
@@ -30,10 +32,10 @@ def test_making_what_other_stages_would_send_is_not_timed():
         return jnp.zeros(2)
 
     middle = SimpleNamespace(weights=SimpleNamespace(embed=None, head=None), noise=slow, forward=quick, backward=quick)
-    Stage.run_alone(middle, None)
-    assert max(Stage.run_alone(middle, None)) < PAUSE_S
+    Stage.time_passes(middle, None)
+    assert max(Stage.time_passes(middle, None)) < PAUSE_S
     middle.forward = slow
-    forward, backward = Stage.run_alone(middle, None)
+    forward, backward = Stage.time_passes(middle, None)
     assert backward < PAUSE_S <= forward
 
 
@@ -59,7 +61,7 @@ def test_stages_are_timed_on_numbers_that_draw_power(middle):
 def test_a_stage_does_not_rest_between_timed_passes(middle):
     """A GPU that waits for a compiler cools, and is faster after that than in a run."""
     stage, batch = middle
-    stage.run_alone(batch)
+    stage.time_passes(batch)
     compiled = []
 
     def listen(event, seconds, **_):
@@ -70,7 +72,7 @@ def test_a_stage_does_not_rest_between_timed_passes(middle):
         jax.jit(lambda: jnp.zeros(3))()  # is noticed
         assert compiled
         compiled.clear()
-        stage.run_alone(batch)
+        stage.time_passes(batch)
         assert compiled == []
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -79,10 +81,10 @@ def test_a_stage_does_not_rest_between_timed_passes(middle):
 def test_timing_a_step_leaves_weights_as_they_are(middle):
     """NaNs draw little power: whatever is timed after they came into the weights looks faster than it is."""
     stage, batch = middle
-    stage.run_alone(batch)  # some gradients are zero: B is
+    stage.time_passes(batch)  # some gradients are zero: B is
     before = jax.tree.map(np.asarray, stage.lora)
     assert profile._update_seconds(stage, 2) > 0
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, stage.lora))
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, stage.lora))
 
 
 LOADS = [profile.Load(None, 128, squares) for squares in (4096, 16384)]  # type: ignore[arg-type]
@@ -95,7 +97,7 @@ def profiled(monkeypatch):
     monkeypatch.setattr(profile, "_update_seconds", lambda stage, repeats: 0.0)
     monkeypatch.setattr(profile, "_transfer_seconds", lambda stages, load, repeats: 0.0)
     return lambda *passes: profile.profile_stages(
-        [SimpleNamespace(mesh=None, run_alone=each) for each in passes], LOADS
+        [SimpleNamespace(mesh=None, time_passes=each) for each in passes], LOADS
     )
 
 
@@ -103,11 +105,11 @@ def test_stages_are_timed_side_by_side(profiled):
     met = threading.Barrier(2, timeout=30)
 
     def taking(seconds):
-        def run_alone(batch):
+        def time_passes(batch):
             met.wait()  # for the other stage
             return seconds, 2 * seconds
 
-        return run_alone
+        return time_passes
 
     costs = profiled(taking(1.0), taking(3.0))
     assert [stage.forward.seconds(128, 4096) for stage in costs.stages] == pytest.approx([1.0, 3.0])

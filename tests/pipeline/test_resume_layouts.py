@@ -9,12 +9,13 @@ from mixed import assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.checkpoint import folder as run_folder
 from lorafusion_jax.config import load_config
-from lorafusion_jax.data.prepare import plan_training, prepare
+from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.record import check_record, make_record
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
-from lorafusion_jax.training.relayout import go_on_with, plan_on
+from lorafusion_jax.training.relayout import apply_resume_overrides, plan_for_mesh
 
 TOLERANCE = 1e-5  # as in test_layouts
 NAMES = ("law", "code")  # code has batches of 8 samples in 3 or more slots, so a save falls into the middle of one
@@ -71,7 +72,7 @@ def in_the_middle_of_a_batch(run) -> bool:
         ({"stages": 2, "data": 2}, []),
         ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
         ({}, ["mesh.data=2", "mesh.fsdp=2"]),
-        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.keep=nothing"]),
+        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )
@@ -104,10 +105,10 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
     run, whole = cut_runs({}, {})
     folder, overrides = RunFolder(run), ["mesh.data=2", "mesh.fsdp=2"]
     slot = max(int(path.name) for path in folder.state.iterdir())
-    wanted = plan_on(folder.read_plan(), go_on_with(folder.read_config(), overrides), slot)
+    wanted = plan_for_mesh(folder.read_plan(), apply_resume_overrides(folder.read_config(), overrides), slot)
     (run / "timeline.json").write_text("of the sitting before")
 
-    write, written = run_folder._write, []
+    write, written = run_folder.replace_text, []
 
     def killed(count: int):
         def write_and_die(path, text):
@@ -117,14 +118,14 @@ def test_a_move_may_be_cut_anywhere(cut_runs, monkeypatch):
                 raise PowerCut
 
         written.clear()
-        monkeypatch.setattr(run_folder, "_write", write_and_die)
+        monkeypatch.setattr(run_folder, "replace_text", write_and_die)
         with pytest.raises(PowerCut):
             resume(run, overrides)
-        monkeypatch.setattr(run_folder, "_write", write)
+        monkeypatch.setattr(run_folder, "replace_text", write)
 
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         killed(count)
-    assert written == ["config.yaml", "run.json", "plan.json"]
+    assert written == ["run.json", "config.yaml", "run.json", "plan.json"]
     assert folder.read_plan() == wanted
     assert not (run / "timeline.json").exists(), "its slots are not those of this plan"
 
@@ -147,19 +148,22 @@ def planned(tmp_path_factory, deep_base):
 
 def test_a_plan_changes_only_where_it_must(planned):
     config, _, plan = planned
-    assert plan_on(plan, go_on_with(config, ["mesh.data=1", "mesh.fsdp=2", "train.keep=nothing"]), 3) is plan
-    elsewhere = go_on_with(config, ["mesh.stages=1"])
-    moved = plan_on(plan, elsewhere, 3)
+    assert (
+        plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.data=1", "mesh.fsdp=2", "train.remat=nothing"]), 3)
+        is plan
+    )
+    elsewhere = apply_resume_overrides(config, ["mesh.stages=1"])
+    moved = plan_for_mesh(plan, elsewhere, 3)
     assert moved.slots[:3] == plan.slots[:3]
-    assert plan_on(moved, elsewhere, 3) is plan_on(moved, elsewhere, 5) is moved
-    assert plan_on(moved, config, moved.num_slots) is moved, "nothing is left to plan"
-    back = plan_on(moved, elsewhere, 2)  # slot 2 was run for 2 stages, and the checkpoint after it is gone
+    assert plan_for_mesh(moved, elsewhere, 3) is plan_for_mesh(moved, elsewhere, 5) is moved
+    assert plan_for_mesh(moved, config, moved.num_slots) is moved, "nothing is left to plan"
+    back = plan_for_mesh(moved, elsewhere, 2)  # slot 2 was run for 2 stages, and the checkpoint after it is gone
     assert [layout.end for layout in back.layouts] == [2, back.num_slots]
 
 
 def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
     config, prepared, plan = planned
-    moved = plan_on(plan, go_on_with(config, ["mesh.stages=1"]), 3)
+    moved = plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.stages=1"]), 3)
     record = make_record(config, prepared, plan)
     with pytest.raises(CheckpointError, match=r"run\.other-plan"):
         check_record(record, prepared, moved)
@@ -178,18 +182,19 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
         (["adapters.law.optim.lr=1"], "resume.fixed", "starts a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
         (["mesh.stages=none"], "config.override", ""),
-        (["train.keep=all"], "config.override", ""),
+        (["train.remat=all"], "config.override", ""),
+        (["train.keep=nothing"], "config.renamed-key", "train.remat"),
     ],
 )
 def test_what_a_begun_run_cannot_change(planned, overrides, code, fix):
     with pytest.raises(ConfigError) as caught:
-        go_on_with(planned[0], overrides)
+        apply_resume_overrides(planned[0], overrides)
     assert caught.value.code == code
     assert fix in caught.value.fix
 
 
 def test_layers_belong_to_their_number_of_stages(planned):
-    config = go_on_with(planned[0], ["mesh.layers=[1, 4]"])
+    config = apply_resume_overrides(planned[0], ["mesh.layers=[1, 4]"])
     assert config.mesh.layers == (1, 4)
-    assert go_on_with(config, ["mesh.stages=1"]).mesh.layers is None
-    assert go_on_with(config, ["train.keep=nothing"]).mesh.layers == (1, 4)
+    assert apply_resume_overrides(config, ["mesh.stages=1"]).mesh.layers is None
+    assert apply_resume_overrides(config, ["train.remat=nothing"]).mesh.layers == (1, 4)

@@ -65,3 +65,37 @@ def test_an_adapter_that_is_done_has_no_time_left(clock):
     seen = meter.snapshot(20)
     assert seen["adapter_eta_s"] == {"law": 0, "med": 0}
     assert seen["eta_s"] == 0
+
+
+def test_slow_slots_count_in_rates_and_time_left(clock):
+    """One slot in three takes three times as long; the median of them would not know."""
+    slots = [{"law": 1000}] * 90
+    meter = Meter(slots, 2000, {"law": 89})
+    for slot in range(50):
+        run(clock, meter, [slot], 3.0 if slot % 3 == 0 else 1.0)
+    seen = meter.snapshot(50)
+    measured = [3.0 if slot % 3 == 0 else 1.0 for slot in range(WARM_UP, 50)]
+    mean = sum(measured) / len(measured)
+    assert seen["useful_tokens_per_s"] == pytest.approx(1000 / mean, abs=0.1)
+    assert seen["processed_tokens_per_s"] == pytest.approx(2000 / mean, abs=0.1)
+    assert seen["eta_s"] == pytest.approx(40 * mean, abs=0.01)
+    assert seen["adapter_eta_s"]["law"] == pytest.approx(40 * mean, abs=0.01)
+    assert mean == pytest.approx(5 / 3, rel=0.01)
+
+
+def test_slots_without_work_take_no_time(clock):
+    meter = Meter([{"law": 80}] * 10 + [{}] * 4 + [{"law": 80}] * 2, 100, {"law": 15})
+    run(clock, meter, range(10), 0.5)
+    assert meter.snapshot(10)["eta_s"] == 2 * 0.5
+
+
+def test_a_failed_adapter_leaves_rates_and_time_left(clock):
+    meter = Meter(SLOTS[:10] + [{"med": 80}] * 10, 100, {"law": 9, "med": 19})
+    run(clock, meter, range(8), 0.5)
+    meter.drop("med", 8)
+    run(clock, meter, range(8, 10), 0.5)
+    seen = meter.snapshot(10)
+    assert seen["eta_s"] == 0
+    assert seen["adapter_eta_s"] == {"law": 0, "med": 0}
+    assert seen["adapter_tokens_per_s"] == {"law": 120, "med": 3 * 20 / 5 / 0.5}
+    assert seen["useful_tokens_per_s"] == (3 * 80 + 2 * 60) / 5 / 0.5

@@ -9,24 +9,33 @@ import re
 import pytest
 
 from lorafusion_jax.report import recorder
-from lorafusion_jax.report.events import Event
+from lorafusion_jax.report.events import (
+    AdapterDone,
+    AdapterEvaluated,
+    PhaseBegun,
+    RunStarted,
+    SlotDone,
+    StateSaved,
+    StepTaken,
+)
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.report.summary import final_rows, throughput
 from lorafusion_jax.training.meter import Meter
 
 
-def step(slot: int, adapter: str = "law", number: int = 1, loss: float = 2.0) -> Event:
-    return Event(
-        kind="step",
-        slot=slot,
-        adapter=adapter,
-        step=number,
-        values={"loss": loss, "grad_norm": 0.5, "lr": 1e-4, "loss_tokens": 90},
+def step(slot: int, adapter: str = "law", number: int = 1, loss: float = 2.0, **metrics: float) -> StepTaken:
+    return StepTaken(
+        slot=slot, adapter=adapter, step=number, loss=loss, grad_norm=0.5, lr=1e-4, loss_tokens=90, metrics=metrics
     )
 
 
-def evaluation(slot: int, number: int, loss: float) -> Event:
-    return Event(kind="eval", slot=slot, adapter="law", step=number, values={"eval_loss": loss, "eval_tokens": 40})
+def evaluation(slot: int, number: int, loss: float) -> AdapterEvaluated:
+    return AdapterEvaluated(slot=slot, adapter="law", step=number, eval_loss=loss, eval_tokens=40)
+
+
+def started(slot: int, **values) -> RunStarted:
+    sizes = {"slots": 3, "density": 1.0, "capacity_tokens": 64, "trainable": 1, "frozen": 2}
+    return RunStarted(slot=slot, device="cpu", plan="0", adapters={}, **sizes, **values)
 
 
 def documented() -> dict[str, set[str]]:
@@ -39,7 +48,7 @@ def test_rows_are_the_documented_ones(tmp_path):
     meter = Meter([{"law": 30}, {"law": 20, "med": 10}], 64, {"law": 1, "med": 1})
     meter.slots_done([0])
     write = Recorder(tmp_path)
-    slot = Event(kind="slot", slot=1, values=meter.snapshot(1) | {"bubble_share": 0.04})
+    slot = SlotDone(slot=1, **meter.snapshot(1), bubble_share=0.04)
     for event in (step(1), evaluation(1, 1, 1.5), slot):
         write(event)
     rows = read_rows(tmp_path / "metrics.jsonl")
@@ -47,11 +56,19 @@ def test_rows_are_the_documented_ones(tmp_path):
     assert all(isinstance(row["time"], float) and isinstance(row["slot"], int) for row in rows)
 
 
+def test_metrics_of_an_objective_stand_under_their_own_names(tmp_path):
+    write = Recorder(tmp_path)
+    write(step(1, margin=0.25))
+    write(step(2, margin=math.nan))
+    assert [row["margin"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.25, None]
+    assert "metrics" not in read_rows(tmp_path / "metrics.jsonl")[0]
+
+
 def test_numbers_and_changes_go_to_their_own_files_and_phases_nowhere(tmp_path):
     write = Recorder(tmp_path)
     write(step(1))
-    write(Event(kind="saved", slot=1, values={"path": "state/1"}))
-    write(Event(kind="phase", values={"text": "planning"}))
+    write(StateSaved(slot=1, path="state/1", seconds=0.1))
+    write(PhaseBegun(text="planning"))
     assert [row["kind"] for row in read_rows(tmp_path / "metrics.jsonl")] == ["step"]
     assert [row["kind"] for row in read_rows(tmp_path / "events.jsonl")] == ["saved"]
 
@@ -80,10 +97,10 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
 
 def test_resume_drops_what_will_be_written_again(tmp_path):
     write = Recorder(tmp_path)
-    write(Event(kind="started", slot=0))
+    write(started(0))
     for slot in (1, 2, 3):
         write(step(slot, number=slot))
-    write(Event(kind="adapter-done", slot=3, adapter="law", step=3))
+    write(AdapterDone(slot=3, adapter="law", step=3))
     again = Recorder(tmp_path, resume_slot=2)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [row["kind"] for row in read_rows(tmp_path / "events.jsonl")] == ["started"]  # history stays
@@ -106,9 +123,9 @@ def test_speed_is_that_of_the_devices_that_a_run_is_on(tmp_path, monkeypatch):
     write = Recorder(tmp_path)
     keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
     for sitting, (data, speeds) in enumerate([(1, [10, 10]), (2, [20]), (2, [30, 40])]):
-        write(Event(kind="started", slot=sitting, values={"mesh": {"stages": 1, "data": data}}))
+        write(started(sitting, mesh={"stages": 1, "data": data}))
         for speed in speeds:
-            write(Event(kind="slot", slot=sitting, values=dict.fromkeys(keys, speed)))
+            write(SlotDone(slot=sitting, slots=5, **dict.fromkeys(keys, speed)))
     assert throughput(tmp_path) == dict.fromkeys(keys, 30)
 
 

@@ -4,63 +4,68 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
-from lorafusion_jax.report.events import Event
+from lorafusion_jax.report.events import (
+    AdapterDone,
+    AdapterEvaluated,
+    AdapterFailed,
+    PhaseBegun,
+    ProgramCompiled,
+    RunEvent,
+    RunMoved,
+    RunStarted,
+    SlotDone,
+    StepTaken,
+)
 from lorafusion_jax.report.screen import Screen
 
 PLAN = "9f3c1a4b5c6d" + "0" * 52
-SPEED = {
-    "slots": 412,
-    "useful_tokens_per_s": 38900.0,
-    "processed_tokens_per_s": 41200.0,
-    "slot_seconds": 0.2,
-    "eta_s": 2650.0,
-    "adapter_eta_s": {"law": 1380.0, "chat@lr=1e-4": 2650.0},
-    "adapter_tokens_per_s": {"law": 9800.0, "chat@lr=1e-4": 850.0},
-}
+SPEED = SlotDone(
+    slot=112,
+    slots=412,
+    useful_tokens_per_s=38900.0,
+    processed_tokens_per_s=41200.0,
+    slot_seconds=0.2,
+    eta_s=2650.0,
+    adapter_eta_s={"law": 1380.0, "chat@lr=1e-4": 2650.0},
+    adapter_tokens_per_s={"law": 9800.0, "chat@lr=1e-4": 850.0},
+)
+STARTED = RunStarted(
+    device="cpu",
+    slots=412,
+    density=0.931,
+    capacity_tokens=8192,
+    trainable=2_300_000,
+    frozen=8_030_000_000,
+    plan=PLAN,
+    adapters={"law": 250, "med": 79, "chat@lr=1e-4": 1563},
+)
 
 
-def story() -> list[Event]:
+def story(started: RunStarted = STARTED, speed: SlotDone = SPEED) -> list[RunEvent]:
     """A run with everything in it."""
     return [
-        Event(kind="phase", values={"text": "reading data/law.jsonl"}),
-        Event(
-            kind="started",
-            values={
-                "device": "cpu",
-                "slots": 412,
-                "density": 0.931,
-                "capacity_tokens": 8192,
-                "trainable": 2.3e6,
-                "frozen": 8.03e9,
-                "plan": PLAN,
-                "adapters": {"law": 250, "med": 79, "chat@lr=1e-4": 1563},
-            },
-        ),
-        Event(kind="phase", values={"text": "evaluating law"}),
-        Event(kind="eval", adapter="law", step=0, values={"eval_loss": 2.25, "eval_tokens": 90}),
-        Event(kind="phase", values={"text": "compiling the training step"}),
-        Event(kind="compiled", values={"program": "training step", "seconds": 34.0}),
-        Event(kind="step", slot=111, adapter="law", step=112, values={"loss": 1.214, "grad_norm": 0.41, "lr": 1.9e-4}),
-        Event(
-            kind="step",
-            slot=111,
-            adapter="chat@lr=1e-4",
-            step=7,
-            values={"loss": 11.5, "grad_norm": 10.75, "lr": 9.7e-5},
-        ),
-        Event(
-            kind="adapter-failed",
+        PhaseBegun(text="reading data/law.jsonl"),
+        started,
+        PhaseBegun(text="evaluating law"),
+        AdapterEvaluated(adapter="law", step=0, eval_loss=2.25, eval_tokens=90),
+        PhaseBegun(text="compiling the training step"),
+        ProgramCompiled(program="training step", seconds=34.0),
+        StepTaken(slot=111, adapter="law", step=112, loss=1.214, grad_norm=0.41, lr=1.9e-4, loss_tokens=80),
+        StepTaken(slot=111, adapter="chat@lr=1e-4", step=7, loss=11.5, grad_norm=10.75, lr=9.7e-5, loss_tokens=80),
+        AdapterFailed(
             slot=112,
             adapter="med",
             step=57,
-            values={"reason": "gradient not finite (layers.11.mlp.down_proj.lora_b) at step 57", "kept_step": 56},
+            reason="gradient not finite (layers.11.mlp.down_proj.lora_b) at step 57",
+            kept_step=56,
         ),
-        Event(kind="slot", slot=112, values=SPEED),
+        speed,
     ]
 
 
@@ -68,7 +73,7 @@ def console(width: int, *, terminal: bool) -> Console:
     return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
 
 
-def block_after(events: list[Event], width: int) -> list[str]:
+def block_after(events: list[RunEvent], width: int) -> list[str]:
     screen = Screen("exp1", console(width, terminal=True))
     for event in events:
         screen(event)
@@ -77,7 +82,7 @@ def block_after(events: list[Event], width: int) -> list[str]:
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]
 
 
-def log_of(events: list[Event], **settings) -> list[str]:
+def log_of(events: list[RunEvent], **settings) -> list[str]:
     plain = console(160, terminal=False)
     with Screen("exp1", plain, **settings) as screen:
         for event in events:
@@ -86,9 +91,9 @@ def log_of(events: list[Event], **settings) -> list[str]:
 
 
 def test_the_last_slot_is_told_once_unless_there_is_news():
-    end = Event(kind="slot", slot=412, values=SPEED)
+    end = replace(SPEED, slot=412)
     assert sum("412/412 mb" in line for line in log_of([*story(), end, end])) == 1
-    done = Event(kind="adapter-done", slot=412, adapter="law")
+    done = AdapterDone(slot=412, adapter="law", step=250)
     assert sum("412/412 mb" in line for line in log_of([*story(), end, done, end])) == 2
 
 
@@ -123,7 +128,7 @@ def test_a_failure_is_told_in_full_at_any_width():
 
 def test_a_failure_is_red_on_a_terminal():
     shown = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard", legacy_windows=False)
-    shown.print(*adapter_lines({"med": Row(79, failure="FAILED: loss not finite")}, {}, 100))
+    shown.print(*adapter_lines({"med": Row(79, failure="FAILED: loss not finite")}, None, 100))
     assert "\x1b[1;31m" in shown.file.getvalue()
 
 
@@ -137,7 +142,7 @@ def test_what_goes_on_is_shown_while_it_lasts():
 
 
 def test_an_adapter_that_is_done_says_so_and_nothing_more():
-    done = Event(kind="adapter-done", slot=112, adapter="law", step=112)
+    done = AdapterDone(slot=112, adapter="law", step=112)
     law = next(line for line in block_after([*story(), done], 120) if line.startswith(" law "))
     assert law.endswith("done")
     assert "tok/s" not in law
@@ -145,7 +150,7 @@ def test_an_adapter_that_is_done_says_so_and_nothing_more():
 
 def test_names_longer_than_the_terminal_are_shortened():
     rows = {"x" * 90: Row(10, step=3, loss=1.0), "law": Row(10, step=3, loss=1.0)}
-    lines = [line.plain for line in adapter_lines(rows, {}, 80)]
+    lines = [line.plain for line in adapter_lines(rows, None, 80)]
     assert max(map(len, lines)) <= 80
     assert "…" in lines[0]
     assert "3/10" in lines[0]
@@ -158,38 +163,42 @@ def test_head_gives_up_details_before_it_is_cut():
     assert "eta 44m10" in short
 
 
-def screenshot(width: int, started: dict, slot: dict) -> str:
+def screenshot(width: int, predicted: float | None, measured: float | None) -> str:
     """The block of a run as text."""
     screen = Screen("exp1", console(width, terminal=True))
-    for event in story():
-        more = {"started": started, "slot": slot}.get(event.kind, {})
-        screen(
-            Event(kind=event.kind, slot=event.slot, adapter=event.adapter, step=event.step, values=event.values | more)
-        )
+    for event in story(replace(STARTED, predicted_bubble_share=predicted), replace(SPEED, bubble_share=measured)):
+        screen(event)
     shown = Console(record=True, file=io.StringIO(), width=width, force_terminal=True, legacy_windows=False)
     shown.print(screen.block())
     return shown.export_text()
 
 
 def test_bubbles_of_a_pipeline_stand_beside_the_plan():
-    text = screenshot(120, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
-    first = text.splitlines()[0]
+    first = screenshot(120, 0.038, 0.041).splitlines()[0]
     assert re.fullmatch(
         r"exp1  112/412 mb  27 %  ·  41\.2 k tok/s \(38\.9 k useful\)  ·  bubbles 4\.1 % \(plan 3\.8\)  ·  "
         r"eta 44m10, at \d\d:\d\d *",
         first,
     )
-    assert "bubbles 4.1 %  ·" in screenshot(80, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
-    assert "eta 44m10" in screenshot(50, {"predicted_bubble_share": 0.038}, {"bubble_share": 0.041})
+    assert "bubbles 4.1 %  ·" in screenshot(80, 0.038, 0.041)
+    assert "eta 44m10" in screenshot(50, 0.038, 0.041)
 
 
 def test_bubbles_are_not_shown_before_they_are_measured_and_never_of_one_stage():
-    for started, slot in (
-        ({"predicted_bubble_share": 0.038}, {"bubble_share": None}),
-        ({}, {}),
-        ({}, {"bubble_share": None}),
-    ):
-        assert "bubbles" not in screenshot(200, started, slot)
+    for predicted in (0.038, None):
+        assert "bubbles" not in screenshot(200, predicted, None)
+
+
+def test_metrics_of_an_objective_stand_beside_the_loss():
+    metrics = {"margin": 0.4142, "right": 0.75}
+    step = StepTaken(
+        slot=112, adapter="law", step=113, loss=1.2, grad_norm=0.4, lr=1e-4, loss_tokens=80, metrics=metrics
+    )
+    assert "margin 0.414  right 0.75" in " ".join(block_after([*story(), step], 160))
+    assert "margin" not in " ".join(block_after([*story(), step], 60))
+    held_out = {"eval_margin": 0.5}
+    told = AdapterEvaluated(adapter="law", step=113, eval_loss=1.5, eval_tokens=90, metrics=held_out)
+    assert log_of([*story(), told])[-1] == "law  step 113  held-out loss 1.5000  margin 0.5"
 
 
 def test_a_log_has_one_line_per_thing_and_no_codes():
@@ -206,13 +215,13 @@ def test_a_log_has_one_line_per_thing_and_no_codes():
 
 
 def test_a_run_that_moved_says_what_is_left():
-    values = {"stages": 1, "replicas": 4, "slots_left": 1310, "slots_left_before": 62, "plan": PLAN}
+    moved = RunMoved(slot=9, stages=1, replicas=4, slots_left=1310, slots_left_before=62, plan=PLAN)
     line = "planned again for 1 stage and 4 replicas: 1 310 slots left instead of 62"
-    assert log_of([Event(kind="moved", slot=9, values=values)]) == [line]
+    assert log_of([moved]) == [line]
 
 
 def test_a_log_of_a_long_run_stays_short():
-    progress = [Event(kind="slot", slot=slot, values=SPEED) for slot in range(113, 413)]
+    progress = [replace(SPEED, slot=slot) for slot in range(113, 413)]
     lines = log_of([*story(), *progress], line_every_s=3600)
     assert sum(" mb  " in line for line in lines) == 2  # the first, and the end
 
@@ -224,23 +233,18 @@ def test_many_adapters_are_summed_up_in_a_log():
 
 
 def test_resumed_runs_say_from_where():
-    started = story()[1]
-    resumed = Event(kind="started", slot=40, values=started.values)
-    assert any("resumed at microbatch 40" in line for line in log_of([resumed]))
+    assert any("resumed at microbatch 40" in line for line in log_of([replace(STARTED, slot=40)]))
 
 
 def test_too_little_memory_is_told_where_a_run_starts():
     warning = "stage 0 needs 150.0 GB by count and the device gives 143.2"
-    told = log_of([Event(kind="started", values=story()[1].values | {"memory_warning": warning})])
+    told = log_of([replace(STARTED, memory_warning=warning)])
     assert f"  {warning}" in told
 
 
 def test_resumed_adapters_stand_where_they_were():
     at = {"taken": {"law": 250, "med": 56, "chat@lr=1e-4": 18}, "failed": {"med": "loss not finite at step 57"}}
-    resumed = [
-        Event(kind="started", slot=40, values=story()[1].values | at),
-        Event(kind="slot", slot=40, values=SPEED),
-    ]
+    resumed = [replace(STARTED, slot=40, **at), replace(SPEED, slot=40)]
     assert log_of(resumed, line_every_s=0)[-1].endswith("law 250/250 done  |  med failed  |  chat@lr=1e-4 18/1563")
     block = block_after(resumed, 120)
     assert next(line for line in block if line.startswith(" law ")).endswith("done")
@@ -249,7 +253,7 @@ def test_resumed_adapters_stand_where_they_were():
 
 def test_a_run_on_several_devices_says_what_runs_where():
     def told(**values) -> list[str]:
-        return log_of([Event(kind="started", values=story()[1].values | values)])
+        return log_of([replace(STARTED, **values)])
 
     one, split = {"stages": 1, "data": 1, "fsdp": 1}, {"stages": 2, "data": 1, "fsdp": 2}
     assert told(mesh=one, layers=[32], keep="everything") == told()  # nothing to say

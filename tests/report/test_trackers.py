@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
 from lorafusion_jax.config.schema import ReportSettings
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.report.events import Event
-from lorafusion_jax.report.trackers import trackers
+from lorafusion_jax.report.events import PhaseBegun, SlotDone, StateSaved, StepTaken
+from lorafusion_jax.report.trackers import scalars, trackers
 
-STEP = Event(
-    kind="step", slot=9, adapter="law", step=3, values={"loss": 1.5, "grad_norm": 0.5, "lr": 1e-4, "loss_tokens": 7}
-)
-SLOT = Event(kind="slot", slot=10, values={"useful_tokens_per_s": 900.0, "eta_s": None, "adapter_eta_s": {"law": 3.0}})
+STEP = StepTaken(slot=9, adapter="law", step=3, loss=1.5, grad_norm=0.5, lr=1e-4, loss_tokens=7)
+SLOT = SlotDone(slot=10, slots=20, useful_tokens_per_s=900.0, adapter_eta_s={"law": 3.0})
 
 
 @pytest.fixture
@@ -88,20 +87,23 @@ def test_nothing_is_loaded_unless_asked_for(tmp_path, monkeypatch):
 def test_tensorboard_gets_scalars_per_adapter_and_step(board, tmp_path):
     written, state = board
     with trackers(ReportSettings(tensorboard=True), tmp_path / "exp1") as (listener,):
-        listener(Event(kind="phase", values={"text": "loading"}))
+        listener(PhaseBegun(text="loading"))
         assert state["folder"] is None, "a run that fails to start leaves no folder behind"
         listener(STEP)
         listener(SLOT)
     assert ("adapter/law/loss", 1.5, 3) in written
     assert ("adapter/law/lr", 1e-4, 3) in written
-    assert [entry for entry in written if entry[0].startswith("run/")] == [("run/useful_tokens_per_s", 900.0, 10)]
+    assert [entry for entry in written if entry[0].startswith("run/")] == [
+        ("run/slots", 20, 10),
+        ("run/useful_tokens_per_s", 900.0, 10),
+    ]
     assert state == {"closed": True, "folder": str(tmp_path / "exp1" / "tensorboard")}
 
 
 def test_wandb_gets_the_same_names(weights_and_biases, tmp_path):
     logged, state = weights_and_biases
     with trackers(ReportSettings(wandb="tuning"), tmp_path / "exp1") as (listener,):
-        listener(Event(kind="saved", slot=3))
+        listener(StateSaved(slot=3, path="state/3", seconds=0.1))
         listener(STEP)
     assert logged == [
         {
@@ -113,6 +115,10 @@ def test_wandb_gets_the_same_names(weights_and_biases, tmp_path):
         }
     ]
     assert (state["project"], state["name"], state["finished"]) == ("tuning", "exp1", True)
+
+
+def test_metrics_of_an_objective_are_scalars_of_the_adapter():
+    assert scalars(replace(STEP, metrics={"margin": 0.25}))["adapter/law/margin"] == 0.25
 
 
 def test_trackers_close_when_the_run_fails(board, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from lorafusion_jax.checkpoint.new_folder import new_folder, replaced_folder
+from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.store import read_position
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
@@ -46,9 +46,9 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path):
     target = tmp_path / "step-000001"
     with new_folder(target) as draft:
         (draft / "note.txt").write_text("old")
-    with pytest.raises(RunError, match=r"save\.failed"), replaced_folder(target):
-        pass  # nothing was put there
-    with pytest.raises(ValueError, match="a bug"), replaced_folder(target):
+    with pytest.raises(RunError, match=r"save\.failed"), new_folder(target, replace=True) as draft:
+        draft.rmdir()
+    with pytest.raises(ValueError, match="a bug"), new_folder(target, replace=True):
         raise ValueError("a bug")
     assert (target / "note.txt").read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]

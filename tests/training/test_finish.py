@@ -12,7 +12,7 @@ from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, train
-from lorafusion_jax.training.export import AdapterExporter
+from lorafusion_jax.training.adapter_writer import AdapterWriter
 
 PATIENCE_S = 30
 
@@ -31,13 +31,13 @@ def config(write_job, write_rows):
 
 
 def around_export(monkeypatch, before) -> None:
-    original = AdapterExporter.__call__
+    original = AdapterWriter.write
 
-    def call(self, name, step, own):
+    def write(self, name, *args, **options):
         before(name)
-        return original(self, name, step, own)
+        return original(self, name, *args, **options)
 
-    monkeypatch.setattr(AdapterExporter, "__call__", call)
+    monkeypatch.setattr(AdapterWriter, "write", write)
 
 
 def test_others_train_while_an_adapter_is_written(config, tmp_path, monkeypatch):

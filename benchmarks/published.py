@@ -1,0 +1,270 @@
+"""The published tables as Markdown, each from the raw rows of the runs named here.
+
+Ratios are of rows of one run. `useful` counts real tokens; `processed` counts the rows of microbatches, padding too:
+useful tokens/s divided by density, the share of rows that hold a token.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import kernel_report
+from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+KERNEL_FILES = (  # a row of a later file takes the place of the same row of an earlier one
+    "kernels_h200_2026-11-22f/ops.jsonl",
+    "kernels_h200_2026-11-22f/rows.jsonl",
+    "kernels_h200_2026-11-22g/ops.jsonl",
+    "kernels_h200_2026-11-22g/ops_4096.jsonl",
+    "kernels_h200_2026-11-22g/ops_16384.jsonl",
+    "kernels_h200_2026-11-22h/ops.jsonl",
+    "kernels_h200_2026-11-22h/ops_2048.jsonl",
+    "kernels_h200_2026-11-22h/ops_4096.jsonl",
+    "kernels_h200_2026-11-22h/ops_5120.jsonl",
+    "kernels_h200_2026-11-22h/ops_16384.jsonl",
+    "kernels_h200_2026-11-22h/layer.jsonl",
+    "kernels_h200_2026-11-22h/siblings.jsonl",
+    "kernels_h200_2026-11-22e/bytes.jsonl",
+)
+END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
+PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
+NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
+LAYER_FORMS = {
+    "frozen": "frozen layer, no LoRA, compiled as ours: the floor",
+    "frozen_default": "frozen layer, XLA's default options",
+    "xla_naive": "plain XLA",
+    "xla_wide": "XLA, one wide masked adapter",
+    "ours_on_xla": "our ops on XLA",
+    "ragged_dot": "`jax.lax.ragged_dot`",
+    "ours_separate": "our kernels, every projection its own op",
+    "ours_mlp_apart": "our kernels, the MLP as three ops",
+    "ours": "our kernels",
+}
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def kernel_runs() -> list[list[Row]]:
+    return [kernel_report.read(RESULTS / name) for name in KERNEL_FILES]
+
+
+def training_rows() -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / END_TO_END).read_text().splitlines()]
+
+
+def span(numbers: Iterable[float], form: str) -> str:
+    """`least–most`, once where both read the same."""
+    texts = [format(number, form) for number in sorted(numbers)]
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}–{texts[-1]}"
+
+
+def layers() -> str:
+    rows = [row for run in kernel_runs() for row in kernel_report.layer_rows(run)]
+    found = []
+    for part, title in (("layer 8B", "8B"), ("layer 32B", "32B"), ("layer 70B", "70B")):
+        for variant, label in LAYER_FORMS.items():
+            same = [row for row in rows if (row["part"], row["variant"]) == (part, variant)]
+            for row in sorted(same, key=lambda row: (row["adapters"], -row["dropout"])):
+                job = ("–", "–") if variant.startswith("frozen") else (row["adapters"], row["dropout"])
+                best = row.get("best_xla_over_this")
+                numbers = f"{row['p50_us'] / 1e3:.2f}", f"{row['over_frozen']:.3f}", f"{best:.3f}" if best else ""
+                found.append((title, label, *job, *numbers))
+    return markdown(("layer", "form", "adapters", "dropout", "ms", "over frozen", "best XLA form over this"), found)
+
+
+def siblings() -> str:
+    rows = [row for run in kernel_runs() for row in kernel_report.layer_rows(run)]
+    rows = [row for row in rows if not row["part"].startswith("layer")]
+    found = [
+        (row["part"], LAYER_FORMS[row["variant"]], f"{row['p50_us'] / 1e3:.2f}", f"{row['over_frozen']:.3f}")
+        for row in rows
+    ]
+    return markdown(("projections", "form, four adapters, dropout 0.1", "ms", "over frozen"), found)
+
+
+def ops() -> str:
+    """The default of single linear layers, five shapes in each cell."""
+    lines = kernel_report.summary_rows(published_ops())
+    tokens = sorted({line["tokens"] for line in lines})
+    cells = {(line["rank"], line["adapters"], line["dropout"], line["tokens"]): line for line in lines}
+    found = []
+    for job in dict.fromkeys(key[:3] for key in sorted(cells)):
+        own = [cells[*job, each] for each in tokens]
+        found.append((*job, *(f"{line['over_frozen_mean']:.2f} ({line['over_frozen_worst']:.2f})" for line in own)))
+    return markdown(("largest rank", "adapters", "dropout", *(f"{each} tokens" for each in tokens)), found)
+
+
+def published_ops() -> list[Row]:
+    return kernel_report.newest(row for run in kernel_runs() for row in kernel_report.op_rows(run))
+
+
+def slower() -> str:
+    """Sizes in which the default is slower than an XLA form of the same run."""
+    rows = [row for row in published_ops() if row["variant"] == "default"]
+    found = [
+        (f"{row['tokens']} × {row['in_features']} → {row['out_features']}", row["adapters"], row["rank"],
+         row["dropout"], f"{row['best_xla_over_this']:.3f}")
+        for row in rows if row["best_xla_over_this"] < 1
+    ]  # fmt: skip
+    head = ("size", "adapters", "largest rank", "dropout", "best XLA form over ours")
+    return f"{len(found)} of {len(rows)} sizes:\n\n{markdown(head, found)}"
+
+
+def moved() -> str:
+    rows = [row for run in kernel_runs() for row in kernel_report.byte_rows(run)]
+    found = [(row["case"], row["kernels"], f"{row['mb']:.0f}", f"{row['of_naive']:.3f}") for row in rows]
+    return markdown(("case (A adapters, p dropout)", "kernels", "MB", "of plain XLA"), found)
+
+
+def training() -> str:
+    """The newest row of every model, number of GPUs, global batch and order, on `mix`."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in sorted(training_rows(), key=model_order):
+        groups.setdefault((row["model"], devices_of(row), row["global_batch"]), []).append(row)
+    found = []
+    for (model, gpus, batch), rows in groups.items():
+        chosen = newest(rows)
+        own = [chosen["mix", name] for name in reversed(LABELS) if ("mix", name) in chosen]
+        found += [(NAMES[model], gpus, batch, LABELS[row["variant"]], *figures(row), started(row)) for row in own]
+    head = ("model", "GPUs", "global batch", "order", "microbatch", "timed slots", "density")
+    return markdown((*head, "useful tok/s", "processed tok/s", "run"), found)
+
+
+def model_order(row: Row) -> tuple:
+    return list(NAMES).index(row["model"]), devices_of(row), row["global_batch"]
+
+
+def started(row: Row) -> str:
+    """Names the process: rows of one process were measured beside each other."""
+    return row["run"].replace(", ", " ", 1)
+
+
+def figures(row: Row) -> tuple[str, ...]:
+    rates = row["useful_tokens_per_s"], row["useful_tokens_per_s"] / row["density"]
+    return (row["capacity_tokens"], row["slots"], f"{row['density']:.1%}", *(f"{rate / 1e3:.2f} k" for rate in rates))
+
+
+def ratios() -> str:
+    """Ours over every baseline of the same run, split into what density and what speed per processed token give."""
+    found = []
+    for ours, other in pairs(training_rows()):
+        ratio = ours["useful_tokens_per_s"] / other["useful_tokens_per_s"]
+        density = ours["density"] / other["density"]
+        what = f"{NAMES[ours['model']]}, {devices_of(ours)} × H200, batch {ours['global_batch']}"
+        densities = f"{ours['density']:.1%}", f"{other['density']:.1%}"
+        parts = [f"{each:.2f}" for each in (ratio, density, ratio / density)]
+        found.append((what, LABELS[other["variant"]], *densities, *parts))
+    head = ("job", "against", "our density", "its density", "useful tok/s", "= density", "× per processed token")
+    return markdown(head, found)
+
+
+def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The newest run of each baseline, with ours beside it."""
+    chosen: dict[tuple, tuple[Row, Row]] = {}
+    for row in sorted(rows, key=age):
+        if row["variant"] in ("ours", "frozen"):
+            continue
+        job = ("run", "model", "workload", "global_batch")
+        ours = [o for o in rows if o["variant"] == "ours" and all(o[key] == row[key] for key in job)]
+        ours = [o for o in ours if devices_of(o) == devices_of(row)]
+        if ours:
+            chosen[row["model"], row["variant"]] = ours[-1], row
+    return sorted(chosen.values(), key=lambda pair: (model_order(pair[0]), list(LABELS).index(pair[1]["variant"])))
+
+
+def workloads() -> str:
+    """8B on one H200: every workload, with the simulator's prediction beside it."""
+    rows = [row for row in training_rows() if (row["model"], devices_of(row), row["global_batch"]) == ("8b", 1, 8)]
+    chosen = newest(rows)
+    own = [chosen[name, "ours"] for name in WORKLOADS]
+    found = [
+        (row["workload"], row["slots"], f"{row['density']:.1%}", f"{row['useful_tokens_per_s'] / 1e3:.2f} k",
+         f"{row['simulated_over_measured']:.3f}")
+        for row in own
+    ]  # fmt: skip
+    return markdown(("workload", "timed slots", "density", "useful tok/s", "predicted time / measured"), found)
+
+
+def idle() -> str:
+    """Predicted idle time of a pipeline, with fill and drain; ranges over five workloads."""
+    rows = read_csv(f"{ORDERS}/bubbles.csv")
+    ours = {row["workload"]: float(row["seconds"]) for row in rows if row["order"] == "ours"}
+    found = []
+    for order in dict.fromkeys(row["order"] for row in rows):
+        mine = [row for row in rows if row["order"] == order]
+        shares = [span((float(row[key]) for row in mine), ".1%") for key in ("bubble_share", "idle_share")]
+        times = span((float(row["seconds"]) / ours[row["workload"]] for row in mine), ".2f")
+        found.append((order, span((int(row["capacity_tokens"]) for row in mine), "d"), *shares, times))
+    return markdown(
+        ("order", "microbatch", "bubbles in steady time", "idle with fill and drain", "time over ours"), found
+    )
+
+
+def batch_sizes() -> str:
+    """How much density joint training wins, by global batch: mean and range of five workloads."""
+    rows = read_csv(f"{ORDERS}/batch_sizes.csv")
+    found = []
+    for size in dict.fromkeys(row["global_batch"] for row in rows):
+        mine = [row for row in rows if row["global_batch"] == size]
+        ours, alone = ([float(row[f"{kind}_density"]) for row in mine] for kind in ("together", "one_after_another"))
+        wins = [a / b for a, b in zip(ours, alone, strict=True)]
+        found.append((size, span(ours, ".1%"), span(alone, ".1%"), f"{fmean(wins):.2f} ({span(wins, '.2f')})"))
+    head = ("global batch", "density together", "one after another, own capacity", "ratio: mean (range)")
+    return markdown(head, found)
+
+
+def scaling() -> str:
+    rows = read_csv(f"{SCALING}/scaling.csv")
+    gpus = list(dict.fromkeys(row["gpus"] for row in rows))
+    cells = {(row["model"], row["adapters"], row["global_batch"], row["gpus"]): row for row in rows}
+    found = []
+    for job in dict.fromkeys(key[:3] for key in cells):
+        own = [cells.get((*job, each)) for each in gpus]
+        rates = [f"{int(row['tokens_per_s']) / 1e3:.1f} k" if row else "does not fit" for row in own]
+        if job[1:] in (("4", "8"), ("4", "16"), ("16", "64")):
+            found.append((job[0], f"{job[1]} × {job[2]}", *rates))
+    return markdown(("model", "adapters × global batch", "1 GPU", *(f"{each} GPUs" for each in gpus[1:])), found)
+
+
+def planner() -> str:
+    shared, held = read_csv(f"{PLANNER}/workloads.csv"), read_csv(f"{PLANNER}/heldout.csv")
+    grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
+    found = []
+    for size in ("16", "8"):
+        for name, rows, keys in (
+            ("shared workloads", shared, ("slots", "first_plan_slots", "reference_slots")),
+            ("held-out workloads", held, ("slots", "first_plan_slots")),
+        ):
+            mine = [row for row in rows if row["global_batch"] == size]
+            bound = sum(int(row["bound"]) for row in mine)
+            totals = [f"{sum(int(row[key]) for row in mine) / bound:.4f}" for key in keys]
+            found.append((f"{name}, global batch {size}", len(mine), *totals, *[""] * (3 - len(totals))))
+    known = [row for row in exact if row["proven"] == "True" or row["slots"] == row["bound"]]
+    best = sum(int(row["slots"]) <= int(row["exact_slots"]) for row in known)
+    lines = markdown(("slots over the lower bound", "plans", "planner", "its first plan", "reference solver"), found)
+    return (
+        f"{lines}\n\nOptimal in {best} of the {len(known)} small instances that the exact solver decided. "
+        f"{int(grown['samples']):,} samples: {float(grown['first_plan_s']):.1f} s, {float(grown['memory_gb']):.2f} GB, "
+        f"{float(grown['gap']):.2%} over the bound."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    each.__name__: each
+    for each in (layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner)
+}

@@ -1,0 +1,71 @@
+"""Makes every published table from the raw rows: CSV files, plots, and the tables in the documents.
+
+    python -m benchmarks.tables           # the same as `make tables`
+    python -m benchmarks.tables --check   # writes nothing; exits 1 and names what would change
+
+A document shows a table of `published.py` between two comments; the lines between them are replaced:
+
+    <!-- table: ratios -->
+    <!-- end of table -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import end_to_end_report, kernel_report, published
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks" / "tables"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        changed = outdated()
+        print(*changed, sep="\n")
+        return int(bool(changed))
+    write_tables(FOLDER)
+    for file, text in filled():
+        file.write_text(text, encoding="utf-8")
+    return 0
+
+
+def outdated() -> list[str]:
+    """Files that `main` would change; plots are not compared, as versions of matplotlib draw them differently."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = write_tables(Path(folder))
+        found = [f for f in made if f.suffix == ".csv" and not same(f, FOLDER / f.name)]
+    changed = [str((FOLDER / file.name).relative_to(ROOT)) for file in found]
+    return changed + [str(f.relative_to(ROOT)) for f, text in filled() if f.read_text(encoding="utf-8") != text]
+
+
+def same(made: Path, committed: Path) -> bool:
+    return committed.exists() and made.read_bytes() == committed.read_bytes()
+
+
+def write_tables(folder: Path) -> list[Path]:
+    """CSV files and plots: all rows of kernels and of whole runs."""
+    files = [published.RESULTS / name for name in published.KERNEL_FILES]
+    written = kernel_report.write(files, folder / "kernels_h200")
+    rows = published.RESULTS / published.END_TO_END
+    return written + end_to_end_report.write(rows, folder / "end_to_end_h200")
+
+
+def filled() -> Iterator[tuple[Path, str]]:
+    """Every document that shows tables, with today's tables in it."""
+    for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = file.read_text(encoding="utf-8")
+        if PLACE.search(text):
+            yield file, PLACE.sub(lambda place: f"{place[1]}{published.TABLES[place[2]]()}\n{place[3]}", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

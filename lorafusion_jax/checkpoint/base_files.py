@@ -1,0 +1,108 @@
+"""Digests of the base model's files: whole under 4 GB in total, above that of the headers and of sampled blocks.
+
+A sampled digest covers a file's size, its header (names, shapes and places of all tensors), and of every tensor one
+block per 64 MB at least one. Another model, another version and any exchanged tensor change it; a single flipped bit
+need not. `--verify-base` compares every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.checkpoint.digests import THREADS, digest_of
+from lorafusion_jax.errors import CheckpointError
+
+WHOLE_BYTES = 4 * 10**9
+BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; one sample for so many bytes of a tensor
+PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
+WHOLE, SAMPLED = "whole", "sampled"
+
+
+def base_digests(directory: Path, *, every_byte: bool = False) -> dict[str, dict[str, str]]:
+    """Digests of everything that a base model computes with.
+
+    Returns:
+        "whole": file → digest of all its bytes, of a small base or where `every_byte` is set; "sampled": file → digest
+        of header and samples, of a large base.
+    """
+    files = sorted({file for pattern in PATTERNS for file in directory.glob(pattern)})
+    small = sum(file.stat().st_size for file in files) < WHOLE_BYTES
+    kinds = {WHOLE: lambda file: digest_of(file.resolve())} if small or every_byte else {}
+    kinds |= {} if small else {SAMPLED: _sampled}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return {
+            kind: dict(zip((file.name for file in files), pool.map(digest, files), strict=True))
+            for kind, digest in kinds.items()
+        }
+
+
+def check_base(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], directory: Path) -> None:
+    """Makes sure that a run goes on with the base model that it began with.
+
+    Args:
+        before, now: from `base_digests`.
+
+    Raises:
+        CheckpointError: `run.base-changed`.
+    """
+    changed = [
+        f"{name} {_change(before[kind].get(name), now[kind].get(name))}"
+        for kind in before.keys() & now.keys()
+        for name in sorted(before[kind].keys() | now[kind].keys())
+        if before[kind].get(name) != now[kind].get(name)
+    ]
+    if not before.keys() & now.keys():
+        changed = ["its size passed 4 GB or fell below"]
+    if changed:
+        raise CheckpointError(
+            "run.base-changed",
+            "the base model is not the one that this run began with.",
+            where=str(directory),
+            why="; ".join(changed),
+            fix="bring the files back, or start a new run with lorafusion train",
+        )
+
+
+def _change(before: str | None, now: str | None) -> str:
+    return "is new" if before is None else "is gone" if now is None else "has other content"
+
+
+def _sampled(file: Path) -> str:
+    if file.suffix != ".safetensors":
+        return digest_of(file.resolve())
+    total = hashlib.sha256()
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        start = stream.read(8)
+        header = stream.read(min(int.from_bytes(start, "little"), size))
+        total.update(str(size).encode() + start + header)
+        for offset in _samples(header, size):
+            total.update(os.pread(stream.fileno(), BLOCK, offset))
+    return total.hexdigest()
+
+
+def _samples(header: bytes, size: int) -> Iterator[int]:
+    """Where the samples begin: as good as random within each stretch, and the same in every process."""
+    begin = 8 + len(header)
+    try:
+        spans = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"}
+        places = [(name, begin + int(start), begin + int(stop)) for name, (start, stop) in spans.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # whoever loads it says what is wrong
+        places = [("", begin, size)]
+    for name, start, stop in places:
+        for first in range(start, stop, SPACING):
+            free = max(min(first + SPACING, stop) - first - BLOCK, 0)
+            draw = int.from_bytes(hashlib.sha256(f"{name} {first}".encode()).digest()[:8], "little")
+            yield first + draw % (free + 1)
+
+
+def commit_of(directory: Path) -> str | None:
+    """Commit of a model in the hub's cache, whose folder is named after it."""
+    resolved: Any = directory.resolve()
+    return resolved.name if resolved.parent.name == "snapshots" else None

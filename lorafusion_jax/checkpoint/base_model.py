@@ -1,0 +1,60 @@
+"""Where the base model of a job lies: a folder, or a name of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.base_files import commit_of
+from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError
+
+ALLOWED = ["*.json", "*.safetensors", "*.jinja"]  # files of a hub model
+
+
+def base_directory(config: JobConfig) -> Path:
+    """Finds the base model's directory.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub name that can be resolved.
+    """
+    direct = Path(config.directory) / config.base.model
+    if _is_directory(direct):
+        return direct
+    if "/" in config.base.model and not config.base.model.startswith((".", "/")) and config.base.model.count("/") == 1:
+        return _from_hub(config.base.model, config.base.revision)
+    raise CheckpointError(
+        "model.missing",
+        f"there is no model directory {shortened(str(direct))}.",
+        fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
+    )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no system takes
+        return False
+
+
+def pin_base(config: JobConfig) -> JobConfig:
+    """The same job with the hub model's commit as `base.revision`, so that a resumed run meets the same weights."""
+    commit = commit_of(base_directory(config))
+    if commit is None or _is_directory(Path(config.directory) / config.base.model):
+        return config
+    return config.model_copy(update={"base": config.base.model_copy(update={"revision": commit})})
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            "model.missing",
+            f"'{name}' is no directory, and hub names need the hf extra.",
+            fix='pip install "lorafusion-jax[hf]"',
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
+    except Exception as problem:  # the hub client raises many kinds; each means that there is no model
+        raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None

@@ -1,0 +1,144 @@
+"""SHA256SUMS: a digest of every file of a folder, written with it and compared whenever it is read.
+
+The format is that of sha256sum, so `sha256sum -c SHA256SUMS` checks a folder without this package. The last line is a
+comment with the digest of the lines above it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.files import replace_text
+
+FILE = "SHA256SUMS"
+THREADS = 8  # hashlib releases the interpreter's lock
+_SEAL = "# sha256 of the lines above: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A file that is not as it was written."""
+
+    file: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.why}"
+
+
+def write_digests(folder: Path) -> None:
+    """Writes the digests of all files below a folder.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "note.txt").write_text("good")
+    >>> write_digests(folder); find_damage(folder)
+    []
+    >>> _ = (folder / "note.txt").write_text("gone")
+    >>> [damage.why for damage in find_damage(folder)]
+    ['its content differs from its digest in SHA256SUMS']
+    """
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    replace_text(folder / FILE, _text(digests_of(folder, [name for name in names if name != FILE])))
+
+
+def has_digests(folder: Path) -> bool:
+    return (folder / FILE).is_file()
+
+
+def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage]:
+    """Compares files with their digests.
+
+    Args:
+        names: files to look at, which SHA256SUMS must list; all of it when absent.
+
+    Returns:
+        One entry for each file that is missing, unreadable, changed, or not listed though asked for; SHA256SUMS itself
+        where it is damaged.
+    """
+    try:
+        listed = read_digests(folder)
+    except (OSError, ValueError) as problem:
+        return [Damage(file=folder / FILE, why=_reason(problem))]
+    wanted = sorted(listed) if names is None else names
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(lambda name: _difference(folder / name, listed.get(name)), wanted)
+        return [damage for damage in found if damage is not None]
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether a folder is there and its files match their digests, if it has any."""
+    return folder.is_dir() and not (has_digests(folder) and find_damage(folder))
+
+
+def refuse_damage(code: str, damage: Sequence[Damage], fix: str) -> None:
+    """Raises an error that names the damaged files, if there are any.
+
+    Raises:
+        CheckpointError: `code`.
+    """
+    if damage:
+        names = ", ".join(one.file.name for one in damage)
+        raise CheckpointError(
+            code,
+            f"{names} {'is' if len(damage) == 1 else 'are'} damaged.",
+            where=", ".join(str(one.file) for one in damage),
+            why=damage[0].why,
+            fix=fix,
+        )
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Reads SHA256SUMS: file → digest.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
+    text = (folder / FILE).read_bytes().decode()
+    rows = [line.split("  ", 1) for line in text.splitlines() if not line.startswith(_SEAL)]
+    if any(len(row) != 2 for row in rows) or text != _text({name: digest for digest, name in rows}):
+        raise ValueError("its own digest does not match")
+    return {name: digest for digest, name in rows}
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """File → SHA-256 of its bytes."""
+    names = list(names)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: digest_of(folder / name), names), strict=True))
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file; a link is not followed."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _difference(file: Path, digest: str | None) -> Damage | None:
+    if digest is None:
+        return Damage(file=file, why=f"{FILE} does not list it")
+    try:
+        same = digest_of(file) == digest
+    except OSError as problem:
+        return Damage(file=file, why=_reason(problem))
+    return None if same else Damage(file=file, why=f"its content differs from its digest in {FILE}")
+
+
+def _text(digests: dict[str, str]) -> str:
+    lines = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    return f"{lines}{_SEAL}{hashlib.sha256(lines.encode()).hexdigest()}\n"
+
+
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, FileNotFoundError):
+        return "it is missing"
+    if isinstance(problem, UnicodeDecodeError):
+        return "it is not text"
+    return getattr(problem, "strerror", None) or str(problem)

@@ -1,0 +1,117 @@
+"""Checkpoints on disk: which there are, whether their files are as they were written, where the run stood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.checkpoint import digests
+from lorafusion_jax.checkpoint.digests import Damage
+from lorafusion_jax.errors import CheckpointError
+
+POSITION = "position/metadata"
+UNCHECKED = "_CHECKPOINT_METADATA"  # checkpoints of earlier versions hold this file, and no digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest good checkpoint of a run.
+
+    Attributes:
+        slot, position: of that checkpoint; None and empty where the run has no checkpoint yet.
+        damaged: what is wrong with the newer ones.
+        unchecked: it was written by a version that kept no digests.
+    """
+
+    slot: int | None = None
+    position: dict[str, Any]
+    damaged: tuple[Damage, ...] = ()
+    unchecked: bool = False
+
+
+def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Found:
+    """Finds the newest checkpoint whose files are as they were written, and reads its position.
+
+    Args:
+        directory: `state` folder of a run.
+        agree: whether any process of the run says so; a checkpoint must be good for all of them.
+
+    Raises:
+        CheckpointError: `run.bad-state`, there are checkpoints and none is good.
+    """
+    damaged: list[Damage] = []
+    slots = slots_of(directory)
+    for slot in reversed(slots):
+        damage = checkpoint_damage(directory / str(slot))
+        if not agree(bool(damage)):
+            folder = directory / str(slot)
+            return Found(
+                slot=slot,
+                position=_position(folder),
+                damaged=tuple(damaged),
+                unchecked=not digests.has_digests(folder),
+            )
+        damaged += damage or [Damage(file=directory / str(slot), why="another process of this run finds it damaged")]
+    if damaged:
+        raise CheckpointError(
+            "run.bad-state",
+            "no checkpoint of this run is good.",
+            where=str(directory),
+            why="; ".join(map(str, damaged[:4])),
+            fix=f"bring one back from a copy, or remove {directory} to begin anew",
+        )
+    return Found(position={})
+
+
+def checkpoint_damage(folder: Path) -> list[Damage]:
+    """What is wrong with the files of a checkpoint."""
+    if not digests.has_digests(folder) and not (folder / UNCHECKED).is_file():
+        return [Damage(file=folder / digests.FILE, why="it is missing")]
+    if digests.has_digests(folder) and (found := digests.find_damage(folder)):
+        return found
+    try:
+        _position(folder)
+    except (OSError, ValueError) as problem:
+        return [Damage(file=folder / POSITION, why=f"it cannot be read: {problem}")]
+    return []
+
+
+def read_position(directory: Path) -> dict[str, Any] | None:
+    """Reads the position of the newest good checkpoint without touching arrays or devices; None: there is none.
+
+    Raises:
+        CheckpointError: `run.bad-state`.
+    """
+    return find_checkpoint(directory).position or None
+
+
+def slots_of(directory: Path) -> list[int]:
+    """Slots of the checkpoints in a `state` folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(child.name) for child in directory.iterdir() if child.name.isdecimal() and child.is_dir())
+
+
+def _position(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / POSITION).read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("slot") != int(folder.name):
+        raise ValueError(f"it does not name slot {folder.name}")
+    if not isinstance(found.get("adapters"), dict) or not isinstance(found.get("replicas", 1), int):
+        raise ValueError("it lacks adapters or replicas")
+    return found
+
+
+def bad_state(directory: Path, slot: int, why: str) -> CheckpointError:
+    earlier = min(slots_of(directory), default=slot) < slot
+    return CheckpointError(
+        "run.bad-state",
+        f"checkpoint {slot} does not fit this run or is damaged.",
+        where=str(directory / str(slot)),
+        why=why,
+        fix=f"remove {directory / str(slot)} to go on from the checkpoint before"
+        if earlier
+        else f"remove {directory} to begin anew: there is no checkpoint before",
+    )

@@ -1,0 +1,118 @@
+"""Warm starts: adapters that begin with the weights of a PEFT folder (`lora.init_from`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.checkpoint.digests import digests_of
+from lorafusion_jax.checkpoint.peft import TENSOR_FILE, put_adapter, read_adapter
+from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE
+from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.specs import adapter_spec
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+
+FIX = (
+    "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
+)
+
+
+def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
+    """Reads the PEFT folders of `lora.init_from`; key: index of the adapter.
+
+    Raises:
+        CheckpointError, ErrorList: a folder is incomplete, of another base, or of another rank, scale or targets; each
+            names its adapter.
+    """
+    starts: dict[int, Arrays] = {}
+    errors: list[LoraFusionError] = []
+    for index, adapter in enumerate(config.adapters):
+        if adapter.lora.init_from is None:
+            continue
+        folder = Path(config.directory) / adapter.lora.init_from
+        try:
+            starts[index] = _read_start(folder, adapter, config.base.model)
+        except LoraFusionError as problem:
+            errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
+    raise_all(errors)
+    return starts
+
+
+def warm_start_digests(config: JobConfig) -> dict[str, dict[str, str]]:
+    """Adapter → digests of the files that it goes on from."""
+    return {
+        adapter.name: digests_of(Path(config.directory) / adapter.lora.init_from, (CONFIG_FILE, TENSOR_FILE))
+        for adapter in config.adapters
+        if adapter.lora.init_from is not None
+    }
+
+
+def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> None:
+    """Makes sure that a run which has no checkpoint yet begins with the same weights again.
+
+    Raises:
+        CheckpointError: `run.init-changed`.
+    """
+    now = {name: digests for name, digests in warm_start_digests(config).items() if name in before}
+    changed = [name for name, digests in now.items() if digests != before[name]]
+    if changed:
+        raise CheckpointError(
+            "run.init-changed",
+            f"the folder that {', '.join(changed)} began with has changed since the run was started.",
+            where=", ".join(
+                f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}" for name in changed
+            ),
+            fix="bring it back, or start a new run with lorafusion train",
+        )
+
+
+def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
+    """Replaces the initial weights of the adapters in `starts`.
+
+    Raises:
+        CheckpointError: `peft.other-base`, shapes of another model.
+    """
+    for index, arrays in starts.items():
+        lora = put_adapter(lora, index, arrays)
+    return lora
+
+
+def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:
+    if not folder.is_dir():
+        raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
+    if not adapter_kind(adapter.lora.kind).in_peft:
+        raise CheckpointError(
+            "peft.kind",
+            f"an adapter of kind {adapter.lora.kind} cannot go on from a PEFT folder.",
+            why="the folder holds the product of its tensors, not the tensors themselves",
+            fix="lora.kind: lora   or leave lora.init_from out",
+        )
+    found, arrays = read_adapter(folder, base_name=base_name)
+    spec = adapter_spec(adapter)
+    if dataclasses.replace(found, name=spec.name, kind=spec.kind, dropout=spec.dropout, seed=spec.seed) == spec:
+        return arrays
+    raise CheckpointError(
+        "peft.other-settings",
+        f"{adapter.lora.init_from} has other LoRA settings.",
+        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, "
+        f"targets {', '.join(found.targets)}",
+        fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha:g}, rslora: {str(found.rslora).lower()}, "
+        f"targets: [{', '.join(found.targets)}]}}",
+    )
+
+
+def _of_adapter(problem: LoraFusionError, adapter: AdapterConfig) -> CheckpointError:
+    """The same finding with the setting that led to it."""
+    key = f"adapters.{adapter.name}.lora.init_from={adapter.lora.init_from}"
+    return CheckpointError(
+        problem.code,
+        f"{adapter.name}: {problem.what}",
+        where=f"{key}, {problem.where}" if problem.where else key,
+        why=problem.why,
+        fix=problem.fix or FIX,
+    )

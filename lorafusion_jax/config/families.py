@@ -1,0 +1,109 @@
+"""Families of Llama-like decoders: the same layer under other names and with other options in their files.
+
+To add one, add a row to `FAMILIES`; from another package, install an entry point of the group
+`lorafusion_jax.families` whose name is the `model_type` of config.json and that loads a `Family`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..plugins import find, known_names
+
+GROUP = "lorafusion_jax.families"
+_LAYERS = "model.layers"
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the files of a family mean; a row needs to say only where it differs from Llama.
+
+    Args:
+        architectures: names in config.json; the first is written.
+        head_dim: where config.json leaves it out; None: hidden_size / num_attention_heads.
+        positions: where config.json leaves out `max_position_embeddings`.
+        qkv_bias: q, k and v always have a bias.
+        reads_attention_bias: `attention_bias` of config.json gives q, k, v and o a bias.
+        reads_mlp_bias: `mlp_bias` of config.json gives the MLP's projections a bias.
+        qk_norm: q and k are normalised per head.
+        window: `sliding_window` of config.json counts never, whenever it is given, or where another key switches it on.
+        keys: their key of config.json for Llama's, e.g. {"hidden_size": "n_embd"}.
+        modules: their module for Llama's, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
+            "self_attn.q_proj": "attention.query"}; adapters are saved under Llama's names.
+    """
+
+    architectures: tuple[str, ...]
+    head_dim: int | None = None
+    positions: int = 2048
+    qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    window: Literal["never", "given", "switched"] = "never"
+    keys: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def read_keys(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json of this family under Llama's keys."""
+        theirs = set(self.keys.values()) - self.keys.keys()
+        renamed = {ours: raw[their] for ours, their in self.keys.items() if their in raw}
+        return {key: value for key, value in raw.items() if key not in theirs} | renamed
+
+    def write_keys(self, llama: Mapping[str, Any]) -> dict[str, Any]:
+        """The reverse of `read_keys`."""
+        return {self.keys.get(key, key): value for key, value in llama.items()}
+
+    def tensor_name(self, llama: str) -> str:
+        """The name in a checkpoint of what Llama calls e.g. "model.layers.3.self_attn.q_proj.weight"."""
+        path, _, leaf = llama.rpartition(".")
+        inside = _IN_LAYER.fullmatch(path)
+        if inside is None:
+            return f"{self.modules.get(path, path)}.{leaf}"
+        number, module = inside.groups()
+        return f"{self.modules.get(_LAYERS, _LAYERS)}.{number}.{self.modules.get(module, module)}.{leaf}"
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(architectures=("LlamaForCausalLM",), reads_attention_bias=True, reads_mlp_bias=True),
+    "mistral": Family(architectures=("MistralForCausalLM",), positions=131072, window="given"),
+    "qwen2": Family(architectures=("Qwen2ForCausalLM",), positions=32768, qkv_bias=True, window="switched"),
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",), head_dim=128, positions=32768, reads_attention_bias=True, qk_norm=True,
+        window="switched",
+    ),
+}  # fmt: skip
+
+
+def family_named(name: str) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        ConfigError: `plugin.unknown`, `plugin.broken`.
+    """
+    return find(GROUP, FAMILIES, name, Family)
+
+
+def find_family(architectures: list[str] | None, model_type: str | None) -> str | None:
+    """The name of the family that a config.json is of; None for none that is known.
+
+    Raises:
+        ConfigError: `plugin.broken`, an installed family that does not load.
+    """
+    for name in architectures or ():
+        for family, row in FAMILIES.items():
+            if name in row.architectures:
+                return family
+    if model_type not in known_names(GROUP, FAMILIES):
+        return None
+    wanted = family_named(model_type).architectures
+    return model_type if not architectures or set(architectures) & set(wanted) else None
+
+
+def known_models() -> str:
+    """What can be loaded, for messages."""
+    installed = [name for name in known_names(GROUP, FAMILIES) if name not in FAMILIES]
+    return ", ".join([*(name for row in FAMILIES.values() for name in row.architectures), *installed])

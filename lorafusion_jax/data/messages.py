@@ -1,0 +1,117 @@
+"""Messages of a conversation: roles and keys of OpenAI, ShareGPT, axolotl and LLaMA-Factory in the template's words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lorafusion_jax.data.sources import type_name
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+CALLING_ROLES = ("function_call", "tool_call")  # their content is a call as JSON
+
+
+class BadRow(ValueError):
+    """A row that cannot be used, with the code of the error that names it."""
+
+    def __init__(self, code: str, why: str):
+        super().__init__(why)
+        self.code, self.why = code, why
+
+
+def parse_messages(listed: list) -> tuple[list[dict], frozenset[int]]:
+    """Parses a list of messages; returns them and the numbers of those that are excluded from the loss.
+
+    Raises:
+        BadRow: a message that is none.
+    """
+    parsed = [parse_message(item, place) for place, item in enumerate(listed)]
+    return [message for message, _ in parsed], frozenset(
+        turn for turn, (_, learned) in enumerate(parsed) if learned is False
+    )
+
+
+def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
+    """Parses one message; returns it and whether it says that it is learned (None = it says nothing)."""
+    if not isinstance(item, dict):
+        raise BadRow("data.bad-type", f"message {place} is {type_name(item)}, not an object")
+    message = {key: value for key, value in item.items() if value is not None}  # Parquet fills absent keys with null
+    name = message.pop("role", None) or message.pop("from", None)
+    if not isinstance(name, str) or name.lower() not in ROLES:
+        raise BadRow("data.bad-role", f"message {place} has the role {name!r}")
+    role = ROLES[name.lower()]
+    learned = _learned(message, role, place)
+    content = message.pop("content", message.pop("value", None))
+    if isinstance(content, list):
+        content = _joined_parts(content, place)
+    if name.lower() in CALLING_ROLES:
+        message["tool_calls"], content = _calls(content, place), None
+    elif isinstance(message.get("function_call"), dict) and "tool_calls" not in message:
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if content is None and "tool_calls" in message:
+        return {"role": role, **message}, learned
+    return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned
+
+
+def _learned(message: dict, role: str, place: int) -> bool | None:
+    """Takes OpenAI's `weight` and axolotl's `train` out of a message."""
+    said = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
+    for key, value in said:
+        if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
+            raise BadRow("data.bad-weight", f"message {place} has {key}: {value!r}")
+    values = {bool(value) for _, value in said}
+    if len(values) == 2:
+        raise BadRow("data.bad-weight", f"message {place} has a weight and a train that contradict each other")
+    if True in values and role != "assistant":
+        raise BadRow("data.bad-weight", f"message {place} is to be learned, but its role is {role}")
+    return values.pop() if values else None
+
+
+def _calls(content: Any, place: int) -> list[dict]:
+    try:
+        calls = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise BadRow("data.bad-type", f"message {place} calls a function, but is not JSON {{name, arguments}}")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _joined_parts(parts: list, place: int) -> str:
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise BadRow("data.bad-type", f"message {place} has parts that are no text")
+    return "".join(part["text"] for part in parts)
+
+
+def says_something(message: dict) -> bool:
+    return bool(message.get("content", "").strip() or message.get("tool_calls"))
+
+
+def checked_text(value: object, name: str) -> str:
+    """A text that a tokenizer takes.
+
+    Raises:
+        BadRow: no text, or half a character.
+    """
+    if not isinstance(value, str):
+        raise BadRow("data.bad-type", f"{name} is {type_name(value)}, not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair; no tokenizer takes it
+        raise BadRow("data.bad-type", f"{name} holds half a character (a lone surrogate)") from None
+    return value

@@ -1,0 +1,64 @@
+"""Checks tokenised data against the base model: token ids inside its embedding table, samples inside its positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenizer import Tokenizer
+from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
+
+LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # data can be checked and planned without these models
+
+
+def read_shape(directory: Path) -> ModelConfig | None:
+    """The base model's shape; None where there is no model that can be trained, which training reports.
+
+    Raises:
+        CheckpointError: `model.bad-config`.
+    """
+    try:
+        return ModelConfig.from_hf(directory)
+    except CheckpointError as problem:
+        if problem.code in LEFT_TO_TRAINING:
+            return None
+        raise
+
+
+def model_problems(
+    samples: TokenizedSet, model: ModelConfig, *, tokenizer: Tokenizer, adapter: str, directory: Path
+) -> list[LoraFusionError]:
+    """Finds what the base model cannot take: unknown token ids, and samples longer than its positions or window."""
+    problems: list[LoraFusionError] = []
+    if samples.tokens.max(initial=-1) >= model.vocab_size:
+        problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
+    longest = int(samples.rows[samples.lengths.argmax()])
+    try:
+        model.check_length(
+            samples.report.longest, where=str(directory), sample=f"{adapter}: row {longest} of {samples.report.source}"
+        )
+    except CheckpointError as problem:
+        problems.append(problem)
+    return problems
+
+
+def _unknown_token(
+    samples: TokenizedSet, vocab_size: int, tokenizer: Tokenizer, adapter: str, directory: Path
+) -> DataError:
+    places = np.flatnonzero(samples.tokens >= vocab_size)
+    owners = np.searchsorted(samples.offsets, places, side="right") - 1
+    token = int(samples.tokens[places[0]])
+    rows = len(np.unique(owners))
+    return DataError(
+        "data.token-id",
+        f"{adapter}: {rows} of {samples.report.rows} rows of {samples.report.source} hold tokens that the base model "
+        "does not have.",
+        where=f"{samples.report.source}, row {int(samples.rows[owners[0]])}",
+        why=f"the tokenizer gives {tokenizer.piece(token)!r} the id {token}, but vocab_size is {vocab_size} in "
+        f"{directory / 'config.json'}",
+        fix="resize the model's embeddings to its tokenizer (resize_token_embeddings of transformers, then "
+        "save_pretrained), or take the token out of the rows, the chat template or tokenizer.json",
+    )

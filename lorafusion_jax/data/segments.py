@@ -1,0 +1,115 @@
+"""Rows → the texts of each sample, for objectives that say themselves which texts a sample has."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from lorafusion_jax.data.formats import Chat, Example, Pair, Text
+from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.objective.protocol import Chosen, Segment
+
+
+def read_segments(rows: Rows, chosen: Chosen, columns: Mapping[str, str], *, adapter: str) -> list[list[Example]]:
+    """Asks an objective for the segments of every row.
+
+    Args:
+        columns: what the objective calls a column -> its name in the rows, where they differ.
+        adapter: named in messages.
+
+    Returns:
+        For each segment of a sample, the example of every row.
+
+    Raises:
+        DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason; and
+            `rows.problems`.
+    """
+    needed = columns_of(rows, chosen, columns)
+    read: list[tuple[Segment, ...]] = []
+    bad: list[tuple[int, str]] = []
+    for number, row in enumerate(rows.values):
+        try:
+            read.append(_segments(chosen, {role: row[column] for role, column in needed.items() if column in row}))
+        except KeyError as missing:
+            bad.append((number, f"it has no '{needed.get(missing.args[0], missing.args[0])}'"))
+        except (ValueError, TypeError) as problem:
+            bad.append((number, str(problem)))
+    errors = [] if not bad else [_bad_rows(rows, bad, adapter, chosen)]
+    raise_all([*rows.problems, *errors])
+    return [[_example(segments[place]) for segments in read] for place in range(chosen.objective.num_segments)]
+
+
+def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[str, str]:
+    """What the objective calls a column → its name in the rows.
+
+    Raises:
+        DataError, ErrorList: data.missing-column, data.unknown-role.
+    """
+    present = list(dict.fromkeys(key for row in rows.values for key in row))
+    needed = {role: columns.get(role, role) for role in chosen.objective.columns}
+    errors: list[LoraFusionError] = [
+        DataError(
+            "data.unknown-role",
+            f"data.columns names the role '{role}', which objective {chosen.name} has not.",
+            fix=_nearest(role, list(needed)),
+        )
+        for role in columns
+        if role not in needed
+    ]
+    errors += [
+        DataError(
+            "data.missing-column",
+            f"{rows.source} has no column '{column}', which objective {chosen.name} needs.",
+            where=rows.source,
+            why=f"its columns are {', '.join(present)}",
+            fix=f"data.columns: {{{role}: <column>}}",
+        )
+        for role, column in needed.items()
+        if column not in present
+    ]
+    raise_all(errors)
+    return needed
+
+
+def code_of(chosen: Chosen) -> str | None:
+    """The file in which an objective reads rows, for a cache that must notice a change; None where it has none."""
+    function = inspect.unwrap(chosen.objective.segments) if chosen.objective.segments else None
+    try:
+        file = inspect.getsourcefile(function) if function is not None else None
+        return None if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, TypeError, UnicodeDecodeError):
+        return None
+
+
+def _segments(chosen: Chosen, row: Mapping) -> tuple[Segment, ...]:
+    assert chosen.objective.segments is not None
+    segments, wanted = tuple(chosen.objective.segments(row)), chosen.objective.num_segments
+    if len(segments) != wanted:
+        raise ValueError(f"objective {chosen.name} makes {len(segments)} segments of it and declares {wanted}")
+    return segments
+
+
+def _example(segment: Segment) -> Example:
+    if segment.messages is not None:
+        return Chat([dict(message) for message in segment.messages])
+    if segment.text is not None:
+        return Text(segment.text)
+    return Pair(segment.prompt or "", segment.answer or "")
+
+
+def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chosen) -> DataError:
+    return DataError(
+        "data.bad-row",
+        f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used with objective {chosen.name}.",
+        where=rows.places([row for row, _ in bad]),
+        why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+        fix="repair these rows or take them out",
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean '{near[0]}'?" if near else "one of " + ", ".join(names)

@@ -1,0 +1,85 @@
+"""The layers of one stage, counted in halves: a stage may end after the attention of a layer, the next begins with its
+MLP. Between the two a model passes on one array, as it does between layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from lorafusion_jax.layout.layer import LAYER, Half
+
+
+class Piece(NamedTuple):
+    """What runs in one go: a layer, or the half of it that a stage has."""
+
+    layer: int
+    half: Half | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive halves [start, stop) of a model: half 2n is the attention of layer n, half 2n + 1 its MLP.
+
+    Two halves at least, so that every leaf has a layer here.
+
+    >>> own = Extent(41, 81)
+    >>> own.count, own.layers_of("self_attn.q_proj.lora_a"), own.layers_of("mlp.up_proj.lora_a")
+    (20, range(21, 41), range(20, 40))
+    >>> own.pieces[0], own.pieces[-1]
+    (Piece(layer=20, half='mlp'), Piece(layer=40, half='attention'))
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int | float:
+        """Layers, e.g. 20 or 20.5."""
+        return as_count((self.stop - self.start) / 2)
+
+    @property
+    def first(self) -> int:
+        """Number of the first layer of which anything is here."""
+        return self.start // 2
+
+    @property
+    def last(self) -> int:
+        return (self.stop - 1) // 2
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """In order; only the first and the last can be halves."""
+        head = [Piece(self.first, "mlp")] if self.start % 2 else []
+        tail = [Piece(self.last, "attention")] if self.stop % 2 else []
+        return [*head, *map(Piece, range(-(-self.start // 2), self.stop // 2)), *tail]
+
+    def layers_of(self, name: str) -> range:
+        """Layers whose leaf of that name is here: "self_attn.q_proj.lora_a", with or without "layers." in front."""
+        if LAYER.half_of(name) == "mlp":
+            return range(self.start // 2, self.stop // 2)
+        return range(-(-self.start // 2), -(-self.stop // 2))
+
+    def holds(self, layer: int, name: str) -> bool:
+        return layer in self.layers_of(name)
+
+
+def extents(counts: Iterable[int | float]) -> tuple[Extent, ...]:
+    """Stages that follow each other.
+
+    >>> extents([1.5, 1, 2.5])[1]
+    Extent(start=3, stop=5)
+    """
+    edges = accumulate((round(2 * count) for count in counts), initial=0)
+    return tuple(Extent(start, stop) for start, stop in pairwise(edges))
+
+
+def as_count(layers: float) -> int | float:
+    """20.0 → 20; 20.5 stays."""
+    return int(layers) if layers == int(layers) else layers
+
+
+def counts_of(stages: Sequence[Extent]) -> list[int | float]:
+    return [stage.count for stage in stages]

@@ -1,0 +1,87 @@
+"""One log of a run folder: a JSON object on each line, with a CRC so that a damaged line is noticed."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CRC = b', "crc": "'  # the row without its CRC stands before it; 8 hex digits and '"}' follow
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """One line.
+
+    >>> encode_row({"kind": "saved", "slot": 3})
+    b'{"kind": "saved", "slot": 3, "crc": "37fa5b2f"}\\n'
+    """
+    plain = json.dumps(row, allow_nan=False).encode()[:-1]
+    return plain + CRC + b'%08x"}\n' % zlib.crc32(plain)
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line, or None where it is damaged or cut off. Lines of earlier versions have no CRC.
+
+    >>> parse_row(b'{"kind": "saved", "slot": 3, "crc": "37fa5b2f"}')
+    {'kind': 'saved', 'slot': 3}
+    >>> parse_row(b'{"kind": "saved", "slot": 2, "crc": "37fa5b2f"}')
+    """
+    if not is_unchanged(line):
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or not _is_whole(row.get("slot")):
+        return None
+    named = row["kind"] in ("step", "eval")  # of one adapter
+    if named and not (isinstance(row.get("adapter"), str) and _is_whole(row.get("step"))):
+        return None
+    row.pop("crc", None)
+    return row if isinstance(row.get("time", 0), int | float) else None
+
+
+def is_unchanged(line: bytes) -> bool:
+    """Whether a line matches its CRC, or has none."""
+    plain, found, rest = line.rpartition(CRC)
+    return not found or rest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
+
+
+def has_crc(line: bytes) -> bool:
+    return CRC in line
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Reads the good rows of a log; damaged lines, and a last one cut off by a crash, are left out."""
+    return [row for line in _lines(path) if (row := parse_row(line)) is not None]
+
+
+def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
+    """Numbers of the lines that are not as they were written, also of a last one that a crash has cut off.
+
+    Args:
+        all_have_crc: a line without one is damaged.
+    """
+    return [
+        number
+        for number, line in enumerate(_lines(path), 1)
+        if parse_row(line) is None or not line.endswith(b"\n") or (all_have_crc and not has_crc(line))
+    ]
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """Lines with their ends; only a line feed ends one."""
+    lines = [line + b"\n" for line in content.split(b"\n")]
+    return lines[:-1] + ([lines[-1][:-1]] if lines[-1] != b"\n" else [])
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,96 @@
+"""Packed causal attention behind one call, isolated between segments.
+
+Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention import unsupported_reason
+from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
+
+from ..segments import Segments
+from .cudnn import cudnn_backward, cudnn_forward, on_hopper
+from .cudnn import unsupported_reason as cudnn_unsupported_reason
+from .nan_isolation import Backward, Forward, isolated
+from .pallas import pallas_backward, pallas_forward
+from .xla import xla_backward, xla_forward
+
+
+def attention(
+    q: Float[Array, "T H C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T K C"],
+    segments: Segments,
+    *,
+    implementation: AttentionImplementation | None = None,
+    flat: bool = False,
+) -> Float[Array, "T H C"] | Float[Array, "T H*C"]:
+    """Attends to the earlier rows of the same segment; groups of H / K query heads share a key head.
+
+    o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
+
+    A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward.
+
+    What backward needs is named "attention" (see `checkpoint_names`), for rematerialisation policies.
+
+    Args:
+        implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
+            "cudnn" (Hopper or later; bfloat16 or float16), "xla" (everywhere), None = the first of these that serves
+            the inputs, which is also the fastest.
+        flat: heads side by side [T, H·C], as a projection takes them; by our own kernels that array is the one that
+            backward keeps, where another shape of it would be kept beside it.
+    Raises:
+        NotImplementedError: an implementation was asked for that cannot serve these inputs.
+
+    Example:
+        >>> x = jax.numpy.ones((8, 2, 16))
+        >>> attention(x, x[:, :1], x[:, :1], Segments.from_lengths([3, 5], 8)).shape
+        (8, 2, 16)
+    """
+    implementation = implementation or default_implementation(q, k)
+    if implementation not in _KERNELS:
+        raise ValueError(f"implementation={implementation!r} is none of {', '.join(map(repr, _KERNELS))}")
+    o_TD = _isolated(implementation, q.shape[-1], q, k, v, segments)
+    return o_TD if flat else o_TD.reshape(q.shape)
+
+
+def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
+    """The fastest implementation for this device, dtype and shape.
+
+    Ours against cuDNN on an H200, forward and backward, isolated: 0.60 against 1.21 ms for 14 documents in 8192 rows
+    and 32 heads (benchmarks/results/attention_h200_2026-11-21/).
+    """
+    if on_hopper() and not unsupported_reason(q, k):
+        return "pallas_mosaic_gpu"
+    return "cudnn" if on_hopper(or_later=True) and not cudnn_unsupported_reason(q) else "xla"
+
+
+# forward: (q, k, v, segments) -> o [T, H·C] and what backward needs; backward: (that, do [T, H, C]) -> dq, dk, dv.
+_KERNELS: dict[str, tuple[Forward, Backward]] = {
+    "xla": isolated(xla_forward, xla_backward),
+    "cudnn": isolated(cudnn_forward, cudnn_backward),
+    "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
+}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _isolated(implementation, head_dim, q, k, v, segments):
+    return _isolated_fwd(implementation, head_dim, q, k, v, segments)[0]
+
+
+def _isolated_fwd(implementation, head_dim, q, k, v, segments):
+    del head_dim  # backward's
+    return _KERNELS[implementation][0](q, k, v, segments)
+
+
+def _isolated_bwd(implementation, head_dim, residuals, do_TD):
+    do_THC = do_TD.reshape(len(do_TD), -1, head_dim)
+    return *_KERNELS[implementation][1](residuals, do_THC), None
+
+
+_isolated.defvjp(_isolated_fwd, _isolated_bwd)

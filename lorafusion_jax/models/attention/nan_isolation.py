@@ -1,0 +1,61 @@
+"""Isolation for kernels that have none: bad values are cut out before and come back as NaN in the rows they reach.
+
+A product with a zero weight would spread them: 0 · NaN = NaN. Costs passes over q, o, dO and dq.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .checkpoint_names import checkpointed
+
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C] and what backward needs
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do [T, H, C] -> dq, dk, dv
+
+
+def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
+    """The same pair of functions, isolated between segments; forward's first result may be [T, H, C]."""
+
+    def isolated_forward(q, k, v, segments):
+        bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
+        o, residuals = forward(_clean(q), _clean(k), _clean(v), segments)
+        o = _fill_nan(o, bad_q | _reached(bad_kv, segments.ids))
+        return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
+
+    def isolated_backward(everything, do):
+        residuals, bad, ids = everything
+        dq, dk, dv = backward(residuals, _clean(do))
+        # A bad row spoils the gradients of its whole segment: queries after it, keys before it, through them the rest.
+        spoiled = _whole_segment(bad | _bad_rows(do), ids)
+        return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)
+
+    return isolated_forward, isolated_backward
+
+
+def _bad_rows(x_THC: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(x_THC).all(axis=(1, 2))
+
+
+def _clean(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
+    return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
+
+
+def _reached(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    """Rows at or after a bad row of their segment: ids rise, so the last bad row's id tells."""
+    return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
+
+
+def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+    after = _reached(bad_T, ids_T)
+    top = jnp.iinfo(jnp.int32).max
+    before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
+    return after | before

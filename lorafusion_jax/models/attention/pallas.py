@@ -1,0 +1,26 @@
+"""Packed causal attention by our own Hopper kernels. Dims: `T` packed tokens, `H` heads, `K` key heads, `C` width."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.attention import Saved, attention_backward, attention_forward, document_rows
+
+from ..segments import Segments
+from .checkpoint_names import checkpointed
+
+
+def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
+    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, heads side by side; and what backward needs.
+
+    The result and what is kept of it are one array: another shape of it would be kept beside it.
+    """
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
+    o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)
+    saved = checkpointed(saved._replace(o_THC=o_THC.reshape(len(o_THC), -1)))
+    return saved.o_THC, saved
+
+
+def pallas_backward(saved: Saved, do_THC: jax.Array):
+    """Gradients of q, k and v."""
+    return attention_backward(saved._replace(o_THC=saved.o_THC.reshape(do_THC.shape)), do_THC)

@@ -1,0 +1,161 @@
+"""Packed causal attention in plain jnp: blocks along a band below the diagonal, for every device.
+
+Rows are cut into blocks, and step d lets blocks of queries see the block of keys d blocks before them, with the running
+softmax of flash attention. Blocks are ordered by how far back their segments reach, so those that still have something
+to see at step d are the first ones, and a step takes only these, a quarter of all at a time. Work follows the pairs of
+blocks that hold something, not T x T and not the longest segment; scores of T x block / 4 exist at once.
+Dims: `T` rows · `n` blocks · `p` blocks taken at once · `B` rows a block · `H` = `K` key heads x `G` · `C` head width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..segments import Segments
+from .checkpoint_names import checkpointed
+
+BLOCK = 64
+_MASKED = float("-inf")
+_NOBODY = np.iinfo(np.int32).max
+
+
+def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
+    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, float32 inside; and what backward needs."""
+    T, num_keys = k_TKC.shape[:2]
+    block = min(BLOCK, -(-T // 8) * 8)
+    ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
+    q, k, v = (_blocks(x, block, num_keys) for x in (q_THC, k_TKC, v_TKC))
+    o, lse = _forward(q, k[:, :, 0], v[:, :, 0], ids_nB)
+    residuals = checkpointed((q, k[:, :, 0], v[:, :, 0], ids_nB, o, lse))
+    return _rows(residuals[4], T), residuals
+
+
+def xla_backward(residuals, do_THC: jax.Array):
+    """Gradients of q, k and v."""
+    T, (_, num_keys, block, _) = len(do_THC), residuals[1].shape
+    dq, dk, dv = _backward(residuals, _blocks(do_THC, block, num_keys))
+    return _rows(dq, T), _rows(dk[:, :, None], T), _rows(dv[:, :, None], T)
+
+
+def _blocks(x_THC: jax.Array, block: int, num_keys: int) -> jax.Array:
+    T, H, C = x_THC.shape
+    x_THC = jnp.pad(x_THC, ((0, -T % block), (0, 0), (0, 0)))
+    return x_THC.reshape(-1, block, num_keys, H // num_keys, C).transpose(0, 2, 3, 1, 4)
+
+
+def _rows(x_nKGBC: jax.Array, T: int) -> jax.Array:
+    n, K, G, B, C = x_nKGBC.shape
+    return x_nKGBC.transpose(0, 3, 1, 2, 4).reshape(n * B, K * G, C)[:T]
+
+
+def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
+    order, reach = _farthest_first(ids_nB)
+    keys = _before(k_nKBC, v_nKBC, ids_nB)
+    q, ids = q_nKGBC[order], ids_nB[order]
+
+    def visit(d, at, carry):
+        m_old, total_old, o_old, q_p, ids_p, order_p = _take((*carry, q, ids, order), at)
+        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        s = jnp.where(seen, _scores(q_p, k), _MASKED)
+        m = jnp.maximum(m_old, s.max(-1))
+        p, fade = jnp.exp(s - m[..., None]), jnp.exp(m_old - m)
+        o = o_old * fade[..., None] + _product("nkrs,nksc->nkrc", p.astype(v.dtype), v)
+        return _put(carry, (m, total_old * fade + p.sum(-1), o), at)
+
+    empty = jnp.full(q.shape[:-1], _MASKED, jnp.float32)
+    # Step 0 holds the diagonal, so every row has seen itself and m is finite from there on.
+    m, total, o = _visit_all(visit, reach, (empty, jnp.zeros_like(empty), jnp.zeros(q.shape, jnp.float32)))
+    back = jnp.argsort(order)
+    return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
+
+
+def _backward(residuals, do_nKGBC):
+    q_nKGBC, k_nKBC, v_nKBC, ids_nB, o, lse = residuals
+    order, reach = _farthest_first(ids_nB)
+    keys = _before(k_nKBC, v_nKBC, ids_nB)
+    delta = (do_nKGBC.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    rows = [x[order] for x in (q_nKGBC, do_nKGBC.astype(q_nKGBC.dtype), lse, delta, ids_nB)]
+    n = len(k_nKBC)
+
+    def visit(d, at, carry):
+        dq, dk, dv = carry
+        dq_p, q, do, lse, delta, ids_p, order_p = _take((dq, *rows, order), at)
+        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        p = jnp.where(seen, jnp.exp(_scores(q, k) - lse[..., None]), 0.0)
+        dp = _product("nkrc,nksc->nkrs", do, v)
+        ds = jnp.where(seen, p * (dp - delta[..., None]) * q.shape[-1] ** -0.5, 0.0).astype(q.dtype)
+        (dq,) = _put((dq,), (dq_p + _product("nkrs,nksc->nkrc", ds, k),), at)
+        there = n + order_p - d
+        dk = dk.at[there].add(_product("nkrs,nkrc->nksc", ds, q), unique_indices=True)
+        dv = dv.at[there].add(_product("nkrs,nkrc->nksc", p.astype(do.dtype), do), unique_indices=True)
+        return dq, dk, dv
+
+    zeros = jnp.zeros((2 * n, *k_nKBC.shape[1:]), jnp.float32)
+    dq, dk, dv = _visit_all(visit, reach, (jnp.zeros(q_nKGBC.shape, jnp.float32), zeros, zeros))
+    dq = dq[jnp.argsort(order)]
+    return dq.astype(q_nKGBC.dtype), dk[n:].astype(k_nKBC.dtype), dv[n:].astype(v_nKBC.dtype)
+
+
+def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks ordered by how many blocks back they look, itself included, and those numbers, falling."""
+    n, B = ids_nB.shape
+    ids_T = ids_nB.reshape(-1)
+    is_start = jnp.concatenate([jnp.ones(1, bool), ids_T[1:] != ids_T[:-1]])
+    start = lax.cummax(jnp.where(is_start, jnp.arange(n * B, dtype=jnp.int32), 0))[::B]
+    reach = jnp.arange(n, dtype=jnp.int32) - start // B + 1
+    order = jnp.argsort(-reach, stable=True).astype(jnp.int32)
+    return order, reach[order]
+
+
+def _visit_all(visit, reach_n: jax.Array, carry):
+    """Calls `visit(d, at, carry)` until every block has looked as far back as it reaches; `at` slices the ordered
+    blocks."""
+    n = len(reach_n)
+    size = max(n // 4, 1)
+    size = next(size for size in range(size, 0, -1) if n % size == 0)
+
+    def step(d, carry):
+        busy = (reach_n > d).sum(dtype=jnp.int32)
+        return lax.fori_loop(0, (busy + size - 1) // size, lambda i, carry: visit(d, (i * size, size), carry), carry)
+
+    return lax.fori_loop(0, reach_n[0], step, carry)
+
+
+def _take(arrays, at):
+    return tuple(lax.dynamic_slice_in_dim(x, *at) for x in arrays)
+
+
+def _put(arrays, parts, at):
+    return tuple(lax.dynamic_update_slice_in_dim(x, part, at[0], 0) for x, part in zip(arrays, parts, strict=True))
+
+
+def _before(k_nKBC, v_nKBC, ids_nB):
+    """Puts n blocks of nobody in front, so that looking back never leaves the array."""
+    front = lambda x, value: jnp.pad(x, ((len(x), 0), *[(0, 0)] * (x.ndim - 1)), constant_values=value)  # noqa: E731
+    return front(k_nKBC, 0), front(v_nKBC, 0), front(ids_nB, -1)
+
+
+def _looked_at(keys, ids_pB, order_p, d):
+    """Keys and values of the block d before each block, and which of them its queries may see."""
+    there = keys[0].shape[0] // 2 + order_p - d
+    k, v, ids = (x.at[there].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
+    rows = jnp.arange(ids.shape[1])
+    seen = (ids_pB[:, :, None] == ids[:, None]) & ((rows[:, None] >= rows) | (d > 0))
+    return k, v, seen[:, None, None]
+
+
+def _scores(q_nKGBC, k_nKBC):
+    return _product("nkrc,nksc->nkrs", q_nKGBC, k_nKBC) * q_nKGBC.shape[-1] ** -0.5
+
+
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Contracts; an operand of queries [n, K, G, B, ·] goes in and comes out as rows [n, K, G·B, ·]."""
+    rows = next(x.shape[2:4] for x in (a, b) if x.ndim == 5)
+    a, b = (x.reshape(*x.shape[:2], -1, x.shape[-1]) if x.ndim == 5 else x for x in (a, b))
+    # tf32, the default of GPUs for float32, would lose three digits of what float32 promises.
+    precision = "highest" if a.dtype == jnp.float32 else None
+    out = jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(*out.shape[:2], *rows, -1) if spec.split("->")[1][2] == "r" else out

@@ -1,0 +1,68 @@
+"""What a layer's forward pass leaves for its backward pass, chosen for a base that is frozen.
+
+`jax.vjp` inside a jitted forward would return the frozen weights among its residuals, and jit would copy them for every
+microbatch in flight. Here residuals that are inputs of the layer are dropped in forward and put back in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.core import Tracer
+
+from lorafusion_jax.layout.layer import LAYER, RematPolicy
+
+
+class Split:
+    """A differentiable function taken apart into a forward and a backward pass that run in different programs.
+
+    Args:
+        function: (given, lora, x) → y; differentiated with respect to lora and x.
+        remat: "everything" a derivative wants; "gemm_inputs": the named tensors, elementwise work is repeated;
+            "nothing": forward runs again.
+
+    `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside
+    traced functions, forward before backward.
+    """
+
+    def __init__(self, function: Callable[[Any, Any, Array], Array], remat: RematPolicy):
+        self._remat = remat
+        self._function = function
+        if remat == "gemm_inputs":
+            self._function = jax.checkpoint(
+                function, policy=jax.checkpoint_policies.save_only_these_names(*LAYER.checkpoints)
+            )
+        self._structure: Any = None
+        self._sources: list[Any] = []  # per residual: number n of an input, ~n of a kept array, or a constant itself
+
+    def forward(self, given: Any, lora: Any, x: Array) -> tuple[Array, tuple[Array, ...]]:
+        if self._remat == "nothing":
+            return self._function(given, lora, x), ()
+        y, pullback = jax.vjp(lambda lora, x: self._function(given, lora, x), lora, x)
+        residuals, self._structure = jax.tree.flatten(pullback)
+        inputs = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves((given, lora, x)))}
+        self._sources, kept, places = [], [], {}
+        for leaf in residuals:
+            if not isinstance(leaf, Tracer):
+                self._sources.append(leaf)
+            elif id(leaf) in inputs:
+                self._sources.append(inputs[id(leaf)])
+            else:
+                if id(leaf) not in places:
+                    places[id(leaf)] = len(kept)
+                    kept.append(leaf)
+                self._sources.append(~places[id(leaf)])
+        return y, tuple(kept)
+
+    def backward(self, given: Any, lora: Any, x: Array, kept: tuple[Array, ...], dy: Array) -> tuple[Any, Array]:
+        if self._remat == "nothing":
+            return jax.vjp(lambda lora, x: self._function(given, lora, x), lora, x)[1](dy)
+        inputs = jax.tree.leaves((given, lora, x))
+        residuals = [
+            (inputs[source] if source >= 0 else kept[~source]) if isinstance(source, int) else source
+            for source in self._sources
+        ]
+        return jax.tree.unflatten(self._structure, residuals)(dy)

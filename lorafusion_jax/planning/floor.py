@@ -1,0 +1,95 @@
+"""The least time that a plan can take: products and bytes of its linear layers at a device's ceilings, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, Half, Linear
+from lorafusion_jax.modules.spec import bank_rank
+from lorafusion_jax.planning.memory import MemoryProblem, memory_problem
+from pallas_kernels.cost import H200, Ceilings, product
+from pallas_kernels.cost_ops import MlpCost, SiblingsCost
+from scheduling import Plan
+
+CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured; of other devices nothing is said
+
+
+def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan: Plan, device: str) -> float | None:
+    """Seconds in which no run of a plan ends earlier; None for a device whose ceilings nobody has measured.
+
+    floor = microbatches of a replica · busiest stage,  stage = its linear layers with LoRA, on the last one the head
+
+    Forward and backward over a frozen base (no dW); a microbatch costs its capacity, the head what is learned. The gate
+    is part of the MLP's op. Left out: attention, norms, embedding, optimizers, transfers, waiting, and what is computed
+    again.
+    """
+    if device not in CEILINGS:
+        return None
+    microbatches = plan.num_slots - plan.num_noops
+    learned = sum(_learned(prepared, adapter.name) for adapter in config.adapters)
+    head_rows = learned // max(microbatches * plan.data_parallel, 1)
+    problem = memory_problem(config, model)
+    return microbatches * max(stage_floors_s(problem, head_rows, CEILINGS[device]))
+
+
+def stage_floors_s(problem: MemoryProblem, head_rows: int, ceilings: Ceilings) -> list[float]:
+    """Seconds that each stage needs at least for one microbatch, forward and backward.
+
+    Args:
+        problem: shapes, adapters and the layers of each stage.
+        head_rows: rows that have a target; the head is for them alone, its product runs once each way.
+    """
+    halves: dict[Half, float] = {half: _half_floor_s(problem, half, ceilings) for half in HALVES}
+    floors = [_layers_floor_s(stage, halves) for stage in problem.layers]
+    model, item = problem.model, problem.item
+    sizes = ((model.hidden_size, model.vocab_size), (model.vocab_size, model.hidden_size))
+    floors[-1] += sum(product(rows=head_rows, inner=k, columns=n, item=item).floor_s(ceilings) for k, n in sizes)
+    return floors
+
+
+def _layers_floor_s(stage: Extent, halves: Mapping[Half, float]) -> float:
+    return sum(sum(halves.values()) if piece.half is None else halves[piece.half] for piece in stage.pieces)
+
+
+def _half_floor_s(problem: MemoryProblem, half: Half, ceilings: Ceilings) -> float:
+    sites = [site for site in LAYER.sites.values() if site[0].half == half]
+    ops = [_mlp(problem)] if half == "mlp" else [_siblings(problem, site) for site in sites]
+    return sum(op.floor_s(ceilings) for op in ops)
+
+
+def _siblings(problem: MemoryProblem, site: tuple[Linear, ...]) -> SiblingsCost:
+    return SiblingsCost(
+        tokens=problem.capacity_tokens,
+        in_features=site[0].in_features(problem.model),
+        out_features=tuple(linear.out_features(problem.model) for linear in site),
+        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in site),
+        adapters=len(problem.adapters),
+        dropout=any(spec.dropout for spec in problem.adapters),
+        item=problem.item,
+    )
+
+
+def _mlp(problem: MemoryProblem) -> MlpCost:
+    gate, up, down = (bank_rank(problem.adapters, name) for name in LAYER.linear_shapes(problem.model, "mlp"))
+    return MlpCost(
+        tokens=problem.capacity_tokens,
+        width=problem.model.hidden_size,
+        inner=problem.model.intermediate_size,
+        ranks=(gate, up, down),
+        adapters=len(problem.adapters),
+        dropout=any(spec.dropout for spec in problem.adapters),
+        item=problem.item,
+    )
+
+
+def _learned(prepared: Prepared, adapter: str) -> int:
+    """Tokens of an adapter's stream that are learned, over all epochs."""
+    data = prepared.adapters[adapter]
+    of_sample = np.add.reduceat(data.train.loss_mask, data.train.offsets[:-1], dtype=np.int64)
+    return int(of_sample[data.order].sum())

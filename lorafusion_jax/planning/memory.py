@@ -1,0 +1,406 @@
+"""What a run holds on each device, before any device is touched: bytes per stage, by name.
+
+Everything is counted from shapes. What only a compiler or driver knows is listed in `NOT_MODELLED`.
+T packed tokens · D model width · F MLP width · H heads · C head width · V vocabulary · S stages · A adapters · R rank
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
+from lorafusion_jax.optim.table import optimizer
+from lorafusion_jax.planning.blocks import block_layers
+from lorafusion_jax.planning.stages import stage_layers
+from pallas_kernels import policy
+
+GIB = 2**30
+DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
+USABLE = 0.92  # of the device; the rest is for what is not modelled
+ALLOCATOR_USABLE = 0.97  # of what an allocator may take (95 % of the device): CUDA and NCCL have had their part
+# Less with fsdp: a backward pass wants the weights of all layers of a program in one piece, and an allocator has that
+# only while it is not full. 70B over four H200s: 138.4 of 143.2 GB by count, and no 8.4 GB in one piece.
+GATHERING = 0.05
+NOT_MODELLED = (
+    "copies and temporaries that the compiler adds",
+    "fragmentation of the allocator",
+    "CUDA, cuDNN and NCCL themselves (about 1 GiB)",
+    "host memory",
+)
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProblem:
+    """What decides how much memory a run needs.
+
+    Args:
+        model: shapes.
+        adapters: in stacking order.
+        optimizers: name of each adapter's optimizer.
+        layers: of each stage.
+        capacity_tokens: T.
+        fsdp: devices that share the frozen weights of a stage.
+        block_layers: layers of a program, where a number is named.
+        remat: what a layer's forward leaves for its backward.
+        item: bytes of a base weight and of an activation.
+        implementation: of the LoRA ops, where one is named.
+        attention: its implementation, where one is named.
+        hopper: of the GPUs; elsewhere XLA serves what nobody asked a kernel for.
+        tile_tokens: rows of a tile.
+        loss_chunk: as in `objective.adapter_losses`.
+    """
+
+    model: ModelConfig
+    adapters: tuple[AdapterSpec, ...]
+    optimizers: tuple[str, ...]
+    layers: tuple[Extent, ...]
+    capacity_tokens: int
+    fsdp: int = 1
+    block_layers: int | None = None
+    remat: RematPolicy = "gemm_inputs"
+    item: int = 2
+    implementation: str | None = None
+    attention: str | None = None
+    hopper: bool = True
+    tile_tokens: int = 128
+    loss_chunk: int = DEFAULT_CHUNK
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def packed_bits(self) -> bool:
+        """The kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse)."""
+        return self.hopper if self.implementation is None else self.implementation != "xla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one device of a stage, by what they are for."""
+
+    frozen: int
+    adapters: int
+    sums: int
+    optimizers: int
+    kept: int
+    batches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    """What a job needs memory for; `train.remat: auto` counts as everything (see `choose_remat`)."""
+    mesh, train = config.mesh, config.train
+    tokens = config.batch.capacity_tokens
+    return MemoryProblem(
+        model=model,
+        adapters=tuple(adapter_specs(config)),
+        optimizers=tuple(adapter.optim.name for adapter in config.adapters),
+        layers=stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens),
+        capacity_tokens=tokens,
+        fsdp=mesh.fsdp,
+        block_layers=train.block_layers,
+        remat="everything" if train.remat == "auto" else train.remat,
+        item=4 if config.base.dtype == "float32" else 2,
+        implementation=train.implementation,
+        tile_tokens=config.batch.tile_tokens,
+        attention=train.attention,
+        loss_chunk=train.loss_chunk,
+    )
+
+
+def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
+    """Adds up what lies on one device of each stage when it holds the most.
+
+    A stage s of 1F1B holds the kept tensors of S - s microbatches at once, weights and states all the time, and the
+    working memory of whichever of its programs needs most.
+    """
+    return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
+
+
+def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str, int]:
+    """Bytes that one layer or half of it keeps for one microbatch, tensor by tensor.
+
+    `nothing` keeps the layer's input; `gemm_inputs` what no elementwise work can make again; `everything` all that a
+    derivative wants.
+    """
+    T, item = problem.capacity_tokens, problem.item
+    kept = {"x_in": item * T * problem.model.hidden_size}
+    if problem.remat == "nothing":
+        return kept
+    for own in HALVES if half is None else (half,):
+        kept |= _saved_tensors(problem, own) | _saved_by_lora(problem, own)
+    if half == "mlp":
+        del kept["o_out"]  # its input is an array of its own
+    return kept
+
+
+def _saved_tensors(problem: MemoryProblem, half: Half) -> dict[str, int]:
+    fused = _attention_is_ours(problem) if half == "attention" else _mlp_is_one_op(problem)
+    kept = {}
+    for tensor in LAYER.saved:
+        wanted = tensor.policy == "gemm_inputs" or problem.remat == "everything"
+        if tensor.half == half and wanted and tensor.present(problem.model) and not (tensor.unfused and fused):
+            item = FLOAT32 if tensor.float32 else problem.item
+            kept[tensor.name] = item * problem.capacity_tokens * tensor.width(problem.model)
+    return kept
+
+
+def _saved_by_lora(problem: MemoryProblem, half: Half) -> dict[str, int]:
+    sites = [site for site, linears in LAYER.sites.items() if linears[0].half == half]
+    ranks, bits = _site_ranks(problem), _bits(problem)
+    rows = problem.item * problem.capacity_tokens
+    kept = {f"S of {site}": rows * _together(problem, ranks[site]) for site in sites if ranks[site]}
+    return kept | {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
+
+
+def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
+    """Bytes that each program of a stage needs while it runs and gives back; the largest counts."""
+    m, T, item = problem.model, problem.capacity_tokens, problem.item
+    D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
+    query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
+    made_again = sum(kept_per_layer(replace(problem, remat="everything")).values()) - sum(
+        kept_per_layer(problem).values()
+    )
+    if _mlp_is_one_op(problem):
+        made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
+    mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    attention = (
+        item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
+    )  # cuDNN sums dq in float32, ours does not
+    fresh = _layer_lora_bytes(problem)  # one layer's gradients, then added to the sums
+    # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
+    gathered = _layer_bytes(m, item) if problem.fsdp > 1 else 0
+    together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
+    programs = {
+        "forward": hand_over + made_again + gathered,
+        "backward": hand_over + made_again + max(mlp, attention) + fresh + together * gathered,
+        "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
+    }
+    if stage == problem.num_stages - 1:
+        rows = chunk_rows(T, V, problem.loss_chunk)
+        head = item * D * V if problem.fsdp > 1 else 0
+        # Logits and slopes in float32, slopes once more in the model's dtype; rows in, normed, and their gradient.
+        programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
+    return programs
+
+
+def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
+    """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does.
+
+    Args:
+        device_bytes: of the device, or with `usable=ALLOCATOR_USABLE` what its allocator may take.
+    """
+    for remat in REMAT_POLICIES:
+        if fits(replace(problem, remat=remat), device_bytes, usable=usable):
+            return remat
+    return "nothing"
+
+
+def fits(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> bool:
+    """Whether every stage stays within what is usable of a device."""
+    if problem.fsdp > 1:
+        usable -= GATHERING
+    return max(stage.total for stage in stage_memory(problem)) <= usable * device_bytes
+
+
+def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE) -> str:
+    """What to change so that it fits; empty if it does.
+
+    The largest capacity that fits, also when less is kept; if the weights alone are too many, the way to more devices.
+    """
+    if fits(problem, device_bytes, usable=usable):
+        return ""
+    said: list[str] = []
+    for remat in REMAT_POLICIES[REMAT_POLICIES.index(problem.remat) :]:
+        tokens = largest_capacity(replace(problem, remat=remat), device_bytes, tile_tokens=tile_tokens, usable=usable)
+        if tokens >= problem.capacity_tokens:
+            return " or ".join([*said, f"train.remat: {remat}"])
+        if tokens and not said:
+            said = [f"batch.capacity_tokens: {tokens}"]
+    return said[0] if said else "more mesh.stages or mesh.fsdp: the weights alone are too large"
+
+
+def largest_capacity(
+    problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE
+) -> int:
+    """The largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
+    low, high = 0, problem.capacity_tokens // tile_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(replace(problem, capacity_tokens=middle * tile_tokens), device_bytes, usable=usable):
+            low = middle
+        else:
+            high = middle - 1
+    return low * tile_tokens
+
+
+def most_halves(problem: MemoryProblem, room: int) -> list[int]:
+    """Halves of layers that each stage can hold in so many bytes, wherever they begin; two at least."""
+
+    def size(stage: int, halves: int) -> int:
+        of = [
+            (*problem.layers[:stage], Extent(first, first + halves), *problem.layers[stage + 1 :]) for first in (0, 1)
+        ]
+        return max(_stage(replace(problem, layers=layers), stage).total for layers in of)
+
+    possible = range(3, problem.layers[-1].stop + 1)
+    return [
+        2 + bisect_right(possible, room, key=lambda halves, stage=stage: size(stage, halves))
+        for stage in range(problem.num_stages)
+    ]
+
+
+def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
+    in_flight = problem.num_stages - stage
+    kept = sum(sum(kept_per_layer(problem, piece.half).values()) for piece in problem.layers[stage].pieces)
+    lora = _lora_bytes(problem, stage)
+    slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
+    return StageMemory(
+        frozen=_frozen_bytes(problem, stage),
+        adapters=lora,
+        sums=lora,
+        optimizers=sum(
+            round(optimizer(name).states_per_weight * own)
+            for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
+        ),
+        kept=in_flight * kept + slopes,
+        # eight int32 or float32 a row, and rotary tables
+        batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * problem.model.head_dim),
+        working=max(working_memory(problem, stage).values()),
+    )
+
+
+def _is_last(problem: MemoryProblem, stage: int) -> bool:
+    return stage == problem.num_stages - 1
+
+
+def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Tables at both ends; a tied one is shared where one stage has both."""
+    m = problem.model
+    table = _share((m.vocab_size, m.hidden_size), problem.fsdp)
+    tables = int(stage == 0) + int(_is_last(problem, stage))
+    if m.tie_embeddings and problem.num_stages == 1:
+        tables = 1
+    layers = sum(
+        _share(shape, problem.fsdp)
+        for piece in problem.layers[stage].pieces
+        for shape in LAYER.frozen_shapes(m, piece.half).values()
+    )
+    norm = m.hidden_size if _is_last(problem, stage) else 0
+    return problem.item * (layers + tables * table + norm)
+
+
+def _layer_bytes(model: ModelConfig, item: int) -> int:
+    return item * LAYER.num_parameters(model)
+
+
+def _share(shape: Sequence[int], fsdp: int) -> int:
+    """Elements of a tensor on one device; matrices are split along an axis that divides."""
+    split = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
+    return prod(shape) // fsdp if split else prod(shape)
+
+
+def _lora_bytes(problem: MemoryProblem, stage: int) -> int:
+    """Stacked trainable tensors of a stage's layers in float32, padded to the largest rank of each projection."""
+    return sum(_layer_lora_bytes(problem, piece.half) for piece in problem.layers[stage].pieces)
+
+
+def _layer_lora_bytes(problem: MemoryProblem, half: Half | None = None) -> int:
+    leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
+    padded = sum(
+        prod(leaf.shape(k, n, rank))
+        for name, (k, n) in LAYER.linear_shapes(problem.model, half).items()
+        if (rank := bank_rank(problem.adapters, name))
+        for leaf in leaves
+    )
+    return FLOAT32 * len(problem.adapters) * padded
+
+
+def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
+    """The same per adapter, at its own rank, targets and kind: what its optimizer sees."""
+    pieces = [LAYER.linear_shapes(problem.model, piece.half) for piece in problem.layers[stage].pieces]
+
+    def own(spec: AdapterSpec) -> int:
+        kind = adapter_kind(spec.kind)
+        shapes = [piece[name] for piece in pieces for name in spec.targets if name in piece]
+        return sum(kind.num_parameters(in_features=k, out_features=n, rank=spec.rank) for k, n in shapes)
+
+    return [FLOAT32 * own(spec) for spec in problem.adapters]
+
+
+def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
+    return {
+        site: sum(bank_rank(problem.adapters, linear.name) for linear in linears)
+        for site, linears in LAYER.sites.items()
+    }
+
+
+def _attention_is_ours(problem: MemoryProblem) -> bool:
+    """Whether our own kernels run attention: they are wanted, and serve these sizes."""
+    if problem.attention != policy.HOPPER and not (problem.hopper and problem.attention is None):
+        return False
+    m = problem.model
+    sizes = {"rows": problem.capacity_tokens, "heads": m.num_heads, "key_heads": m.num_kv_heads, "width": m.head_dim}
+    return policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
+
+
+def _mlp_is_one_op(problem: MemoryProblem) -> bool:
+    """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up."""
+    if not problem.packed_bits:
+        return False
+    gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
+    if max(gate_up.joint_rank, down.joint_rank) > policy.MAX_RANK:
+        return False  # a named backend serves some of these, as far as shared memory allows: not counted on
+    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper)
+
+
+def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
+    """The call of a site, as the kernels' policy sees it."""
+    linears = LAYER.sites[site]
+    return policy.LinearShape(
+        rows=problem.capacity_tokens,
+        in_features=linears[0].in_features(problem.model),
+        out_features=tuple(linear.out_features(problem.model) for linear in linears),
+        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
+        tile=problem.tile_tokens,
+        adapters=len(problem.adapters),
+        dropout=any(spec.dropout for spec in problem.adapters),
+        dtype=_dtype(problem),
+    )
+
+
+def _dtype(problem: MemoryProblem) -> str:
+    return "bfloat16" if problem.item == 2 else "float32"
+
+
+def _together(problem: MemoryProblem, rank: int) -> int:
+    """Columns of S: the kernels make one array for all projections of a site, in a power of two."""
+    return policy.padded_rank(rank) if problem.packed_bits else rank
+
+
+def _bits(problem: MemoryProblem) -> dict[str, int]:
+    """Packed keep bits of each dropout site, in blocks of 256 columns."""
+    if not problem.packed_bits or not any(spec.dropout for spec in problem.adapters):
+        return {}
+    return {
+        site: problem.capacity_tokens * -(-linears[0].in_features(problem.model) // 256) * 32
+        for site, linears in LAYER.sites.items()
+        if _site_ranks(problem)[site]
+    }

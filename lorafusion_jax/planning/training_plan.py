@@ -1,0 +1,49 @@
+"""Configuration and data → the plan of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared
+from scheduling import AdapterJob, Plan, make_plan
+from scheduling.planner import EVALUATIONS_PER_S
+
+# Search effort is counted, not timed: the same job gives the same plan on a busy machine. The clock is only a far stop.
+CLOCK_SLACK = 30
+
+
+def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
+    """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
+    return [
+        AdapterJob(
+            name=adapter.name,
+            sample_tokens=prepared.adapters[adapter.name].stream_tokens().tolist(),
+            global_batch=adapter.global_samples,
+            epochs=1,
+            weight=adapter.weight,
+        )
+        for adapter in config.adapters
+    ]
+
+
+def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
+    """Plans the run; the plan is verified by the planner."""
+    return make_plan(
+        train_jobs(config, prepared),
+        capacity_tokens=config.batch.capacity_tokens,
+        num_stages=config.mesh.stages,
+        data_parallel=config.mesh.replicas,
+        tile_tokens=config.batch.tile_tokens,
+        seed=0,
+        **search_effort(config),
+    )
+
+
+def search_effort(config: JobConfig) -> dict[str, Any]:
+    """How long the planner may look for a shorter plan."""
+    seconds = config.train.plan_seconds
+    return {
+        "time_limit_s": CLOCK_SLACK * seconds,
+        "search_evaluations": round(EVALUATIONS_PER_S * seconds),
+    }

@@ -1,0 +1,118 @@
+"""Adapter folders of a run: PEFT files, tokenizer, model card and a complete record of how the adapter was made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.peft import export_adapter
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.modules.spec import AdapterSpec
+from scheduling import Plan
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class AdapterWriter:
+    """Writes `adapters/<name>/step-…` folders of a run.
+
+    Args:
+        since: per adapter, the step at which this sitting begins. A sitting that crashed may have left folders of that
+            step and later ones; on another layout they differ from what this one computes by rounding.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        plan: Plan,
+        folder: RunFolder,
+        specs: Sequence[AdapterSpec],
+        since: Mapping[str, int],
+    ):
+        self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
+        self._since = since
+        self._written: set[Path] = set()
+
+    def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
+        """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
+
+        Args:
+            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank, and other leaves.
+            failure: why the adapter takes no step after this one; its folder says so.
+        """
+        target = self._folder.adapter_step(name, step)
+        if target.exists() and not failure and (step < self._since[name] or target in self._written):
+            return target
+        spec = next(spec for spec in self._specs if spec.name == name)
+        new = not target.exists()
+        self._export(spec, step, own, target, failure)
+        self._written.add(target)
+        if new:
+            self._folder.mark_latest(name, self._config.save.keep)
+        return target
+
+    def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
+        export_adapter(
+            {leaf: array[:, None] for leaf, array in own.items()},
+            spec,
+            0,
+            self._config.base.model,
+            target,
+            replace=True,
+            finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step, failure),
+        )
+
+    def _describe(self, target: Path, adapter: AdapterConfig, step: int, failure: str) -> None:
+        base = base_directory(self._config)
+        for file in TOKENIZER_FILES:
+            if (base / file).is_file():
+                shutil.copyfile(base / file, target / file)
+        of_run = self._folder.read_record()
+        of_run.pop("config", None)  # paths and settings of other adapters
+        record = of_run | {
+            "adapter": adapter.model_dump(mode="json"),
+            "step": step,
+            "failed": failure or None,
+            "base": self._config.base.model,
+            "data": self._prepared.adapters[adapter.name].digest,
+        }
+        (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        card = _card(adapter, step, self._config.base.model, self._plan, failure)
+        (target / "README.md").write_text(card, encoding="utf-8")
+
+
+def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan, failure: str) -> str:
+    lora, optim = adapter.lora, adapter.optim
+    warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
+    return f"""---
+base_model: {base}
+library_name: peft
+tags: [lora]
+---
+# {adapter.name}
+
+LoRA adapter of `{base}`, {step} optimizer steps. Trained with lorafusion-jax.
+{warning}
+| | |
+|---|---|
+| rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
+| optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
+| plan | {plan.digest} |
+
+`run.json` holds the complete record.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "path/to/this/folder")
+```
+"""

@@ -1,0 +1,47 @@
+"""Exclusive access to a run folder. If one process of a distributed run fails here, all processes fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import jax
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.pipeline.processes import any_process, is_first
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raises on every process if the body raises on any. Collective: every process must enter it equally often.
+
+    Raises:
+        LoraFusionError: what this process found.
+        CheckpointError: `run.refused`, where it was another process.
+    """
+    refused: LoraFusionError | None = None
+    try:
+        yield
+    except LoraFusionError as problem:
+        refused = problem
+    several = jax.distributed.is_initialized()  # one process by itself starts no backend here
+    if several and any_process(refused is not None) and refused is None:
+        refused = CheckpointError("run.refused", "another process of this run failed; see its message.")
+    if refused is not None:
+        raise refused
+
+
+@contextmanager
+def exclusive_run(folder: RunFolder) -> Iterator[None]:
+    """Keeps other processes from training this run; what killed ones left in its folder is removed first.
+
+    Raises:
+        CheckpointError: `run.in-use`, in all processes of this run; there is no run (`run.missing`).
+    """
+    with ExitStack() as held:
+        with fail_together():
+            if is_first():
+                held.enter_context(folder.lock())
+                folder.remove_leftovers()  # before any process of this run looks at checkpoints
+        yield

@@ -1,0 +1,258 @@
+"""Gradients of keys and values for Hopper.
+
+With Sᵀ = K Qᵀ, Pᵀ = exp(Sᵀ · scale − lse), dPᵀ = V dOᵀ, dSᵀ = Pᵀ ∘ (dPᵀ − delta):
+    dV = Σ_heads Pᵀ dO,   dK = scale · Σ_heads dSᵀ Q
+
+An item of work is 128 keys of one key head. Each of two warpgroups owns 64 of them, with K, V in shared memory and dK,
+dV in accumulators. The third streams (q, dO, lse, delta) tiles of 64 queries: for each query head of the group the
+tiles from the diagonal to the end of the last key's document. Scores are transposed, so that Pᵀ and dSᵀ come out of one
+product in the registers that the next one takes its left operand from. The sum over the group happens here, in a fixed
+order: deterministic, no atomics.
+
+T packed rows · H query heads · K key heads · G = H / K · C head width
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.hopper.common import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    TILE,
+    WARPGROUPS,
+    WGMMA,
+    AttentionConfig,
+    across,
+    div,
+    multiply,
+    rem,
+    rows,
+    seen_by,
+    tile,
+    wait_for_rest,
+    wait_for_room,
+)
+from pallas_kernels.attention.hopper.launch import Refs, Static, launch, static_of
+from pallas_kernels.attention.hopper.walk import Item
+from pallas_kernels.policy import ATTENTION_ROWS
+
+KEYS = TILE * WARPGROUPS
+assert KEYS == ATTENTION_ROWS, "the policy tells callers this block size"
+
+
+def dkv(
+    q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, end_T, table, dirty, *, scale: float, sms: int,
+    config: AttentionConfig,
+):  # fmt: skip
+    """Returns dk and dv [T, K, C].
+
+    Args:
+        lse2_HT: base-2 logarithms of the softmax's sums; NaN in rows whose q or do is not finite.
+        table: `key_blocks(end_T, KEYS, TILE)`.
+        dirty: int32 [1], whether any of lse2 is not finite. Then tiles of queries are cleaned where they meet keys of
+            another document: a weight of zero does not keep a NaN out of a product.
+    """
+    group, stages = q_THC.shape[1] // k_TKC.shape[1], config.dkv_stages
+    static = static_of(q_THC, k_TKC, rows=KEYS, repeats=group, stages=stages, scale=scale, sms=sms, config=config)
+    out = jax.ShapeDtypeStruct(k_TKC.shape, q_THC.dtype)
+    return launch(
+        static,
+        stream=_stream,
+        compute=_compute,
+        operands={
+            "q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "do_g": do_THC, "lse_g": lse2_HT, "delta_g": delta_HT,
+            "end_g": end_T, "table_g": table, "dirty_g": dirty,
+        },
+        results={"dk_g": out, "dv_g": out},
+        scratch=_scratch(static),
+    )  # fmt: skip
+
+
+class _Own(NamedTuple):
+    """The 64 keys of a warpgroup."""
+
+    wg: Any
+    place: Any  # in their ring
+    row0: Any
+    first_tile: Any  # of queries that see them
+    end_tile: Any
+    first_end: Any  # the first of `end`
+    end: jax.Array  # of each key's document, [64] in registers
+    is_dirty: Any
+
+    @property
+    def at(self):
+        """Number of the place's barrier."""
+        return self.place * WARPGROUPS + self.wg
+
+
+def _scratch(static: Static) -> dict[str, Any]:
+    stages, places, width, dtype = static.stages, static.config.places, static.width, static.dtype
+    spare = tile(WARPGROUPS, TILE, TILE, dtype=dtype) if static.config.through_smem else None
+    return {
+        "k_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+        "v_s": tile(places, WARPGROUPS, TILE, width, dtype=dtype),
+        "q_s": tile(stages, TILE, width, dtype=dtype),
+        "do_s": tile(stages, TILE, width, dtype=dtype),
+        "lse_s": plgpu.SMEM((stages, TILE), jnp.float32),
+        "delta_s": plgpu.SMEM((stages, TILE), jnp.float32),
+        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=places * WARPGROUPS),
+        "own_free": plgpu.Barrier(num_barriers=places * WARPGROUPS),
+        "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "do_bar": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        "spare_p_s": spare,
+        "spare_ds_s": spare,
+    }
+
+
+def _stream(static: Static, refs: Refs) -> None:
+    items, steps = static.walk(refs.table_g, functools.partial(_fetch_item, static, refs))
+    wait_for_rest(refs.own_free, items, static.config.places, WARPGROUPS)
+    wait_for_rest(refs.free_bar, steps, static.stages)
+
+
+def _fetch_item(static: Static, refs: Refs, item: Item) -> None:
+    place = rem(item.number, static.config.places)
+    for wg in range(WARPGROUPS):
+        wait_for_room(refs.own_free, item.number, static.config.places, wg, WARPGROUPS)
+        own, barrier = (rows(item.block * KEYS + wg * TILE), item.head), refs.own_bar.at[place * WARPGROUPS + wg]
+        plgpu.copy_gmem_to_smem(refs.k_g.at[own], refs.k_s.at[place, wg], barrier)
+        plgpu.copy_gmem_to_smem(refs.v_g.at[own], refs.v_s.at[place, wg], barrier)
+
+    @pl.loop(0, item.num * static.group)
+    def _(step):
+        _fetch_tile(static, refs, item, step)
+
+
+def _fetch_tile(static: Static, refs: Refs, item: Item, step) -> None:
+    member = lax.div(step, item.num)
+    query_head = item.head * static.group + member
+    here = rows((item.begin + step - member * item.num) * TILE)
+    slot = rem(item.step + step, static.stages)
+    wait_for_room(refs.free_bar, item.step + step, static.stages)
+    plgpu.copy_gmem_to_smem(refs.q_g.at[here, query_head], refs.q_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.lse_g.at[query_head, here], refs.lse_s.at[slot], refs.q_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.do_g.at[here, query_head], refs.do_s.at[slot], refs.do_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.delta_g.at[query_head, here], refs.delta_s.at[slot], refs.do_bar.at[slot])
+
+
+def _compute(static: Static, refs: Refs, wg) -> None:
+    is_dirty = refs.dirty_g[0] != 0
+    static.walk(refs.table_g, functools.partial(_one_item, static, refs, wg, is_dirty))
+
+
+def _one_item(static: Static, refs: Refs, wg, is_dirty, item: Item) -> None:
+    """dk and dv of 64 keys of a key head."""
+    own = _own_keys(static, refs, wg, is_dirty, item)
+    k, v = refs.k_s.at[own.place, wg], refs.v_s.at[own.place, wg]
+    plgpu.barrier_wait(refs.own_bar.at[own.at])
+    wide = plgpu.ACC((TILE, static.width), jnp.float32)
+
+    @functools.partial(pl.run_scoped, dk=wide, dv=wide)
+    def _(dk, dv):
+        one_head = functools.partial(_one_head, static, refs, item, own, (dk, dv))
+        lax.fori_loop(0, static.group, one_head, None)
+        k[...] = (dk[...] * static.scale).astype(static.dtype)
+        v[...] = dv[...].astype(static.dtype)
+
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k, refs.dk_g.at[rows(own.row0), item.head])
+    plgpu.copy_smem_to_gmem(v, refs.dv_g.at[rows(own.row0), item.head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(refs.own_free.at[own.at])
+
+
+def _own_keys(static: Static, refs: Refs, wg, is_dirty, item: Item) -> _Own:
+    row0 = item.block * KEYS + wg * TILE
+    return _Own(
+        wg=wg,
+        place=rem(item.number, static.config.places),
+        row0=row0,
+        first_tile=item.begin + wg,
+        end_tile=div(refs.end_g[row0 + (TILE - 1)] + (TILE - 1), TILE),
+        first_end=refs.end_g[row0],
+        end=plgpu.load(refs.end_g.at[rows(row0)], layout=BY_ROW, optimized=False),
+        is_dirty=is_dirty,
+    )
+
+
+def _one_head(static: Static, refs: Refs, item: Item, own: _Own, sums, member, _) -> None:
+    """Takes the tiles of a query head that see these keys; those that only the other warpgroup wants it lets pass."""
+    base = item.step + member * item.num - item.begin
+
+    def skip(step, _):
+        slot = rem(step, static.stages)
+        plgpu.barrier_wait(refs.q_bar.at[slot])
+        plgpu.barrier_wait(refs.do_bar.at[slot])
+        plgpu.barrier_arrive(refs.free_bar.at[slot])
+
+    def visit(tile_number, _):
+        _one_tile(static, refs, own, sums, rem(base + tile_number, static.stages), tile_number)
+
+    lax.fori_loop(base + item.begin, base + own.first_tile, skip, None)
+    lax.fori_loop(own.first_tile, own.end_tile, visit, None)
+    lax.fori_loop(base + own.end_tile, base + item.begin + item.num, skip, None)
+
+
+def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) -> None:
+    """dv += Pᵀ dO and dk += dSᵀ Q of a tile of queries."""
+    dk, dv = sums
+    k, v = refs.k_s.at[own.place, own.wg], refs.v_s.at[own.place, own.wg]
+    q, do = refs.q_s.at[slot], refs.do_s.at[slot]
+    shape, query0 = (TILE, TILE), tile_number * TILE
+    other_documents = query0 + (TILE - 1) >= own.first_end
+    unclean = own.is_dirty & other_documents
+
+    @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
+    def _(s, dp):
+        plgpu.barrier_wait(refs.q_bar.at[slot])
+        pl.when(unclean)(functools.partial(_clean, q))
+        plgpu.wgmma(s, k, q.transpose((1, 0)))
+        plgpu.barrier_wait(refs.do_bar.at[slot])
+        pl.when(unclean)(functools.partial(_clean, do))
+        plgpu.wgmma(dp, v, do.transpose((1, 0)))
+        lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
+        p = jnp.exp2(scores * (static.scale * LOG2E) - across(lse, shape, 1))
+        masked = functools.partial(_masked, own, query0)
+        p = lax.cond((tile_number == own.first_tile) | other_documents, masked, lambda x: x, p)
+        multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, own.wg)
+        delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
+        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
+        ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
+        multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, own.wg)
+        plgpu.wgmma_wait(0)
+
+    plgpu.barrier_arrive(refs.free_bar.at[slot])
+
+
+def _masked(own: _Own, query0, p):
+    """Zero where a query does not see the key: one before it, or of another document."""
+
+    def rule(key, query):
+        return (key <= query) & (query < across(own.end, p.shape, 0))
+
+    seen = seen_by(own.row0, query0, p.shape, rule)
+    return jnp.where(seen, p, jnp.zeros_like(p))
+
+
+def _where_seen(p, ds):
+    """0 · NaN is no zero: takes out what the mask took out of p."""
+    return jnp.where(p == 0, jnp.zeros_like(ds), ds)
+
+
+def _clean(ref) -> None:
+    """Sets what is not finite to zero. Both warpgroups do it, without waiting for each other: they write the same."""
+    x = plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+    ref[...] = jnp.where(x - x == 0, x, jnp.zeros_like(x)).astype(ref.dtype)
+    plgpu.commit_smem()

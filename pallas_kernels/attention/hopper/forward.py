@@ -1,0 +1,157 @@
+"""Forward attention for Hopper.
+
+S = Q Kᵀ,   P = exp(S · scale − lse),   O = P V   by the running softmax of flash attention
+
+Items, units, rounds and the stream of (K, V) tiles: see `queries`.
+
+T packed rows · H query heads · K key heads · G = H / K · C head width
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.hopper.common import (
+    BY_ROW,
+    LOG2E,
+    TILE,
+    WARPGROUPS,
+    WGMMA,
+    AttentionConfig,
+    across,
+    rem,
+    tile,
+    wait_for_rest,
+    wait_for_room,
+)
+from pallas_kernels.attention.hopper.launch import Refs, Static, launch
+from pallas_kernels.attention.hopper.queries import (
+    Mask,
+    Unit,
+    compute_units,
+    key_barriers,
+    key_tiles,
+    own_barriers,
+    query_static,
+    stream_units,
+)
+
+_FLOOR = -1e30  # running maximum of a row that has seen nothing yet: finite, so that exp2(-inf - it) is 0 and not NaN
+
+
+def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, config: AttentionConfig):
+    """Returns o [T, H, C] and lse2 [H, T], the base-2 logarithm of the sum of exponentials.
+
+    Args:
+        v_TKC: finite. A NaN in q or k reaches the rows that see it and no others.
+        table: `query_blocks(first_T, Units(group=H // K).queries, TILE)`.
+    """
+    T, H, _ = q_THC.shape
+    static = query_static(q_THC, k_TKC, stages=config.forward_stages, scale=scale, sms=sms, config=config)
+    return launch(
+        static,
+        stream=_stream,
+        compute=functools.partial(compute_units, one_unit=_one_unit),
+        operands={"q_g": q_THC, "k_g": k_TKC, "v_g": v_TKC, "first_g": first_T, "table_g": table},
+        results={
+            "o_g": jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype),
+            "lse_g": jax.ShapeDtypeStruct((H, T), jnp.float32),
+        },
+        scratch=_scratch(static),
+    )
+
+
+def _scratch(static: Static) -> dict[str, Any]:
+    places = static.config.places
+    return (
+        {"q_s": tile(places, WARPGROUPS, TILE, static.width, dtype=static.dtype)}
+        | key_tiles(static)
+        | {
+            "first_s": plgpu.SMEM((places, WARPGROUPS, TILE), jnp.int32),
+            "lse_s": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
+        }
+        | own_barriers(static)
+        | key_barriers(static)
+    )
+
+
+def _stream(static: Static, refs: Refs) -> None:
+    rounds, steps = stream_units(static, refs, _fetch_own)
+    wait_for_rest(refs.own_free, rounds, static.config.places, WARPGROUPS)
+    wait_for_rest(refs.free_bar, steps, static.stages)
+
+
+def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
+    here, barrier = (unit.place, unit.wg), refs.own_bar.at[unit.at]
+    wait_for_room(refs.own_free, unit.number, static.config.places, unit.wg, WARPGROUPS)
+    plgpu.copy_gmem_to_smem(refs.q_g.at[unit.own, unit.head], refs.q_s.at[here], barrier)
+    plgpu.copy_gmem_to_smem(refs.first_g.at[unit.own], refs.first_s.at[here], barrier)
+
+
+def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
+    """o and lse2 of 64 rows of a query head."""
+    wide = (TILE, static.width)
+    last_first = refs.first_g[unit.query0 + (TILE - 1)]
+    q = refs.q_s.at[unit.place, unit.wg]
+    plgpu.barrier_wait(refs.own_bar.at[unit.at])
+    mask = Mask(unit.query0, plgpu.load(refs.first_s.at[unit.place, unit.wg], layout=BY_ROW), last_first)
+    empty = (
+        plgpu.layout_cast(jnp.full((TILE,), _FLOOR, jnp.float32), BY_ROW),
+        plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW),
+        plgpu.layout_cast(jnp.zeros(wide, jnp.float32), WGMMA),
+    )
+    one_tile = functools.partial(_one_tile, static, refs, unit, mask)
+    top, total, o = lax.fori_loop(0, unit.item.num, one_tile, empty)
+    q[...] = (o / across(total, wide, 0)).astype(static.dtype)
+    refs.lse_s[unit.wg] = top + jnp.log(total) * LOG2E
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q, refs.o_g.at[unit.own, unit.head])
+    plgpu.copy_smem_to_gmem(refs.lse_s.at[unit.wg], refs.lse_g.at[unit.head, unit.own])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(refs.own_free.at[unit.at])
+
+
+def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, carry):
+    """One step of the running softmax: maximum so far, sum of exponentials under it, weighted sum of values."""
+    top, total, o = carry
+    slot = rem(unit.step(tile_number), static.stages)
+    key0 = (unit.item.begin + tile_number) * TILE
+
+    @functools.partial(pl.run_scoped, s=plgpu.ACC((TILE, TILE), jnp.float32))
+    def scores(s):
+        plgpu.barrier_wait(refs.k_bar.at[slot])
+        plgpu.wgmma(s, refs.q_s.at[unit.place, unit.wg], refs.k_s.at[slot].transpose((1, 0)))
+        return s[...]
+
+    scores = mask(scores, key0, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=1) * (static.scale * LOG2E))
+    fade = jnp.exp2(top - new_top)
+    p = jnp.exp2(scores * (static.scale * LOG2E) - across(new_top, scores.shape, 0))
+    total = total * fade + p.sum(axis=1)
+    o = o * across(fade, o.shape, 0)
+    plgpu.barrier_wait(refs.v_bar.at[slot])
+    o = _accumulated(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
+    plgpu.barrier_arrive(refs.free_bar.at[slot])
+    return new_top, total, o
+
+
+def _accumulated(o, p, v, spare_s, wg):
+    """o + p v. Interpret mode knows no accumulator with an initial value, hence the second way."""
+    if spare_s is None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(o))
+    spare_s[wg] = p
+    plgpu.commit_smem()
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC(o.shape, jnp.float32))
+    def product(acc):
+        plgpu.wgmma(acc, spare_s.at[wg], v)
+        return acc[...]
+
+    return o + product

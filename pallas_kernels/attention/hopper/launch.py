@@ -1,0 +1,101 @@
+"""How the Hopper kernels of attention are launched.
+
+T packed rows · H query heads · K key heads · G = H / K · C head width
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_kernels.attention.hopper.common import WARPGROUPS, AttentionConfig, Units
+from pallas_kernels.attention.hopper.walk import Walk
+from pallas_kernels.manual_axes import vary_like
+
+type Refs = SimpleNamespace  # by name: operands and results (_g: device memory), tiles in shared memory (_s), barriers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """What a kernel is built from, besides its operands."""
+
+    scale: float
+    width: int  # C
+    dtype: Any
+    group: int  # G
+    stages: int  # of the ring of streamed tiles
+    walk: Walk
+    config: AttentionConfig
+
+    @property
+    def units(self) -> Units:
+        return Units(group=self.group)
+
+
+def static_of(
+    q_THC, k_TKC, *, rows: int, repeats: int, stages: int, scale: float, sms: int, config: AttentionConfig
+) -> Static:
+    """For blocks of that many rows, whose tiles an item streams `repeats` times."""
+    T, H, C = q_THC.shape
+    blocks, num_keys = T // rows, k_TKC.shape[1]
+    return Static(
+        scale=scale,
+        width=C,
+        dtype=q_THC.dtype,
+        group=H // num_keys,
+        stages=stages,
+        walk=Walk(blocks=blocks, heads=num_keys, sms=min(sms, blocks * num_keys), repeats=repeats),
+        config=config,
+    )
+
+
+def launch(
+    static: Static,
+    *,
+    stream: Callable[[Static, Refs], None],
+    compute: Callable[[Static, Refs, Any], None],
+    operands: Mapping[str, jax.Array],
+    results: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Runs one block per multiprocessor: two warpgroups that multiply and one that streams.
+
+    Args:
+        stream: fills shared memory; called with (static, refs).
+        compute: called by the two, with (static, refs, number of the warpgroup).
+        operands, results, scratch: under the names that the refs will have.
+    """
+
+    def body(*given):
+        refs = SimpleNamespace(**dict(zip((*operands, *results, *scratch), given, strict=True)))
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(static.config.memory_registers, action="decrease")
+            stream(static, refs)
+
+        @pl.when(wg < WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(static.config.compute_registers, action="increase")
+            compute(static, refs, wg)
+            plgpu.wait_smem_to_gmem(0)
+
+    run = plgpu.kernel(
+        body,
+        out_type=tuple(results.values()),
+        grid=(static.walk.sms,),
+        grid_names=("sm",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=tuple(scratch.values()),  # not by name: they would lie in memory in the order of their names
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return vary_like(run(*operands.values()), operands["q_g"])

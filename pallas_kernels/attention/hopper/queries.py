@@ -1,0 +1,154 @@
+"""What the passes over queries share: forward and the gradient of queries.
+
+An item of work is a key head and 64 (or 128) rows of queries, with every query head of the group. It is cut into units
+of 64 rows of one head; the two warpgroups take one unit each per round and share the stream of (K, V) tiles, which runs
+from the first query's document to the diagonal: all units see the same tiles under the same mask. The third warpgroup
+streams, and fetches the next units' own rows during this one.
+
+T packed rows · H query heads · K key heads · G = H / K · C head width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.hopper.common import (
+    TILE,
+    WARPGROUPS,
+    AttentionConfig,
+    Units,
+    across,
+    rem,
+    rows,
+    seen_by,
+    tile,
+    wait_for_room,
+)
+from pallas_kernels.attention.hopper.launch import Refs, Static, static_of
+from pallas_kernels.attention.hopper.walk import Item
+
+
+def key_tiles(static: Static) -> dict[str, Any]:
+    """Scratch of the stream of (K, V) tiles."""
+    return {name: tile(static.stages, TILE, static.width, dtype=static.dtype) for name in ("k_s", "v_s")}
+
+
+def own_barriers(static: Static) -> dict[str, Any]:
+    """Two arrays of a unit's own rows are in memory; nobody reads them any more."""
+    many = static.config.places * WARPGROUPS
+    return {
+        "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=many),
+        "own_free": plgpu.Barrier(num_barriers=many),
+    }
+
+
+def key_barriers(static: Static) -> dict[str, Any]:
+    """A tile of K, of V is in memory; both warpgroups are done with them. And what left operands go through, if so."""
+    stages = static.stages
+    return {
+        "k_bar": plgpu.Barrier(num_barriers=stages),
+        "v_bar": plgpu.Barrier(num_barriers=stages),
+        "free_bar": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        "spare_s": tile(WARPGROUPS, TILE, TILE, dtype=static.dtype) if static.config.through_smem else None,
+    }
+
+
+class Unit(NamedTuple):
+    """64 rows of one query head: what a warpgroup takes in one round of an item."""
+
+    item: Item
+    turn: Any  # round of the item
+    wg: Any
+    number: Any  # of rounds before this one
+    place: Any  # of its own rows in their ring
+    at: Any  # number of that place's barrier
+    own: Any  # rows
+    head: Any  # query head
+
+    @property
+    def query0(self):
+        return self.own.start
+
+    def step(self, tile_number):
+        """Number of tiles streamed before this one."""
+        return self.item.step + self.turn * self.item.num + tile_number
+
+
+class Mask(NamedTuple):
+    """What queries of a unit see: keys from the first of their document up to themselves."""
+
+    query0: Any
+    first: jax.Array  # [64] in registers
+    last_first: Any  # the last of them
+
+    def __call__(self, x: jax.Array, key0, hidden: float) -> jax.Array:
+        """`hidden` where a query does not see the key; leaves alone a tile that every query sees."""
+
+        def rule(query, key):
+            return (key <= query) & (key >= across(self.first, x.shape, 0))
+
+        def masked(x):
+            seen = seen_by(self.query0, key0, x.shape, rule)
+            return jnp.where(seen, x, jnp.full_like(x, hidden))
+
+        return lax.cond((key0 >= self.query0) | (key0 < self.last_first), masked, lambda x: x, x)
+
+
+def query_static(q_THC, k_TKC, *, config: AttentionConfig, **rest) -> Static:
+    """Static of a kernel whose items are those above."""
+    units = Units(group=q_THC.shape[1] // k_TKC.shape[1])
+    return static_of(q_THC, k_TKC, rows=units.queries, repeats=units.rounds, config=config, **rest)
+
+
+def stream_units(static: Static, refs: Refs, fetch_own: Callable[[Static, Refs, Unit], None]):
+    """Streams the own rows of all units, and tiles of keys and values. Returns the number of rounds and of tiles."""
+
+    def one_item(item: Item):
+        @pl.loop(0, static.units.rounds)
+        def _(turn):
+            for wg in range(WARPGROUPS):
+                unit = _unit(static, item, turn, wg)
+                fetch_own(static, refs, unit)
+
+            @pl.loop(0, item.num)
+            def _(tile_number):
+                _fetch_tile(static, refs, unit, tile_number)  # the same for every unit of the round
+
+    items, steps = static.walk(refs.table_g, one_item)
+    return items * static.units.rounds, steps
+
+
+def compute_units(static: Static, refs: Refs, wg, one_unit: Callable[[Static, Refs, Unit], None]) -> None:
+    """Calls one_unit(static, refs, unit) for every unit of this warpgroup."""
+
+    def one_item(item: Item):
+        def one_round(turn, _):
+            one_unit(static, refs, _unit(static, item, turn, wg))
+
+        lax.fori_loop(0, static.units.rounds, one_round, None)
+
+    static.walk(refs.table_g, one_item)
+
+
+def _unit(static: Static, item: Item, turn, wg) -> Unit:
+    number = item.number * static.units.rounds + turn
+    place = rem(number, static.config.places)
+    at = place * WARPGROUPS + wg
+    own, head = static.units.place(item.head, item.block, turn * WARPGROUPS + wg)
+    return Unit(item, turn, wg, number, place, at, own, head)
+
+
+def _fetch_tile(static: Static, refs: Refs, unit: Unit, tile_number) -> None:
+    step = unit.step(tile_number)
+    slot = rem(step, static.stages)
+    here = rows((unit.item.begin + tile_number) * TILE), unit.item.head
+    wait_for_room(refs.free_bar, step, static.stages)
+    plgpu.copy_gmem_to_smem(refs.k_g.at[here], refs.k_s.at[slot], refs.k_bar.at[slot])
+    plgpu.copy_gmem_to_smem(refs.v_g.at[here], refs.v_s.at[slot], refs.v_bar.at[slot])

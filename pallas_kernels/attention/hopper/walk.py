@@ -1,0 +1,63 @@
+"""The way of a multiprocessor through the work: items of (block, head), out of a table of blocks (see `blocks`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.hopper.common import div, rem
+
+
+class Item(NamedTuple):
+    """An item of work: a key head, a block of its rows, and the range of tiles that the block meets."""
+
+    number: Any  # of the multiprocessor's items before it
+    block: Any
+    head: Any
+    begin: Any  # first tile
+    num: Any  # of tiles
+    step: Any  # number of tiles streamed before it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The work of one multiprocessor: items of (block, head), longest blocks first, in strata of one item for each.
+
+    The direction alternates from stratum to stratum, so that who had the longest item gets the shortest next.
+    """
+
+    blocks: int
+    heads: int
+    sms: int
+    repeats: int  # of the block's tiles in one item
+
+    @property
+    def items(self) -> int:
+        return self.blocks * self.heads
+
+    def __call__(self, table_g, visit):
+        """Calls visit(item) for each item. Returns the number of items and of tiles."""
+        strata = -(-self.items // self.sms)
+        count = jnp.where(self._position(strata - 1) < self.items, strata, strata - 1)
+
+        def one(number, carry):
+            step, block, head, begin, num = carry
+            following = self._load(table_g, number + 1)  # a load from memory has all this item's time to arrive
+            visit(Item(number, block, head, begin, num, step))
+            return step + num * self.repeats, *following
+
+        step, *_ = lax.fori_loop(0, count, one, (jnp.int32(0), *self._load(table_g, jnp.int32(0))))
+        return count, step
+
+    def _position(self, stratum):
+        sm = lax.axis_index("sm")
+        return stratum * self.sms + jnp.where(rem(jnp.int32(stratum), 2) == 0, sm, self.sms - 1 - sm)
+
+    def _load(self, table_g, stratum):
+        position = jnp.minimum(self._position(stratum), self.items - 1)
+        row = div(position, self.heads)
+        block, begin, num = (table_g[row, column] for column in range(3))
+        return block, position - row * self.heads, begin, num

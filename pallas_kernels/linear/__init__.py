@@ -1,0 +1,1 @@
+"""Linear layers with the LoRA of one or many adapters."""

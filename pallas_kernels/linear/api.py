@@ -1,0 +1,176 @@
+"""The public ops: a frozen linear layer plus the LoRA of one or many adapters.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import backend
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear import vjp
+from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
+from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.policy import Implementation
+from pallas_kernels.problem import Operands, Static, select_projection
+
+
+def lora_linear(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "K R"],
+    b: Float[Array, "R N"],
+    *,
+    scale: ArrayLike,
+    dropout: Dropout | None = None,
+    bias: Float[Array, " N"] | None = None,
+    implementation: Implementation | str | None = None,
+) -> Float[Array, "*B N"]:
+    """Applies a frozen linear layer plus the LoRA of one adapter.
+
+    y = x W + scale * (drop(x) A) B (+ bias), with x, W, S = drop(x) A and scale B in the type of x, sums in float32
+
+    Args:
+        x: [..., K], bfloat16, float16 or float32; w: [K, N], frozen (it gets no gradient); a: [K, R]; b: [R, N]; bias:
+            [N], frozen. These may be of another floating type (adapters in float32 under activations in bfloat16);
+            gradients come in the type of their own array. R may be 0: the frozen layer alone.
+        scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
+        dropout: rates and keys with one adapter, row keys for every row of x.
+        implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+    Returns:
+        y [..., N] in the type of x.
+    Raises:
+        ValueError: shapes or values do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); one read of x per pass as in LoRAFusion, Zhu et al. 2026.
+
+    Example:
+        >>> y = lora_linear(jnp.ones((2, 3, 8)), jnp.ones((8, 4)), jnp.ones((8, 2)), jnp.zeros((2, 4)), scale=2.0)
+        >>> y.shape
+        (2, 3, 4)
+    """
+    check_kinds(x, None, dropout, w=w, a=a, b=b)
+    for name, array in (("a", a), ("b", b)):
+        if array.ndim != 2:
+            raise ValueError(f"{name} has shape {array.shape}, expected {'[K, R]' if name == 'a' else '[R, N]'}")
+    if dropout is not None:
+        dropout = as_arrays(dropout)
+        one = {"rate": dropout.rate, "key": dropout.key}
+        if wrong := [f"dropout.{name} has shape {jnp.shape(v)}" for name, v in one.items() if jnp.size(v) != 1]:
+            raise ValueError(f"{'; '.join(wrong)}, expected one number: there is one adapter")
+        dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in one.items()})
+    if jnp.size(scale) != 1:
+        raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
+    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(scale, 1), dropout, implementation)
+    return y
+
+
+def multi_lora_linear(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    a: Float[Array, "A K R"],
+    b: Float[Array, "A R N"],
+    *,
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int] | None,
+    scale: Float[ArrayLike, " A"] | Sequence[float],
+    dropout: Dropout | None = None,
+    bias: Float[Array, " N"] | None = None,
+    implementation: Implementation | str | None = None,
+) -> Float[Array, "*B N"]:
+    """Applies a frozen linear layer plus the LoRA of each row's adapter.
+
+    y[t] = x[t] W + scale[k] * (drop(x[t]) A[k]) B[k] (+ bias),  k = adapter of row t's tile
+
+    Rows come in tiles that belong to one adapter, so a tile never mixes adapters.  At equal T and equal padded rank,
+    which other adapters a call holds does not change the arithmetic of an adapter; another T or rank may change tile
+    sizes, and with them the order of sums.
+
+    Args:
+        x: [..., K]; the leading dimensions flatten to T rows.
+        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in
+            `lora_linear`.
+        tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
+            to a and b).  Traced values cannot be checked: what is outside counts as -1.  None: every row belongs to
+            adapter 0.
+        scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
+        dropout: acts on the LoRA branch only.
+        implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+    Returns:
+        y [..., N] in the type of x.
+    Raises:
+        ValueError: shapes or values do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Source: LoRA, Hu et al. 2021 (arXiv:2106.09685); one read of x per pass as in LoRAFusion, Zhu et al. 2026.
+
+    Example:
+        >>> a, b = jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))
+        >>> table, scale = jnp.array([1, 0, -1]), jnp.array([2.0, 1.0])
+        >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
+        (12, 6)
+    """
+    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation)
+    return y
+
+
+def multi_lora_linears(
+    x: Float[Array, "*B K"],
+    ws: Sequence[Float[Array, "K _"]],
+    as_: Sequence[Float[Array, "A K _"] | None],
+    bs: Sequence[Float[Array, "A _ _"] | None],
+    *,
+    tile_adapter: Int[ArrayLike, " tiles"] | Sequence[int] | None,
+    scale: Float[ArrayLike, " A"] | Sequence[float],
+    dropout: Dropout | None = None,
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
+    implementation: Implementation | str | None = None,
+) -> tuple[Float[Array, "*B _"], ...]:
+    """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
+
+    y_i[t] = x[t] W_i + scale[k] * (drop(x[t]) A_i[k]) B_i[k] (+ bias_i)
+
+    Args:
+        ws, as_, bs, biases: one entry per projection, as in `multi_lora_linear`; as_[i] and bs[i] are None for a
+            projection without LoRA.  Ranks may differ between projections.  One dropout mask serves them all.
+        tile_adapter, scale, dropout, implementation: as in `multi_lora_linear`; scale gets no gradient (zero) either.
+    Returns:
+        y_i [..., N_i] of every projection, in the type of x.
+    Raises:
+        ValueError: shapes or values do not fit, or the implementation is unknown.
+        TypeError: what should be arrays or a Dropout is something else.
+        NotImplementedError: the named implementation cannot serve this call; the message says why.
+
+    Example:
+        >>> w, a, b = jnp.ones((8, 6)), jnp.ones((1, 8, 4)), jnp.zeros((1, 4, 6))
+        >>> table, scale = jnp.array([0, 0]), jnp.array([2.0])
+        >>> q, k = multi_lora_linears(jnp.ones((4, 8)), [w, w], [a, None], [b, None], tile_adapter=table, scale=scale)
+        >>> q.shape, k.shape
+        ((4, 6), (4, 6))
+    """
+    biases = (None,) * len(ws) if biases is None else tuple(biases)
+    return _call(x, tuple(ws), tuple(as_), tuple(bs), biases, tile_adapter, scale, dropout, implementation)
+
+
+def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+    """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
+    static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    split = implementation is None and backend.split_is_faster(static, ops)
+    calls = [select_projection(ops, i) for i in range(len(ws))] if split else [ops]
+    ys = [y for call in calls for y in _run(static, call, implementation)]
+    return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
+
+
+def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax.Array, ...]:
+    chosen = backend.select(static, ops, implementation)
+    as_, bs = vary_like((ops.as_, ops.bs), ops.x)  # outside of the rule, so that dA and dB are summed over the mesh
+    return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))

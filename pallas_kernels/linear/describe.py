@@ -1,0 +1,138 @@
+"""Checks the arguments of a call and describes it for the backends.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from pallas_kernels.device import interprets
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tiles import rows_per_tile
+
+
+def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Static, Operands]:
+    """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
+    banks = {
+        f"{name} of projection {i}": v for name, vs in (("w", ws), ("a", as_), ("b", bs)) for i, v in enumerate(vs)
+    }
+    check_kinds(x, tile_adapter, dropout, **banks)
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(f"x has shape {x.shape}, expected [..., K] with at least one row and one feature")
+    x_TK = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    single = tile_adapter is None
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.ndim != 1:
+        raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
+    num_adapters = next((a.shape[0] for a in as_ if a is not None and a.ndim == 3), scale.shape[0])
+    if num_adapters == 0:
+        raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
+    tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
+    dropout = None if dropout is None else as_arrays(dropout)
+    ops = Operands(
+        x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
+    )
+    _check_shapes(ops, num_adapters, single)
+    _check_values(ops, num_adapters)
+    static = Static(
+        tile=rows_per_tile(x_TK.shape[0], tile_adapter),
+        num_adapters=num_adapters,
+        single=single,
+        interpret=interprets(),
+    )
+    return static, _without_rank_zero(ops)
+
+
+def _without_rank_zero(ops: Operands) -> Operands:
+    """A projection of rank 0 is one without LoRA: kernels never see an empty array."""
+    some = [a is not None and a.shape[2] > 0 for a in ops.as_]
+    kept = {
+        name: tuple(v if s else None for v, s in zip(getattr(ops, name), some, strict=True)) for name in ("as_", "bs")
+    }
+    return dataclasses.replace(ops, **kept)
+
+
+def check_kinds(x: Any, tile_adapter: Any, dropout: Any, **arrays: Any) -> None:
+    """Raises TypeError for what is no array, no whole number per tile, or no Dropout."""
+    for name, value in {"x": x, **arrays}.items():
+        if value is not None and not hasattr(value, "ndim"):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected an array: jnp.asarray({name[0]})")
+    if tile_adapter is not None and not jnp.issubdtype(kind := jnp.asarray(tile_adapter).dtype, jnp.integer):
+        raise TypeError(f"tile_adapter is {kind}, expected int32: the adapter of each tile")
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise TypeError(f"dropout is {dropout!r}, expected None or a Dropout: a rate and a key of each adapter")
+
+
+def as_arrays(dropout: Dropout) -> Dropout:
+    """Numbers and lists do as well, as they do for scale and tile_adapter."""
+    kinds = {"rate": np.float32, "key": np.uint32, "row_key": np.uint32}
+    given = {name: getattr(dropout, name) for name in kinds}
+    return Dropout(**{n: v if hasattr(v, "dtype") else np.asarray(v, kinds[n]) for n, v in given.items()})
+
+
+def _check_values(ops: Operands, num_adapters: int) -> None:
+    """Raises ValueError for numbers out of range where they are known: traced ones cannot be looked at."""
+    table = _known(ops.tile_adapter)
+    if table is not None and (wrong := (table < -1) | (table >= num_adapters)).any():
+        tile = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"tile_adapter[{tile}] is {table[tile]}, expected -1 (padding rows) to {num_adapters - 1}: "
+            f"a and b hold {num_adapters} adapters"
+        )
+    if ops.dropout is None or (rates := _known(ops.dropout.rate)) is None:
+        return
+    if (wrong := ~((rates >= 0) & (rates < 1))).any():
+        adapter = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"dropout.rate of adapter {adapter} is {rates[adapter]}, expected 0 <= rate < 1: the share that is dropped"
+        )
+
+
+def _known(array: Any) -> np.ndarray | None:
+    """The numbers of an array that this process holds whole; None while tracing, or where there is but a shape."""
+    abstract = isinstance(array, Tracer | jax.ShapeDtypeStruct)
+    if abstract or not getattr(array, "is_fully_addressable", True):
+        return None
+    return np.asarray(array)
+
+
+def _check_shapes(ops: Operands, num_adapters: int, single: bool) -> None:
+    """Raises one ValueError that lists everything that does not fit."""
+    num_rows, num_in = ops.x.shape
+    wrong = []
+    if not jnp.issubdtype(ops.x.dtype, jnp.floating):
+        wrong.append(f"x is {ops.x.dtype}, not a floating type")
+    if ops.x.dtype == jnp.float64:
+        wrong.append("x is float64, but all sums are in float32: cast it to float32")
+    if not len(ops.ws) == len(ops.as_) == len(ops.bs) == len(ops.biases):
+        wrong.append(f"{len(ops.ws)} ws, {len(ops.as_)} as_, {len(ops.bs)} bs, {len(ops.biases)} biases: not one each")
+    for i, (w, a, b, bias) in enumerate(zip(ops.ws, ops.as_, ops.bs, ops.biases, strict=False)):
+        rank = None if a is None else a.shape[-1]
+        expected = [("w", w, (num_in, w.shape[-1])), ("bias", bias, (w.shape[-1],))]
+        expected += [("a", a, (num_adapters, num_in, rank)), ("b", b, (num_adapters, rank, w.shape[-1]))]
+        for name, array, shape in expected:
+            if array is not None and array.shape != shape:
+                own = 1 if single and name in "ab" else 0  # one adapter's arrays have no adapter axis for the caller
+                where = "" if single else f" of projection {i}"
+                wrong.append(f"{name}{where} has shape {array.shape[own:]}, expected {shape[own:]}")
+        if (a is None) != (b is None):
+            wrong.append(f"projection {i} has only one of a and b")
+    if ops.scale.shape != (num_adapters,):
+        wrong.append(f"scale has shape {ops.scale.shape}, expected ({num_adapters},)")
+    if ops.dropout is not None:
+        shapes = [("rate", num_adapters), ("key", num_adapters), ("row_key", num_rows)]
+        wrong += [
+            f"dropout.{name} has shape {np.shape(getattr(ops.dropout, name))}, expected ({size},)"
+            for name, size in shapes
+            if np.shape(getattr(ops.dropout, name)) != (size,)
+        ]
+    if wrong:
+        raise ValueError("; ".join(wrong))

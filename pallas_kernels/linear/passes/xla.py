@@ -1,0 +1,100 @@
+"""The small passes in plain jnp: what `linear.passes.Passes` says, with no kernel. Tile sizes only cut the tables.
+
+Nothing of one adapter is multiplied into another: blocks gather their adapter's bank, and sums select.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters · C chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dropout as masks
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear.chunks import Chunks
+from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig
+from pallas_kernels.tiles import spread, sum_tiles
+
+
+def keep_words(
+    dropout: Dropout, block_adapter: jax.Array, num_columns: int, *, block_t: int, interpret: bool = False
+) -> jax.Array:
+    del interpret
+    owner = jnp.clip(spread(block_adapter, block_t), 0, dropout.key.shape[0] - 1)
+    return masks.keep_words(dropout, owner, num_columns)
+
+
+def transposed_bank(
+    pieces: Sequence[jax.Array], factor: jax.Array, total: int, dtype: jax.typing.DTypeLike, *, interpret: bool = False
+) -> jax.Array:
+    del interpret
+    bank = jnp.concatenate([piece.astype(jnp.float32) for piece in pieces], axis=2) * factor[:, None, None]
+    return jnp.pad(bank.swapaxes(1, 2), ((0, 1), (0, total - bank.shape[2]), (0, 0))).astype(dtype)
+
+
+def down(
+    x: jax.Array, a: jax.Array, block_adapter: jax.Array, bits: jax.Array | None, *, config: DownConfig,
+    interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    del interpret
+    blocks = _dropped(x, bits).reshape(-1, config.block_t, x.shape[1])
+    return _product("itk,ikr->itr", blocks, a[block_adapter]).reshape(len(x), -1).astype(x.dtype)
+
+
+def da(
+    x: jax.Array, ds: jax.Array, bits: jax.Array | None, chunks: Chunks, *, config: DaConfig, contiguous: bool,
+    interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    del contiguous, interpret
+    return _product(
+        "cjtk,cjtr->ckr", _chunked(_dropped(x, bits), chunks, config.block_t), _chunked(ds, chunks, config.block_t)
+    )
+
+
+def dsdb(
+    dy: jax.Array, s: jax.Array, b: jax.Array, chunk_adapter: jax.Array, *, rank_offset: int = 0, config: DsdbConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    del interpret
+    own = s[:, rank_offset : rank_offset + b.shape[1]]
+    dy_CTN, s_CTR = (rows.reshape(-1, config.chunk, rows.shape[1]) for rows in (dy, own))
+    ds = _product("ctn,crn->ctr", dy_CTN, b[chunk_adapter])
+    return ds.reshape(1, len(dy), -1), _product("ctn,ctr->cnr", dy_CTN, s_CTR)
+
+
+def join(
+    pieces: Sequence[jax.Array], dtype: jax.typing.DTypeLike, *, columns: int = 0, rows: int = 0,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    del interpret
+    joined = jnp.concatenate([piece.astype(jnp.float32).sum(0) for piece in pieces], axis=1).astype(dtype)
+    padded = [jnp.pad(joined, ((0, 0), (0, size - joined.shape[1]))) for size in (columns, rows) if size]
+    return tuple(each.T if number == (columns > 0) else each for number, each in enumerate(padded))
+
+
+def sum_partials(
+    partials: jax.Array, adapter: jax.Array, factor: jax.Array, parts: Sequence[tuple[int, int]], *, transposed: bool,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    del interpret
+    sums = sum_tiles(partials, adapter, factor.shape[0]) * factor[:, None, None]
+    cut = (sums[:, :, start : start + width] for start, width in parts)
+    return tuple(part.swapaxes(1, 2) if transposed else part for part in cut)
+
+
+def _dropped(x: jax.Array, bits: jax.Array | None) -> jax.Array:
+    return x if bits is None else jnp.where(masks.unpack(bits, x.shape[1]), x, jnp.zeros((), x.dtype))
+
+
+def _chunked(rows: jax.Array, chunks: Chunks, block: int) -> jax.Array:
+    """Row blocks by chunk, [C, size, block, …]; zeros, selected, where a chunk has no block."""
+    blocks = rows.reshape(-1, block, rows.shape[1])[jnp.maximum(chunks.blocks, 0)]
+    return jnp.where((chunks.blocks >= 0)[:, :, None, None], blocks, jnp.zeros((), rows.dtype))
+
+
+def _product(spec: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    precision = "highest" if lhs.dtype == jnp.float32 else None  # tf32 does not keep what float32 promises
+    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=jnp.float32)

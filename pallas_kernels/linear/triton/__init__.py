@@ -1,0 +1,1 @@
+"""Linear layers in Pallas's Triton lowering (sm_80 and newer)."""

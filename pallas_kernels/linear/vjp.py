@@ -1,0 +1,71 @@
+"""Differentiation of the linear ops. Residuals are x, S and the keys, and packed keep bits where a backend made them.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.problem import Operands, Static
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def apply(backend: Backend, static: Static, ops: Operands) -> tuple[jax.Array, ...]:
+    """Evaluates every projection of one call."""
+    return _forward(backend, static, ops)[0]
+
+
+def _forward(backend: Backend, static: Static, ops: Operands):
+    inside = vary_like(refuse_vmap(ops), ops.x)
+    ys, ss, bits = backend.forward(static, inside)
+    # Residuals hold the caller's own arrays, so a caller that stores residuals can recognise the frozen weights by
+    # identity and drop them.
+    return ys, (ops, ss, bits)
+
+
+def _backward(backend: Backend, static: Static, residuals, dys: tuple[jax.Array, ...]):
+    ops, ss, bits = residuals
+    dx, das, dbs = backend.backward(static, vary_like(ops, ops.x), ss, bits, tuple(dys))
+    return (gradients(ops, dx.astype(ops.x.dtype), das, dbs),)
+
+
+apply.defvjp(_forward, _backward)
+
+
+def gradients(ops: Operands, dx: jax.Array | None, das: dict[int, jax.Array], dbs: dict[int, jax.Array]) -> Operands:
+    """The cotangent of a call; what is frozen gets symbolic zeros: nothing is ever computed."""
+    none = (None,) * len(ops.ws)
+    return Operands(
+        x=dx,
+        ws=none,
+        as_=_of(das, ops.as_),
+        bs=_of(dbs, ops.bs),
+        biases=none,
+        tile_adapter=None,
+        scale=None,
+        dropout=None,
+    )
+
+
+def _of(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
+    return tuple(None if a is None else by_number[i].astype(a.dtype) for i, a in enumerate(banks))
+
+
+@jax.custom_batching.custom_vmap
+def refuse_vmap(ops: Any) -> Any:
+    return ops
+
+
+@refuse_vmap.def_vmap
+def _vmap_rule(axis_size, in_batched, ops):
+    del axis_size, in_batched, ops
+    raise NotImplementedError(
+        "LoRA layers do not run under jax.vmap: leading dimensions of x are batch dimensions already, "
+        "and several adapters belong into one multi_lora_linear call with a tile_adapter table"
+    )

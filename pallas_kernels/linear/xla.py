@@ -1,0 +1,166 @@
+"""Backend "xla": the split graph as batched matmuls over tiles; runs on every device.
+
+A tile meets the A and B of its own adapter only (gathered, not masked), so nothing of one adapter is ever multiplied
+into another: a NaN stays where it is, and a tile's result does not depend on its neighbours.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters · I tiles · J rows of a tile
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checkpoint_names import named_s
+from pallas_kernels.dropout import inverse_keep, keep_words, unpack
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
+
+
+def unsupported_reason(static: Static, ops: Operands) -> str | None:
+    """Says why a call cannot be served; None: it can."""
+    del static, ops
+    return None
+
+
+def forward(static: Static, ops: Operands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
+    """Returns every y, every S of the projections with LoRA, and no packed bits (they are cheap to make again)."""
+    ops = _known(static, ops)
+    ss = _down(static, ops, _dropped_tiles(static, ops)) if ops.with_lora else ()
+    s_of = dict(zip(ops.with_lora, ss, strict=True))
+    ys = tuple(_up(static, ops, i, s_of.get(i)) for i in range(len(ops.ws)))
+    return ys, ss, None
+
+
+def backward(
+    static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: None, dys: tuple[jax.Array, ...]
+) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
+    """Returns dx, and dA and dB (float32) by projection number."""
+    del bits
+    ops = _known(static, ops)
+    dx_TK: Any = sum(_matmul(dy, w.astype(dy.dtype).T) for dy, w in zip(dys, ops.ws, strict=True))
+    das, dbs = {}, {}
+    if ops.with_lora:
+        keep = _keep_tiles(static, ops)
+        dropped_IJK = _drop(_tiles(static, ops.x), keep)
+        # several are added up and dropout scales before the one rounding; else it may come rounded already
+        low_type = ops.x.dtype if len(ops.with_lora) == 1 and ops.dropout is None else jnp.float32
+        low_IJK = 0.0
+        for i, s_IJR in zip(ops.with_lora, ss, strict=True):
+            ds_IJR, dbs[i] = _dsdb(static, ops, i, s_IJR, _tiles(static, dys[i]))
+            das[i] = _da(static, ops, ds_IJR, dropped_IJK)
+            low_IJK = low_IJK + _batched("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
+        dx_TK = dx_TK + _finish_dx(static, ops, low_IJK, keep).reshape(dx_TK.shape)
+    return dx_TK, das, dbs
+
+
+def _known(static: Static, ops: Operands) -> Operands:
+    """Tiles of adapters that do not exist are tiles of nobody, as in the kernels."""
+    table = ops.tile_adapter
+    return dataclasses.replace(ops, tile_adapter=jnp.where(table < static.num_adapters, table, -1))
+
+
+def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Array, ...]:
+    """S = drop(x) A, one per projection with LoRA."""
+    ss = []
+    for i in ops.with_lora:
+        s_IJR = _batched("ijk,ikr->ijr", dropped_IJK, _bank(static, ops, ops.as_[i]))
+        if ops.dropout is not None:
+            s_IJR = s_IJR * _of_tiles(static, ops, inverse_keep(ops.dropout.rate))
+        ss.append(named_s(_select(static, ops, s_IJR).astype(ops.x.dtype)))
+    return tuple(ss)
+
+
+def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.Array:
+    """y = x W (+ bias) + scale S B."""
+    y_TN = _matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
+    bias = ops.biases[i]
+    if bias is not None:
+        y_TN = y_TN + bias.astype(y_TN.dtype)
+    if s_IJR is not None:
+        scaled_IJR = (s_IJR.astype(jnp.float32) * _of_tiles(static, ops, ops.scale)).astype(s_IJR.dtype)
+        low_IJN = _batched("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
+        y_TN = y_TN + _select(static, ops, low_IJN).reshape(y_TN.shape)
+    return y_TN
+
+
+def _dsdb(static: Static, ops: Operands, i: int, s_IJR: jax.Array, dy_IJN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dS = scale dY B^T and dB = scale S^T dY."""
+    ds_IJR = _batched("ijn,irn->ijr", dy_IJN, _bank(static, ops, ops.bs[i])) * _of_tiles(static, ops, ops.scale)
+    ds_IJR = _select(static, ops, ds_IJR).astype(ops.x.dtype)
+    db_ARN = _sum(static, ops, _batched("ijr,ijn->irn", s_IJR, dy_IJN))
+    return ds_IJR, db_ARN * ops.scale[:, None, None]
+
+
+def _da(static: Static, ops: Operands, ds_IJR: jax.Array, dropped_IJK: jax.Array) -> jax.Array:
+    """dA = drop(x)^T dS."""
+    da_AKR = _sum(static, ops, _batched("ijk,ijr->ikr", dropped_IJK, ds_IJR))
+    return da_AKR if ops.dropout is None else da_AKR * inverse_keep(ops.dropout.rate)[:, None, None]
+
+
+def _finish_dx(static: Static, ops: Operands, low_IJK: jax.Array, keep_IJK: jax.Array | None) -> jax.Array:
+    """Masks and scales the low-rank part of dx."""
+    if keep_IJK is not None and ops.dropout is not None:
+        low_IJK = jnp.where(keep_IJK, low_IJK * _of_tiles(static, ops, inverse_keep(ops.dropout.rate)), 0.0)
+    return _select(static, ops, low_IJK).astype(ops.x.dtype)
+
+
+def _dropped_tiles(static: Static, ops: Operands) -> jax.Array:
+    return _drop(_tiles(static, ops.x), _keep_tiles(static, ops))
+
+
+def _drop(x_IJK: jax.Array, keep_IJK: jax.Array | None) -> jax.Array:
+    return x_IJK if keep_IJK is None else jnp.where(keep_IJK, x_IJK, jnp.zeros((), x_IJK.dtype))
+
+
+def _keep_tiles(static: Static, ops: Operands) -> jax.Array | None:
+    if ops.dropout is None:
+        return None
+    rows = row_adapter(ops.tile_adapter, static.tile)
+    columns = ops.x.shape[1]
+    return _tiles(static, unpack(keep_words(ops.dropout, rows, columns), columns))
+
+
+def _tiles(static: Static, values: jax.Array) -> jax.Array:
+    """[T, ...] -> [I, J, ...]; one tile of all rows for a single adapter: then every product is one plain matmul."""
+    return values.reshape((-1, values.shape[0] if static.single else static.tile, *values.shape[1:]))
+
+
+def _bank(static: Static, ops: Operands, bank: jax.Array) -> jax.Array:
+    bank = bank.astype(ops.x.dtype)
+    return bank if static.single else per_tile(bank, ops.tile_adapter)
+
+
+def _of_tiles(static: Static, ops: Operands, values_A: jax.Array) -> jax.Array:
+    values = values_A if static.single else per_tile(values_A, ops.tile_adapter)
+    return values[:, None, None]
+
+
+def _select(static: Static, ops: Operands, values: jax.Array) -> jax.Array:
+    return values if static.single else select_tiles(values, ops.tile_adapter)
+
+
+def _sum(static: Static, ops: Operands, partials: jax.Array) -> jax.Array:
+    return partials if static.single else sum_tiles(partials, ops.tile_adapter, static.num_adapters)
+
+
+def _precision(dtype: jnp.dtype) -> str | None:
+    # float32 promises 1e-5, which tf32 products do not keep
+    return "highest" if dtype == jnp.float32 else None
+
+
+def _batched(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Contracts with float32 accumulation.
+
+    The result is float32 where it is as narrow as a rank or is worked on further, and `dtype` where it is as wide as a
+    layer and would only be rounded to it: float32 would double the bytes written.
+    """
+    return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)
+
+
+def _matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The frozen product, in the dtype of its operands: a float32 result would double the bytes written."""
+    return jnp.matmul(lhs, rhs, precision=_precision(lhs.dtype))

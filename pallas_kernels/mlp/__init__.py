@@ -1,0 +1,1 @@
+"""A gated MLP with LoRA on its three projections, as one op."""

@@ -1,0 +1,1 @@
+"""The MLP as one op on Hopper (sm_90)."""

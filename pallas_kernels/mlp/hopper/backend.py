@@ -1,0 +1,163 @@
+"""A gated MLP on Hopper: plain products before the gate, and the LoRA branches around the gate inside its own passes.
+
+    forward    S, bits of x                 one pass over x for gate and up
+               gate, up = x W               cuBLAS
+               h, S, bits of h              one pass over gate and up (`gate/`)
+               y = h W + S B                inside the GEMM
+    backward   dS, dB of down               one pass over dY
+               dh = dY W^T                  cuBLAS
+               dgate, dup, dA of down,      one pass over gate, up and dh; where padded ranks are above 16,
+               dS, dB of gate and up        dS and dB are passes of their own
+               dA, dx of gate and up        as siblings (`backend.py`)
+
+Against three separate ops: no pass over h nor dh for the low-rank branch, and three products that are cuBLAS's.
+
+T packed tokens · D model width · F MLP width · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import policy
+from pallas_kernels.checkpoint_names import named_bits, named_s
+from pallas_kernels.linear import split_graph
+from pallas_kernels.linear.hopper import backend
+from pallas_kernels.linear.hopper.tiling import ROWS
+from pallas_kernels.linear.split_graph import Prepared, prepare
+from pallas_kernels.mlp.hopper.gate import gate_backward, gate_forward, wide_gate_backward
+from pallas_kernels.mlp.hopper.gate.config import (
+    BackwardInputs,
+    GateConfig,
+    Places,
+    WideGateConfig,
+    gate_blocks,
+    gate_config,
+    wide_gate_config,
+)
+from pallas_kernels.problem import Operands, Static, linear_shape
+
+GATE, UP = range(2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Residuals:
+    """What backward wants besides the operands: neither h nor its gradient is among it."""
+
+    gate: jax.Array  # [T, F], frozen part
+    up: jax.Array
+    s: tuple[jax.Array, ...]  # of gate and up
+    bits: jax.Array | None
+    down_s: tuple[jax.Array, ...]
+    down_bits: jax.Array | None
+
+
+def unsupported_reason(static: Static, ops: Operands, down: Operands) -> str | None:
+    """Says why the fused passes cannot serve a call whose projections the Hopper backend serves; None: they can.
+
+    Args:
+        ops: gate and up.
+        down: its x need only have the right shape and dtype.
+    """
+    if reason := policy.mlp_unsupported_reason(linear_shape(static, ops), linear_shape(static, down)):
+        return reason
+    prepared, prepared_down = prepare(static, ops), prepare(static, down)
+    if _config(prepared, prepared_down) is None:
+        ranks = f"{prepared.layout.total} and {prepared_down.layout.total}"
+        return f"the passes over the gate with ranks of {ranks} do not fit into shared memory"
+    return backend.unsupported_reason(static, ops) or backend.unsupported_reason(static, down)
+
+
+def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, Residuals]:
+    """Returns y [T, D] and what backward wants.
+
+    Args:
+        ops: gate and up.
+        down: x is not read.
+    """
+    prepared = prepare(static, ops)
+    s, bits = backend.input_pass(prepared)
+    gate, up = (
+        checkpoint_name(_plus(jnp.matmul(ops.x, w.astype(ops.x.dtype)), bias), name)
+        for w, bias, name in zip(ops.ws, ops.biases, ("gate", "up"), strict=True)
+    )
+    prepared_down = prepare(static, dataclasses.replace(down, x=gate))
+    table = prepared.block_adapter(ROWS)
+    h, down_s, down_bits = gate_forward(
+        gate,
+        up,
+        s,
+        _bank_b(prepared),
+        prepared_down.transposed_bank_a(),
+        table,
+        down.dropout,
+        places=_places(prepared),
+        config=_config(prepared, prepared_down),
+    )
+    down_s, down_bits = named_s(down_s), named_bits(down_bits)
+    y = backend.project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
+    return y, Residuals(gate=gate, up=up, s=(s,), bits=bits, down_s=(down_s,), down_bits=down_bits)
+
+
+def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy: jax.Array):
+    """Returns (dx, dA, dB of gate and up by number) and (dA, dB of down by number)."""
+    prepared = prepare(static, ops)
+    prepared_down = prepare(static, dataclasses.replace(down, x=saved.gate))
+    (down_s,) = saved.down_s
+    transposed = jnp.pad(down_s.T, ((0, 0), (0, ROWS)))
+    down_ds, db = backend.output_pass(prepared_down, 0, down_s, transposed, dy)
+    (ds_transposed,) = split_graph.join_ds(prepared_down, [down_ds], rows=prepared_down.layout.total)
+    ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
+    dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
+    wide = _wide_config(prepared, prepared_down)
+    chunks = prepared_down.chunks(ROWS, gate_blocks(prepared_down.rows) if wide is None else wide.blocks_per_chunk)
+    given = BackwardInputs(
+        gate=saved.gate, up=saved.up, dh=dh, s=saved.s[0], ds=ds, b=_bank_b(prepared),
+        a=prepared_down.transposed_bank_a(), bits=saved.down_bits, chunks=chunks,
+    )  # fmt: skip
+    if wide is None:
+        dgate, dup, partials = gate_backward(given, places=_places(prepared), config=_config(prepared, prepared_down))
+        dx, das, dbs = backend.backward(static, ops, saved.s, saved.bits, (dgate, dup))
+    else:
+        dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
+            given, places=_places(prepared), config=wide
+        )
+        dbs = {
+            i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
+            for i, each in zip((GATE, UP), db_partials, strict=True)
+        }
+        das, dx = backend.gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
+    da = split_graph.input_gradients(prepared_down, partials, chunks)
+    return (dx, das, dbs), (da, {0: db})
+
+
+def _bank_b(prepared: Prepared) -> jax.Array:
+    """B of gate and up, [A + 1, R of both, F]: one below the other as their columns of S lie side by side."""
+    bank = jnp.concatenate([prepared.bank_b(i) for i in prepared.layout.offsets], axis=1)
+    return jnp.pad(bank, ((0, 0), (0, prepared.layout.total - bank.shape[1]), (0, 0)))
+
+
+def _config(prepared: Prepared, prepared_down: Prepared) -> GateConfig | None:
+    given = prepared.static.config.gate
+    drops = prepared_down.ops.dropout is not None
+    return given or gate_config(prepared.layout.total, prepared_down.layout.total, drops=drops)
+
+
+def _wide_config(prepared: Prepared, prepared_down: Prepared) -> WideGateConfig | None:
+    heuristic = wide_gate_config(prepared.rows, prepared.layout.total, prepared_down.layout.total)
+    given = prepared.static.config.wide_gate
+    return heuristic and (given or heuristic)
+
+
+def _places(prepared: Prepared) -> Places:
+    layout = prepared.layout
+    return (layout.offsets[GATE], layout.ranks[GATE]), (layout.offsets[UP], layout.ranks[UP])
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias.astype(y.dtype)

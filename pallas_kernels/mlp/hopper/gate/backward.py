@@ -1,0 +1,192 @@
+"""dgate, dup and partial sums of dA of the projection behind the gate, from the frozen part of the gradient of h.
+
+T packed tokens · F MLP width · R padded rank · A adapters · C chunks of row blocks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dropout import BLOCK, WORDS
+from pallas_kernels.linear.hopper.mask import first_bit, keep_words_of, load_words
+from pallas_kernels.linear.hopper.tiling import ROWS, block_of_chunk, store_fragment
+from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.mlp.hopper.gate.config import PART, WIDTH, BackwardInputs, GateConfig, Places
+from pallas_kernels.mlp.hopper.gate.tile import launch, low, low_factors, products, registers, sigmoid, tile
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is built from, besides its operands."""
+
+    columns: int  # tiles of a row
+    both: int  # ranks of gate and up together
+    rank: int  # of the projection behind
+    size: int  # row blocks of a chunk
+    stages: int
+    places: Places
+    has_bits: bool
+
+
+class _Unit(NamedTuple):
+    """What a warpgroup works on: a tile's columns of a chunk's rows."""
+
+    chunk: Any
+    col0: Any
+    columns: Any
+    count: Any  # of row blocks
+    block_of: Callable[[Any], Any]  # step -> row block
+
+
+def gate_backward(
+    given: BackwardInputs, *, places: Places, config: GateConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dgate and dup [T, F], and partial sums of dA, float32 [C, F, R] (without the dropout scale).
+
+    Args:
+        places: whose columns of S are where.
+    """
+    gate, up, dh, s, ds, b, a, bits, chunks = given
+    (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
+    static = _Static(
+        columns=num_columns // WIDTH, both=b.shape[1], rank=a.shape[1], size=size,
+        stages=min(config.backward_stages, size), places=places, has_bits=bits is not None,
+    )  # fmt: skip
+    operands = {
+        "gate_gmem": gate, "up_gmem": up, "dh_gmem": dh, "low_gmem": jnp.concatenate([s, ds], axis=1),
+        "ds_t_gmem": ds.T, "b_gmem": b, "a_gmem": a, "blocks_gmem": chunks.blocks.reshape(-1),
+        "count_gmem": chunks.count, "adapter_gmem": chunks.adapter,
+    }  # fmt: skip
+    if bits is not None:
+        operands["bits_gmem"] = bits
+    wide = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype)
+    results = {
+        "dgate_gmem": wide, "dup_gmem": wide,
+        "da_gmem": jax.ShapeDtypeStruct((total, num_columns, static.rank), jnp.float32),
+    }  # fmt: skip
+
+    def work(unit, gmem, **own):
+        in_memory = dict(zip((*operands, *results), gmem, strict=True))
+        _one_unit(static, SimpleNamespace(**in_memory, **own), unit)
+
+    out = launch(
+        work, tuple(operands.values()), tuple(results.values()), units=static.columns * total,
+        warpgroups=config.warpgroups, tiles=_tiles(static, gate.dtype),
+        barriers={"barrier": (6 if static.has_bits else 5, static.stages), "bank_barrier": (2, 1)},
+        name="lora_gate_backward",
+    )  # fmt: skip
+    return vary_like(out, gate)
+
+
+def _tiles(static: _Static, dtype: Any) -> dict[str, Any]:
+    stages = static.stages
+    tiles = {
+        "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
+        "dh_smem": tile(stages, ROWS, dtype=dtype), "ds_t_smem": tile(stages, static.rank, dtype=dtype),
+        "low_smem": low(stages, ROWS, static.both + static.rank, dtype=dtype),
+        "b_smem": low(static.both, WIDTH, dtype=dtype), "a_smem": low(static.rank, WIDTH, dtype=dtype),
+    }  # fmt: skip
+    if static.has_bits:
+        tiles["words_smem"] = plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32)
+    return tiles
+
+
+def _one_unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> None:
+    chunk = lax.div(number, static.columns)
+    col0 = lax.rem(number, static.columns) * WIDTH  # programs side by side: whole pages of device memory
+    unit = _Unit(
+        chunk=chunk, col0=col0, columns=pl.ds(col0, WIDTH), count=refs.count_gmem[chunk],
+        block_of=functools.partial(block_of_chunk, refs.blocks_gmem, chunk, static.size),
+    )  # fmt: skip
+    adapter = lax.max(refs.adapter_gmem[chunk], jnp.int32(0))
+    for bank_gmem, bank_smem in ((refs.b_gmem, refs.b_smem), (refs.a_gmem, refs.a_smem)):
+        plgpu.copy_gmem_to_smem(bank_gmem.at[adapter].at[:, unit.columns], bank_smem, refs.bank_barrier())
+    for step in range(static.stages):
+        _fetch(static, refs, unit, jnp.int32(step), step, unit.block_of(jnp.int32(step)))
+    plgpu.barrier_wait(refs.bank_barrier())
+    first = first_bit(col0)
+
+    @functools.partial(pl.run_scoped, acc=plgpu.ACC((WIDTH, static.rank), jnp.float32))
+    def _(acc):
+        lax.fori_loop(0, unit.count, functools.partial(_one_tile, static, refs, unit, first, acc), None)
+        plgpu.wgmma_wait(0)
+        store_fragment(refs.da_gmem.at[chunk, unit.columns, :], acc[...])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot, block) -> None:
+    @pl.when(step < unit.count)
+    def _():
+        rows, barrier = pl.ds(block * ROWS, ROWS), refs.barrier(slot)
+        for name in ("gate", "up", "dh"):
+            source, target = getattr(refs, f"{name}_gmem"), getattr(refs, f"{name}_smem")
+            plgpu.copy_gmem_to_smem(source.at[rows, unit.columns], target.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs.ds_t_gmem.at[:, rows], refs.ds_t_smem.at[slot], barrier)
+        plgpu.copy_gmem_to_smem(refs.low_gmem.at[rows, :], refs.low_smem.at[slot], barrier)
+        if static.has_bits:
+            words_gmem = refs.bits_gmem.at[rows, lax.div(unit.col0, BLOCK), :]
+            plgpu.copy_gmem_to_smem(words_gmem, refs.words_smem.at[slot], barrier)
+
+
+def _one_tile(static: _Static, refs: SimpleNamespace, unit: _Unit, first: jax.Array, acc, step, _) -> None:
+    """The gradients of a row block, and acc += drop(h)^T dS of it.
+
+    Args:
+        first: the bit of the first column.
+    """
+    stages = static.stages
+    slot = lax.rem(step, stages)
+    this, ahead = unit.block_of(step), unit.block_of(step - 1 + stages)  # early: device memory is far
+    rows = pl.ds(this * ROWS, ROWS)
+    plgpu.barrier_wait(refs.barrier(slot))
+    words = load_words(refs.words_smem.at[slot], first) if static.has_bits else None
+    wide = refs.gate_smem.at[slot], refs.up_smem.at[slot], refs.dh_smem.at[slot]
+    gradient_tile(*wide, functools.partial(_factors, static, refs, slot), words)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(wide[0], refs.dgate_gmem.at[rows, unit.columns])
+    plgpu.copy_smem_to_gmem(wide[1], refs.dup_gmem.at[rows, unit.columns])
+    plgpu.wgmma(acc, wide[2].transpose((1, 0)), refs.ds_t_smem.at[slot].transpose((1, 0)))  # the next step waits for it
+    # the tiles before these: stored, and spent by every warp, which passed the barrier above
+    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+    pl.when(step > 0)(lambda: _fetch(static, refs, unit, step - 1 + stages, lax.rem(step - 1, stages), ahead))
+
+
+def _factors(static: _Static, refs: SimpleNamespace, slot, columns) -> list[tuple[Any, Any]]:
+    """What `gradient_tile` takes: of dh, of gate and of up."""
+    low_smem = refs.low_smem.at[slot]
+    ds = low_smem.at[:, pl.ds(static.both, static.rank)], refs.a_smem.at[:, columns]
+    return [ds, *(low_factors(low_smem, refs.b_smem.at[:, columns], place) for place in static.places)]
+
+
+def gradient_tile(gate_smem, up_smem, dh_smem, factors: Callable[[Any], Sequence], words: jax.Array | None) -> None:
+    """Leaves dgate where gate was, dup where up was and drop(h) where dh was; a part of the columns at a time.
+
+    Args:
+        factors: what `products` takes for the low-rank parts of dh, gate and up, of some columns.
+    """
+    dtype = gate_smem.dtype
+    for first in range(0, WIDTH, PART):
+        columns = pl.ds(first, PART)
+        low_dh, low_gate, low_up = products(*factors(columns))
+        if words is not None:
+            low_dh = keep_words_of(low_dh, words, first=first // WORDS)
+        dh = registers(dh_smem.at[:, columns]) + low_dh
+        u = registers(up_smem.at[:, columns]) + low_up
+        g = registers(gate_smem.at[:, columns]) + low_gate
+        own_sigmoid = sigmoid(g)
+        silu = g * own_sigmoid
+        h = silu * u
+        kept = h if words is None else keep_words_of(h, words, first=first // WORDS)
+        dh_smem[:, columns] = kept.astype(dtype)
+        up_smem[:, columns] = (dh * silu).astype(dtype)
+        gate_smem[:, columns] = (dh * u * (own_sigmoid + silu * (1.0 - own_sigmoid))).astype(dtype)

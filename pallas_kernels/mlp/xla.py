@@ -1,0 +1,35 @@
+"""The gate of the MLP, elementwise in float32.
+
+F MLP width
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def silu_gate(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
+    """silu(gate) · up of two [..., F], cast back to the dtype of gate. Backward keeps both inputs and nothing else."""
+    return _forward(gate, up)[0]
+
+
+def _forward(gate, up):
+    wide = gate.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype), (gate, up)
+
+
+def _backward(residuals, dy):
+    # The barrier keeps the compiler from reusing forward's sigmoid: a float32 array of [T, F] alive until backward,
+    # 470 MB a layer for 8192 rows of an 8B model.
+    gate, up = lax.optimization_barrier(residuals)
+    wide, dy = gate.astype(jnp.float32), dy.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(wide)
+    dgate = dy * up.astype(jnp.float32) * sigmoid * (1 + wide * (1 - sigmoid))
+    return dgate.astype(gate.dtype), (dy * wide * sigmoid).astype(up.dtype)
+
+
+silu_gate.defvjp(_forward, _backward)

@@ -1,1 +1,0 @@
-"""Mosaic GPU kernels (Hopper, sm_90)."""

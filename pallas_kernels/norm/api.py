@@ -1,0 +1,127 @@
+"""Root-mean-square norm as a pure function, alone or together with the residual addition before it.
+
+T rows · D width
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import policy
+from pallas_kernels.device import is_hopper
+from pallas_kernels.manual_axes import vary_like
+from pallas_kernels.norm import vjp
+from pallas_kernels.policy import NormImplementation
+
+
+def rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float,
+    implementation: NormImplementation | None = None,
+) -> Float[Array, "*B D"]:  # fmt: skip
+    """Normalises the last axis in float32 and casts back.
+
+    y = weight · x / sqrt(mean(x²) + eps)
+
+    Backward keeps x and one number per row.
+
+    Args:
+        x: [..., D], floating.
+        weight: [D], floating, of any width; frozen as a rule (its gradient costs nothing unless somebody asks for it).
+        implementation: None takes the one that measured fastest.
+    Returns:
+        [..., D] in the dtype of x.
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the implementation is unknown.
+
+    Example:
+        >>> rms_norm(jnp.full((1, 4), 2.0), jnp.ones(4), eps=0.0).tolist()
+        [[1.0, 1.0, 1.0, 1.0]]
+    """
+    (y,) = _flat(x, None, weight, eps, implementation)
+    return y
+
+
+def add_rms_norm(
+    x: Float[Array, "*B D"],
+    delta: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    implementation: NormImplementation | None = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """Adds and normalises: (s, y) with s = x + delta and y = rms_norm(s).
+
+    Args:
+        x, delta: [..., D], of one shape and one floating dtype, in which s is rounded before it is normalised.
+        weight, implementation: as in `rms_norm`.
+    Returns:
+        s and y, both with the shape and dtype of x.
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the implementation is unknown.
+
+    Example:
+        >>> s, y = add_rms_norm(jnp.ones((1, 4)), jnp.ones((1, 4)), jnp.ones(4), eps=0.0)
+        >>> s.tolist(), y.tolist()
+        ([[2.0, 2.0, 2.0, 2.0]], [[1.0, 1.0, 1.0, 1.0]])
+    """
+    s, y = _flat(x, delta, weight, eps, implementation)
+    return s, y
+
+
+def rms_norm_with_residual(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float,
+    implementation: NormImplementation | None = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:  # fmt: skip
+    """(x, rms_norm(x)): the start of a residual branch. The two gradients of x are added in the norm's own pass.
+
+    Args, Raises: as in `rms_norm`.
+    Returns:
+        x itself and its norm.
+
+    Example:
+        >>> x, y = rms_norm_with_residual(jnp.full((1, 4), 2.0), jnp.ones(4), eps=0.0)
+        >>> x.tolist(), y.tolist()
+        ([[2.0, 2.0, 2.0, 2.0]], [[1.0, 1.0, 1.0, 1.0]])
+    """
+    s, y = _flat(x, None, weight, eps, implementation, with_residual=True)
+    return s, y
+
+
+def _flat(x, delta, weight, eps, implementation, *, with_residual: bool = False):
+    name = "add_rms_norm" if delta is not None else "rms_norm_with_residual" if with_residual else "rms_norm"
+    _check(name, x, delta, weight)
+    backend = _select(x, implementation)
+    # outside of the rule, so that their gradients are summed over the mesh
+    delta, weight = vary_like((delta, weight), x)
+    rows = (-1, x.shape[-1])
+    delta = None if delta is None else delta.reshape(rows)
+    outs = vjp.apply(backend, float(eps), with_residual, x.reshape(rows), delta, weight)
+    return tuple(out.reshape(x.shape) for out in outs)
+
+
+def _select(x: jax.Array, implementation: str | None) -> vjp.NormBackend:
+    if implementation is not None:
+        return vjp.load(implementation)
+    return vjp.load_available(policy.preferred_norm(size=x.size, dtype=str(x.dtype), hopper=is_hopper()))
+
+
+def _check(name: str, x: jax.Array, delta: jax.Array | None, weight: jax.Array) -> None:
+    """Raises one ValueError that lists everything that does not fit: a kernel would read beyond a short array."""
+    wrong = []
+    if x.ndim == 0 or x.size == 0:
+        wrong.append(f"x has shape {x.shape}, expected [..., D] with at least one element")
+    elif weight.shape != x.shape[-1:]:
+        wrong.append(f"weight has shape {weight.shape}, expected {x.shape[-1:]}, the last axis of x")
+    wrong += [
+        f"{what} is {array.dtype}, not a floating type"
+        for what, array in (("x", x), ("weight", weight))
+        if not jnp.issubdtype(array.dtype, jnp.floating)
+    ]
+    if delta is not None and (delta.shape, delta.dtype) != (x.shape, x.dtype):
+        wrong.append(
+            f"delta is {delta.dtype}{list(delta.shape)}, but x is {x.dtype}{list(x.shape)}: cast or broadcast it"
+        )
+    if wrong:
+        raise ValueError(f"{name}: {'; '.join(wrong)}")

@@ -1,0 +1,1 @@
+"""The norm in Pallas's Triton lowering."""

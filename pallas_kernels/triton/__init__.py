@@ -1,1 +1,0 @@
-"""Pallas-Triton kernels (sm_80 and newer)."""

@@ -1,0 +1,130 @@
+"""What comes out of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from scheduling.serialize import SETTINGS, PlanContent, content_digest, content_from_json, content_to_json
+from scheduling.types import AdapterJob, Layout, Limits, Slot
+
+
+@dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
+class Plan:
+    """Which sample runs in which slot; carries its jobs, so that it can be simulated and drawn alone.
+
+    Args:
+        jobs: everything that the plan trains, in the order given.
+        slots: in the order of execution.
+        lower_bound: no plan for these jobs can have fewer slots.
+        stopped: (adapter, slot): nothing of that adapter runs from that slot on (cancelled or paused).
+        earlier: what slots ran on before the run moved to this number of stages and replicas, in order.
+    """
+
+    jobs: tuple[AdapterJob, ...]
+    slots: tuple[Slot, ...]
+    capacity_tokens: int
+    num_stages: int
+    data_parallel: int = 1
+    tile_tokens: int = 128
+    seed: int = 0
+    lower_bound: int = 0
+    stopped: tuple[tuple[str, int], ...] = ()
+    earlier: tuple[Layout, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            capacity_tokens=self.capacity_tokens,
+            num_stages=self.num_stages,
+            data_parallel=self.data_parallel,
+            tile_tokens=self.tile_tokens,
+        )
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """What every stretch of slots runs on, in order; one stretch unless the run has moved."""
+        return (*self.earlier, Layout(self.num_slots, self.num_stages, self.data_parallel))
+
+    def layouts_before(self, slot: int) -> tuple[Layout, ...]:
+        """The stretches of the slots before `slot` alone."""
+        cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
+        starts = [0, *(layout.end for layout in cut)]
+        return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
+
+    @cached_property
+    def num_noops(self) -> int:
+        return sum(slot.is_noop for slot in self.slots)
+
+    @cached_property
+    def job_of(self) -> dict[str, AdapterJob]:
+        return {job.name: job for job in self.jobs}
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real tokens in all slots, without padding."""
+        length = {job.name: job.sample_tokens for job in self.jobs}
+        return sum(length[ref.adapter][ref.sample] for slot in self.slots for ref in slot.samples)
+
+    @property
+    def density(self) -> float:
+        """Real tokens / room."""
+        return self.tokens / self.room if self.room else 0.0
+
+    @property
+    def room(self) -> int:
+        """Tokens that the slots could hold: slots · replicas · capacity."""
+        starts = [0, *(layout.end for layout in self.earlier)]
+        microbatches = sum(
+            (layout.end - start) * layout.data_parallel for start, layout in zip(starts, self.layouts, strict=True)
+        )
+        return microbatches * self.capacity_tokens
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one: slots / lower bound - 1."""
+        return self.num_slots / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    def batches_ending(self) -> Iterator[tuple[int, str, int]]:
+        """Yields (slot, adapter, batch) for each batch that is complete after that slot, in order of slots."""
+        last: dict[tuple[str, int], int] = {}
+        for index, slot in enumerate(self.slots):
+            last.update({(ref.adapter, ref.batch): index for ref in slot.samples})
+        yield from sorted((index, adapter, batch) for (adapter, batch), index in last.items())
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the content; equal digests mean equal plans."""
+        return content_digest(self._content())
+
+    def to_json(self) -> str:
+        """Writes the plan as readable JSON: one line per slot, with schema version, digest and statistics."""
+        statistics = {
+            "slots": self.num_slots,
+            "noops": self.num_noops,
+            "tokens": self.tokens,
+            "density": round(self.density, 6),
+            "gap": round(self.gap, 6),
+        }
+        return content_to_json(self._content(), self.digest, statistics)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Reads what `to_json` wrote, exactly.
+
+        Raises:
+            PlanError: broken JSON, another schema version, or a digest that does not match the content.
+        """
+        content = content_from_json(text)
+        return Plan(
+            jobs=content.jobs, slots=content.slots, stopped=content.stopped, earlier=content.earlier, **content.settings
+        )
+
+    def _content(self) -> PlanContent:
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return PlanContent(settings, self.jobs, self.slots, self.stopped, self.earlier)

@@ -1,0 +1,147 @@
+"""Whole runs as the benchmark makes them, small enough for a CPU, and what its table and plot say of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.end_to_end import grown
+from benchmarks.end_to_end_plot import comparable, draw, groups_of
+from benchmarks.end_to_end_report import COLUMNS, from_perfetto, without_repeated_peaks
+from scheduling import Timeline
+from scheduling.comparison import host_wait_s
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+VARIANTS = ("ours", "mlora", "single_xla")  # the first two share their programs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("end_to_end")
+    small = "--model tiny --layers 2 --adapters 2 --stages 2 --capacity 256 --slots 6 --no-profile"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *VARIANTS, "--out", out],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        check=True,
+        cwd=ROOT,
+    )
+    return out
+
+
+@pytest.fixture
+def rows(folder):
+    return {row["variant"]: row for row in map(json.loads, (folder / "end_to_end.jsonl").read_text().splitlines())}
+
+
+def test_a_row_per_variant_with_its_conditions(rows):
+    assert tuple(rows) == VARIANTS
+    for row in rows.values():
+        assert "error" not in row
+        assert {"device", "jax", "jaxlib", "date", "run"} <= row.keys()
+        assert row["peak_gb"] is None  # a CPU does not count it
+        assert row["mesh"] == {"stages": 2, "data": 1, "fsdp": 1}
+        assert len(row["bubbles"]) == len(row["host_wait_s"]) == 2
+        assert all(0 <= wait < row["seconds"] for wait in row["host_wait_s"])
+
+
+def test_rates_are_of_tokens_that_fit_into_the_slots(rows):
+    for row in rows.values():
+        tokens = row["useful_tokens_per_s"] * row["seconds"]
+        assert row["slots"] >= 6
+        assert 0.2 < tokens / (row["slots"] * row["capacity_tokens"]) <= 1
+
+
+def test_together_fills_microbatches_best(rows):
+    """Times of a busy CPU say nothing, the plans do."""
+    assert rows["ours"]["density"] >= rows["mlora"]["density"] > rows["single_xla"]["density"]
+    assert rows["ours"]["noops"] < rows["single_xla"]["noops"]
+
+
+def test_it_ends_with_table_plot_and_traces(folder, rows):
+    with (folder / "end_to_end.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert tuple(table[0]) == COLUMNS
+    assert [float(line["useful_tokens_per_s"]) for line in table] == [r["useful_tokens_per_s"] for r in rows.values()]
+    assert json.loads(table[0]["mesh"]) == rows["ours"]["mesh"]
+    assert (folder / "end_to_end.png").stat().st_size > 10_000
+    for name in ("ours", "mlora"):
+        kept = Timeline.from_json((folder / f"timeline_tiny_{name}_mix.json").read_text())
+        trace = json.loads((folder / f"end_to_end_timeline_tiny_{name}_mix.perfetto.json").read_text())
+        read = from_perfetto(trace)
+        assert (read.num_stages, len(read.host)) == (kept.num_stages, len(kept.host))
+        assert read.busy_s == pytest.approx(kept.busy_s, abs=1e-6)
+        assert host_wait_s(read) == pytest.approx(host_wait_s(kept), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "waits_ms", "seconds"),
+    [
+        ("8b_ours_mix", [3.5], 27.3),
+        ("8b_four_replicas", [17.6], 27.9),
+        ("32b_ours_mix", [0, 0.8], 56.1),
+        ("70b_ours_mix", [0, 0, 0, 11.8], 45.6),
+    ],
+)
+def test_published_waits_for_the_host_are_those_of_the_traces(name, waits_ms, seconds):
+    trace = RESULTS / f"end_to_end_h200_2026-11-22h/end_to_end_timeline_{name}.perfetto.json"
+    timeline = from_perfetto(json.loads(trace.read_text()))
+    assert [1e3 * wait for wait in host_wait_s(timeline)] == pytest.approx(waits_ms, abs=0.05)
+    assert timeline.duration_s == pytest.approx(seconds, abs=0.05)
+
+
+def test_a_peak_is_of_the_variant_that_made_it():
+    assert grown([0.0, 3.0], [50.0, 3.0]) == [50.0, None]
+    assert grown([50.0, 3.0], [50.0, 3.0]) is None
+    process = {"run": "first", "model": "32b", "mesh": {"stages": 2, "data": 1, "fsdp": 1}}
+    other = process | {"run": "second", "peak_gb": [5.0, 4.0]}
+    rows = [process | {"peak_gb": peaks} for peaks in ([5.0, 4.0], [5.0, 4.0], [6.0, 4.0], None)]
+    kept = [row["peak_gb"] for row in without_repeated_peaks([*rows, other])]
+    assert kept == [[5.0, 4.0], None, [6.0, None], None, [5.0, 4.0]]
+
+
+def row(variant, tokens, run, *, slots=50, batch=8, **mesh):
+    found = {"model": "8b", "workload": "mix", "variant": variant, "useful_tokens_per_s": tokens, "run": run}
+    found |= {"slots": slots, "global_batch": batch, "device": "NVIDIA H200"}
+    return found | {"mesh": {"stages": 1, "data": 1, "fsdp": 1} | mesh}
+
+
+def test_the_plot_takes_the_newest_rows_in_any_order(tmp_path):
+    rows = [
+        row("ours", 4, "2026-11-22, sixth"),
+        row("ours", 3, "2026-11-22, sixth, mix"),  # as new and as long, but beside a baseline
+        row("single", 2, "2026-11-22, sixth, mix"),
+        row("ours", 9, "2026-11-22, third", slots=99),
+        row("ours", 8, "2026-11-21 23:59:59"),
+        row("ours", 7, "2026-11-23 08:00:00", data=4),  # other GPUs than published
+        row("ours", 6, "2026-11-23 08:00:00", batch=16),
+    ]
+    for order in (rows, rows[::-1], rows[3:] + rows[:3]):
+        bars = groups_of(comparable(order, "8b"), "8b")["mix"]
+        assert [(bar.name, bar.tokens_per_s) for bar in bars if not bar.published] == [("single", 2), ("ours", 3)]
+        assert [(bar.name, bar.tokens_per_s, bar.device) for bar in bars if bar.published] == [
+            ("one adapter at a time", 10744, "H100-80GB"),
+            ("LoRAFusion", 14404, "H100-80GB"),
+        ]
+    later = [*rows, row("ours", 5, "2026-11-22 23:00:00")]  # by its time after all that are numbered
+    assert groups_of(comparable(later, "8b"), "8b")["mix"][1].tokens_per_s == 5
+    draw(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_published_baselines_are_complete():
+    file = RESULTS / "end_to_end_h200_2026-11-22h" / "end_to_end.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    published = {
+        model: {bar.name: bar.tokens_per_s for bar in groups_of(comparable(rows, model), model)["mix"] if bar.published}
+        for model in ("32b", "70b")
+    }
+    names = ("Megatron FSDP", "Megatron PP", "mLoRA schedule", "LoRAFusion")
+    assert published["32b"] == dict(zip(names, (3544, 3122, 4100, 5121), strict=True))
+    assert published["70b"] == dict(zip(names, (3142, 2491, 3746, 5115), strict=True))

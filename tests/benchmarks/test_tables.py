@@ -1,0 +1,83 @@
+"""Published tables are what the raw rows give, and every run has a folder that names its script."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published, tables
+from benchmarks.published import RESULTS, pairs
+
+LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
+SCRIPTS = {file.stem for file in Path(tables.__file__).parent.glob("*.py")}
+
+
+def test_committed_tables_are_what_the_rows_give():
+    assert tables.outdated() == [], "run: make tables"
+
+
+@pytest.mark.parametrize("change", ["cell", "missing"])
+def test_a_table_that_differs_is_named(monkeypatch, tmp_path, change):
+    (tmp_path / "benchmarks" / "tables").mkdir(parents=True)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "benchmarks" / "tables")
+    made = tables.write_tables(tables.FOLDER)
+    text = "before\n<!-- table: slower -->\n<!-- end of table -->\nafter\n"
+    (tmp_path / "README.md").write_text(tables.PLACE.sub(lambda p: f"{p[1]}{published.slower()}\n{p[3]}", text))
+    (tmp_path / "benchmarks" / "README.md").write_text("no tables")
+    assert tables.outdated() == []
+    table = next(file for file in made if file.name == "kernels_h200_bytes.csv")
+    if change == "cell":
+        table.write_bytes(table.read_bytes().replace(b"744.4", b"743.4"))
+    else:
+        table.unlink()
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text().replace("2 of 240", "none of 240"))
+    assert tables.outdated() == ["benchmarks/tables/kernels_h200_bytes.csv", "README.md"]
+
+
+def row(variant, tokens, density, run):
+    mesh = {"stages": 1, "data": 1, "fsdp": 1}
+    job = {"model": "8b", "workload": "mix", "global_batch": 8, "mesh": mesh, "run": run}
+    return job | {"variant": variant, "useful_tokens_per_s": tokens, "density": density}
+
+
+def test_a_ratio_is_of_one_run_and_its_parts_multiply_to_it(monkeypatch):
+    rows = [
+        row("ours", 150.0, 0.9, "2026-11-22 10:00:00"),
+        row("ours", 180.0, 0.9, "2026-11-22 11:00:00"),
+        row("single", 100.0, 0.6, "2026-11-22 10:00:00"),  # newest with ours beside it
+        row("single", 90.0, 0.6, "2026-11-22 12:00:00"),
+    ]
+    for order in (rows, rows[::-1]):
+        assert [(a["useful_tokens_per_s"], b["useful_tokens_per_s"]) for a, b in pairs(order)] == [(150.0, 100.0)]
+    monkeypatch.setattr(published, "training_rows", lambda: rows)
+    cells = published.ratios().splitlines()[-1].strip("| ").split(" | ")
+    assert cells[2:] == ["90.0%", "60.0%", "1.50", "1.50", "1.00"]  # all of it is density
+
+
+def test_every_run_has_a_folder_that_names_its_script():
+    assert [path.name for path in RESULTS.iterdir() if not path.is_dir()] == []
+    for folder in RESULTS.iterdir():
+        name = re.fullmatch(r"(\w+?)_(?:h200_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
+        assert name, folder.name
+        assert name[1] in SCRIPTS or (name[1].startswith("scratch_") and (folder / "README.md").exists()), folder.name
+
+
+def test_published_runs_exist():
+    names = [*published.KERNEL_FILES, published.END_TO_END, published.PLANNER, published.ORDERS, published.SCALING]
+    assert [name for name in names if not (RESULTS / name).exists()] == []
+
+
+def entries():
+    return LOG.split("\n## ")[1:]
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.splitlines()[0][:40])
+def test_an_entry_of_the_log_is_short_and_names_rows_that_exist(entry):
+    lines = [line for line in entry.splitlines() if line]
+    assert len(lines) <= 10
+    assert "?" in lines[0]
+    assert entry.count("**Result.**") == entry.count("**Consequence.**") == 1
+    names = re.findall(r"`(results/[\w./-]+)`", entry)
+    assert [name for name in names if not (RESULTS.parent / name).exists()] == []

@@ -1,0 +1,109 @@
+"""Data that the base model cannot take are refused by every command that reads them, training and held-out alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_helpers import Job, make_job, write_rows_to
+
+COMMANDS = [("check",), ("plan",), ("train", "--out", "run")]
+
+
+@pytest.fixture
+def own_base(tmp_path, tiny_base) -> Path:
+    """A copy of the tiny base, free to be spoilt."""
+    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+@pytest.fixture
+def own_job(tmp_path, own_base) -> Job:
+    return make_job(tmp_path, own_base)
+
+
+def change_config(base: Path, **changes) -> None:
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def add_token(base: Path, text: str) -> int:
+    """Adds a token to the tokenizer without giving the model a row for it; returns its id."""
+    path = base / "tokenizer.json"
+    values = json.loads(path.read_text())
+    rows = json.loads((base / "config.json").read_text())["vocab_size"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"].append({"id": rows, "content": text, "special": True} | flags)
+    values["model"]["vocab"][text] = rows
+    path.write_text(json.dumps(values))
+    return rows
+
+
+def run(lorafusion, job: Job, command, monkeypatch):
+    monkeypatch.chdir(job.folder)
+    outcome = lorafusion(command[0], job.path, *command[1:])
+    assert not (job.folder / "run").exists() or outcome.code == 0
+    return outcome
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("part", ["law.jsonl", "law_eval.jsonl"])
+def test_tokens_beyond_the_embedding_table_are_refused(lorafusion, own_job, own_base, command, part, monkeypatch):
+    token = add_token(own_base, "<new>")
+    rows = [{"prompt": "cat", "completion": " dog"}, {"prompt": "cat <new>", "completion": " dog"}]
+    write_rows_to(own_job.folder / part, rows)
+    outcome = run(lorafusion, own_job, command, monkeypatch)
+    assert (outcome.code, outcome.errors) == (2, ["data.token-id"])
+    for said in ("law:", f"{part}, row 1", "'<new>'", str(token), "vocab_size", "resize_token_embeddings"):
+        assert said in outcome.err
+
+
+def test_a_tokenizer_may_be_larger_than_the_table_if_no_row_uses_it(lorafusion, own_job, own_base):
+    add_token(own_base, "<new>")
+    assert lorafusion("check", own_job.path).code == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("part", ["law.jsonl", "law_eval.jsonl"])
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, "model.sliding-window"),
+        ({"max_position_embeddings": 16}, "model.positions"),
+    ],
+)
+def test_samples_beyond_window_or_positions_are_refused(
+    lorafusion, own_job, own_base, command, part, changes, code, monkeypatch
+):
+    change_config(own_base, **changes)
+    own_job.values["adapters"].pop()
+    own_job.write()
+    short, long = [{"prompt": "a", "completion": " b"}] * 2, {"prompt": "c", "completion": " cat" * 20}
+    for name in ("law.jsonl", "law_eval.jsonl"):
+        write_rows_to(own_job.folder / name, short + [long] * (name == part))
+    outcome = run(lorafusion, own_job, command, monkeypatch)
+    assert (outcome.code, outcome.errors) == (2, [code])
+    for said in ("law: row 2", part, "data.max_length: 16"):
+        assert said in outcome.err
+    assert lorafusion("check", own_job.path, "data.max_length=16").code == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": "abc"}, {"vocab_size": 10**12}, {"architectures": 5}])
+def test_a_broken_config_of_the_model_is_refused(lorafusion, own_job, own_base, command, changes, monkeypatch):
+    change_config(own_base, **changes)
+    outcome = run(lorafusion, own_job, command, monkeypatch)
+    assert (outcome.code, outcome.errors) == (2, ["model.bad-config"])
+
+
+def test_columns_that_are_not_used_are_named_by_check_and_train(lorafusion, own_job, monkeypatch):
+    rows = [{"prompt": "cat", "completion": " dog", "note": "x", "id": 3}] * 4
+    for name in ("law.jsonl", "med.jsonl", "law_eval.jsonl"):
+        write_rows_to(own_job.folder / name, rows)
+    said = "law.jsonl: [data.unused-column] the columns 'note', 'id' are not used"
+    assert lorafusion("check", own_job.path).out.count(said) == 1
+    assert said in json.loads(lorafusion("check", own_job.path, "--json").out)["warnings"][0]
+    outcome = run(lorafusion, own_job, ("train", "--out", "run"), monkeypatch)
+    assert outcome.code == 0
+    assert said in outcome.out

@@ -1,0 +1,280 @@
+"""Columns and keys of messages: each is used, refused by name, or named in a note."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from data_helpers import TEMPLATE, chat, learned, write_model
+from pyarrow import parquet
+from template_cases import WEATHER
+
+from lorafusion_jax.data import load_tokenizer
+from lorafusion_jax.errors import DataError, ErrorList
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% if mood %}<{{ mood }}>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.content }}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}
+PAIR = {"prompt": "2+2?", "completion": "four"}
+FORMS = {
+    "messages": {"messages": [ASK, ANSWER]},
+    "conversations": {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "four"}]},
+    "prompt": PAIR,
+    "lists": {"prompt": [ASK], "completion": [ANSWER]},
+    "instruction": {"instruction": "2+2?", "output": "four"},
+}
+
+
+@pytest.fixture(scope="module")
+def tools_tokenizer(tmp_path_factory):
+    return load_tokenizer(write_model(tmp_path_factory.mktemp("model"), template=TOOLS_TEMPLATE))
+
+
+def text_of(samples, tokenizer, index: int = 0) -> str:
+    return tokenizer.decode(samples.sample(index)[0])
+
+
+def refused(load, row: dict, **options) -> DataError:
+    with pytest.raises(DataError) as caught:
+        load([FORMS["messages"], row] if "messages" in row else [row], **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_system_column_is_the_first_message(load, tokenizer, form):
+    samples = load([FORMS[form] | {"system": "Be brief."}, FORMS[form] | {"system": ""}])
+    assert text_of(samples, tokenizer).startswith("<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?")
+    assert text_of(samples, tokenizer, 1).startswith("<|user|>\n2+2?")
+    assert learned(samples, tokenizer) == ["four<|end|>"]
+    assert samples.report.notes == ()
+
+
+def test_a_system_column_may_repeat_the_message_but_not_contradict_it(load, tokenizer):
+    row = {"messages": chat("2+2?", "four", system="Be brief.")}
+    assert text_of(load([row | {"system": "Be brief."}]), tokenizer).count("Be brief.") == 1
+    error = refused(load, row | {"system": "Be long."})
+    assert (error.code, error.where) == ("data.two-systems", "law.jsonl, line 2")
+
+
+def test_a_system_column_of_another_name(load, tokenizer):
+    samples = load([FORMS["messages"] | {"how": "Be brief."}], columns={"system": "how"})
+    assert text_of(samples, tokenizer).startswith("<|system|>\nBe brief.")
+
+
+def test_a_system_text_needs_a_template(load, plain_tokenizer):
+    assert refused(load, PAIR | {"system": "x"}, tokenizer=plain_tokenizer).code == "data.no-template"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_are_given_to_the_template_as_a_list_and_as_json(load, tools_tokenizer, form, as_text):
+    tools = json.dumps([WEATHER]) if as_text else [WEATHER]
+    samples = load([FORMS[form] | {"tools": tools}, FORMS[form] | {"tools": ""}], tokenizer=tools_tokenizer)
+    assert text_of(samples, tools_tokenizer).startswith(json.dumps(WEATHER))
+    assert text_of(samples, tools_tokenizer, 1).startswith("<|user|>")
+    assert samples.report.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tools", "get_weather"),
+        ("tools", '{"name": "x"}'),
+        ("tools", 3),
+        ("tools", "[" * 10_000),
+        ("chat_template_kwargs", [1]),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", "x"),
+    ],
+)
+def test_columns_that_are_not_what_their_name_says_are_refused(load, column, value):
+    error = refused(load, FORMS["messages"] | {column: value})
+    assert (error.code, error.where) == ("data.bad-column", "law.jsonl, line 2")
+    assert f"'{column}'" in error.why
+
+
+@pytest.mark.parametrize("value", [{"mood": "calm"}, '{"mood": "calm"}'])
+def test_variables_reach_the_template(load, tools_tokenizer, value):
+    samples = load([FORMS["messages"] | {"chat_template_kwargs": value}], tokenizer=tools_tokenizer)
+    assert text_of(samples, tools_tokenizer).startswith("<calm>")
+
+
+@pytest.mark.parametrize("history", [[["1+1?", "two"]], '[["1+1?", "two"]]'])
+def test_history_is_earlier_turns(load, tokenizer, history):
+    row = {"instruction": "2+2?", "input": "", "output": "four", "history": history, "system": "Be brief."}
+    samples = load([row])
+    assert text_of(samples, tokenizer) == (
+        "<|system|>\nBe brief.<|end|>\n<|user|>\n1+1?<|end|>\n<|assistant|>\ntwo<|end|>\n"
+        "<|user|>\n2+2?<|end|>\n<|assistant|>\nfour<|end|>\n"
+    )
+    assert learned(samples, tokenizer) == ["four<|end|>"]
+    assert learned(load([row], loss="assistant"), tokenizer) == ["two<|end|>", "four<|end|>"]
+
+
+@pytest.mark.parametrize("history", ["x", [["a"]], [3], {"a": 1}])
+def test_a_history_of_another_shape_is_refused(load, history):
+    row = {"instruction": "2+2?", "output": "four", "history": history}
+    assert refused(load, row).code == "data.bad-column"
+
+
+@pytest.mark.parametrize(
+    "off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 0, "train": False}], ids=str
+)
+@pytest.mark.parametrize("kind", ["tokenizer", "marked_tokenizer"])
+def test_messages_that_are_not_to_be_learned_are_context(load, request, kind, off):
+    tokenizer = request.getfixturevalue(kind)
+    turns = chat("2+2?", "four", "3+3?", "six")
+    turns[1] |= off
+    turns[3] |= {"weight": 1}
+    turns[0] |= {"weight": 0}
+    samples = load([{"messages": turns}], tokenizer=tokenizer)
+    assert learned(samples, tokenizer) == ["six<|end|>"]
+    whole = load([{"messages": chat("2+2?", "four", "3+3?", "six")}], tokenizer=tokenizer)
+    assert samples.tokens.tolist() == whole.tokens.tolist()
+    assert samples.report.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        (1, {"weight": 0.5}),
+        (1, {"weight": "0"}),
+        (1, {"train": 1}),
+        (1, {"weight": 1, "train": False}),
+        (0, {"weight": 1}),
+        (0, {"train": True}),
+    ],
+)
+def test_other_words_about_the_loss_are_refused(load, turn, words):
+    turns = chat("2+2?", "four")
+    turns[turn] |= words
+    assert refused(load, {"messages": turns}).code == "data.bad-weight"
+
+
+def test_what_is_not_to_be_learned_cannot_be_learned_with_the_whole(load):
+    row = {"messages": [ASK, ANSWER | {"weight": 0}, ASK, ANSWER]}
+    assert "data.loss: all" in refused(load, row, loss="all").why
+
+
+def test_a_row_of_which_nothing_is_learned_has_no_answer(load):
+    assert refused(load, {"messages": [ASK, ANSWER | {"train": False}]}).code == "data.no-answer"
+
+
+@pytest.mark.parametrize("loss", ["auto", "completion"])
+def test_lists_of_messages_as_prompt_and_completion(load, tokenizer, loss):
+    row = {"prompt": [*chat("1+1?", "two", system="Be brief."), ASK], "completion": [ANSWER, ASK, ANSWER]}
+    samples = load([row], loss=loss)
+    assert learned(samples, tokenizer) == ["four<|end|>", "four<|end|>"]
+    assert learned(load([row], loss="assistant"), tokenizer)[0] == "two<|end|>"
+    whole = load([{"messages": row["prompt"] + row["completion"]}])
+    assert samples.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_a_list_and_a_text_as_prompt_and_completion(load, tokenizer):
+    samples = load([{"prompt": [ASK], "completion": "four"}])
+    assert samples.tokens.tolist() == load([FORMS["messages"]]).tokens.tolist()
+
+
+CALL = {"name": "get_weather", "arguments": {"city": "Rome"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "assistant", "content": None, "function_call": CALL},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "function_call", "value": json.dumps([CALL])},
+    ],
+    ids=["tool_calls", "function_call key", "function_call role", "function_call list"],
+)
+def test_calls_of_tools_are_learned(load, tools_tokenizer, message):
+    result = {"from": "observation", "value": "sunny"}
+    samples = load([{"messages": [ASK, message, result, ANSWER]}], tokenizer=tools_tokenizer)
+    assert learned(samples, tools_tokenizer) == ['[get_weather {"city": "Rome"}]<|end|>', "four<|end|>"]
+    assert "<|tool|>sunny" in text_of(samples, tools_tokenizer)
+
+
+def test_a_call_that_is_no_json_is_refused(load):
+    assert "calls a function" in refused(load, {"messages": [ASK, {"from": "function_call", "value": "x()"}]}).why
+
+
+def test_a_template_that_drops_calls_is_refused(load, tmp_path):
+    silent = load_tokenizer(write_model(tmp_path / "m", template=TEMPLATE.replace("m.content", "m.content or ''")))
+    row = {"messages": [ASK, ANSWER | {"tool_calls": [{"type": "function", "function": CALL}]}]}
+    assert "does not write the call of get_weather" in refused(load, row, tokenizer=silent).why
+
+
+def test_a_template_that_drops_tools_or_text_or_keys_is_noted(load, tmp_path):
+    source = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    tokenizer = load_tokenizer(write_model(tmp_path / "m", template=source))
+    rows = [
+        FORMS["messages"],
+        {"messages": [ASK, ANSWER | {"content": "<think>add</think>four", "mood": "calm"}], "tools": [WEATHER]},
+    ]
+    notes = load(rows, tokenizer=tokenizer).report.notes
+    assert [note.split("]")[0] for note in notes] == [
+        "[data.template-omits",
+        "[data.template-tools",
+        "[data.unused-key",
+    ]
+    assert "1 of 2 rows, first line 2, message 1" in notes[0]
+    assert "'mood'" in notes[2]
+
+
+def test_columns_without_a_role_are_noted_wherever_they_are(load):
+    samples = load([PAIR] * 30 + [PAIR | {"late": 1, "input": "x"}])
+    assert samples.report.notes == (
+        "[data.unused-column] the columns 'late', 'input' are not used; data.columns can give a column a role",
+    )
+
+
+def test_notes_come_from_the_cache_too(load):
+    rows = [PAIR | {"id": 1}]
+    assert load(rows).report.notes == load(rows).report.notes != ()
+
+
+def test_absent_keys_of_a_table_are_no_nulls(load, tools_tokenizer, tmp_path):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": args}} for args in ({"a": 1}, {"b": 2})]
+    rows = [{"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "law.parquet")
+    from lorafusion_jax.config.schema import DataSettings
+    from lorafusion_jax.data import load_samples
+
+    samples = load_samples(
+        "law.parquet",
+        settings=DataSettings(train="law.parquet"),
+        tokenizer=tools_tokenizer,
+        adapter="law",
+        base_dir=tmp_path,
+        cache_dir=tmp_path / "cache",
+    )
+    assert [learned(samples, tools_tokenizer, row) for row in (0, 1)] == [
+        ['[f {"a": 1}]<|end|>'],
+        ['[f {"b": 2}]<|end|>'],
+    ]
+
+
+def test_texts_get_no_second_end_or_first_token(load, tmp_path):
+    tokenizer = load_tokenizer(write_model(tmp_path / "m", template=None, bos_token="<s>", add_bos_token=True))
+    texts = ["two", "two<|end|>", "<s>two", "<s>two<|end|>"]
+    samples = load([{"text": text} for text in texts], tokenizer=tokenizer)
+    assert {text_of(samples, tokenizer, row) for row in range(4)} == {"<s>two<|end|>"}
+    assert {tuple(samples.sample(row)[1].tolist()) for row in range(4)} == {tuple(samples.sample(0)[1].tolist())}
+
+
+def test_rows_too_large_to_be_tokenised_are_refused_at_once(load):
+    with pytest.raises(DataError) as caught:
+        load([{"text": "a b " * (2 << 20)}, {"text": "a"}])
+    assert (caught.value.code, caught.value.where) == ("data.large-row", "law.jsonl, line 1")
+    with pytest.raises(DataError, match=r"data\.large-row"):
+        load([{"messages": [ASK, ANSWER | {"content": "a b " * (2 << 20)}]}])
+
+
+def test_many_kinds_of_bad_rows_come_in_one_go(load):
+    with pytest.raises(ErrorList) as caught:
+        load([{"messages": [ASK]}, FORMS["messages"] | {"tools": "x"}, {"messages": [ASK | {"train": True}, ANSWER]}])
+    assert {error.code for error in caught.value.errors} == {"data.no-answer", "data.bad-column", "data.bad-weight"}

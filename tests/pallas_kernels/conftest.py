@@ -1,0 +1,1 @@
+"""Puts this folder on the path: the helpers beside this file serve the tests of every op."""

@@ -1,0 +1,31 @@
+"""A small problem for Hopper's kernels, and the context that interprets them on a CPU."""
+
+import contextlib
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+RANK, ADAPTERS, COLUMNS = 16, 2, 512
+BLOCKS = np.array([1, 0, 2, 1, 1], np.int32)  # 2: padding rows
+OWNER = np.repeat(BLOCKS, 64)
+BF16 = 4e-3  # one rounding
+
+
+@contextlib.contextmanager
+def interpreted():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=2, platform="gpu")
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        yield
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def by_adapter(partials, chunks, adapter):
+    return np.asarray(partials)[np.asarray(chunks.adapter) == adapter].sum(0)

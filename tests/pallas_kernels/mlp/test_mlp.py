@@ -1,0 +1,205 @@
+"""The gated MLP as one op against its parts in plain jnp: values, gradients, names, and what it refuses."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_problems import TILE, draw, new_residuals, relative
+
+import pallas_kernels as pk
+from pallas_kernels.linear.reference import reference_multi_lora_linear
+
+BACKENDS = ["xla"]
+TABLE = [1, -1, 0, 1, 0, -1]
+D, F = 64, 96
+FLOAT32 = 1e-5  # float32 sums of a hundred terms differ by their order: about 1e-7 each, through two products
+
+CASES = {
+    "plain": {},
+    "dropout before gate and up": {"rates": [0.5, 0.1]},
+    "dropout before down": {"down_rates": [0.5, 0.1]},
+    "dropout": {"rates": [0.0, 0.3], "down_rates": [0.5, 0.1]},
+    "biases": {"bias": True, "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "odd shapes": {"d": 70, "f": 50, "rates": [0.3, 0.1], "down_rates": [0.1, 0.0]},
+    "ranks": {"ranks": (4, 20, 12)},
+    "gate without LoRA": {"ranks": (None, 8, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "up without LoRA": {"ranks": (8, None, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
+    "down without LoRA": {"ranks": (8, 8, None), "rates": [0.1, 0.2], "bias": True},
+}
+
+
+def draw_mlp(*, d=D, f=F, ranks=(8, 8, 8), rates=None, down_rates=None, bias=False):
+    """The arguments of multi_lora_mlp and the incoming gradient."""
+    shared = {"table": TABLE, "adapters": 2, "bias": bias}
+    into, _ = draw(k=d, widths=(f, f), ranks=ranks[:2], rates=rates, **shared)
+    out, (dy,) = draw(k=f, widths=(d,), ranks=ranks[2:], rates=down_rates, seed=1, **shared)
+    lists = {name: into[name] + out[name] for name in ("ws", "as_", "bs", "biases")}
+    return {**into, **lists, "down_dropout": out["dropout"]}, dy
+
+
+@cache
+def ours(backend):
+    def mlp(arguments, x, as_, bs):
+        names = ("tile_adapter", "scale", "dropout", "down_dropout", "biases")
+        rest = {name: arguments[name] for name in names}
+        return pk.multi_lora_mlp(x, arguments["ws"], as_, bs, implementation=backend, **rest)
+
+    return mlp
+
+
+def reference(arguments, x, as_, bs):
+    shared = {name: arguments[name] for name in ("tile_adapter", "scale")}
+
+    def linear(i, z, dropout):
+        w, bias = arguments["ws"][i], arguments["biases"][i]
+        if as_[i] is None:
+            return jnp.matmul(z, w, precision="highest") + (0 if bias is None else bias)
+        return reference_multi_lora_linear(z, w, as_[i], bs[i], bias=bias, dropout=dropout, **shared)
+
+    gate, up = (linear(i, x, arguments["dropout"]) for i in range(2))
+    return linear(2, jax.nn.silu(gate) * up, arguments["down_dropout"])
+
+
+@partial(jax.jit, static_argnums=0)
+def value_and_gradients(mlp, arguments, dy):
+    """y, dx, dAs, dBs."""
+    y, vjp = jax.vjp(partial(mlp, arguments), *(arguments[name] for name in ("x", "as_", "bs")))
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(backend, case):
+    arguments, dy = draw_mlp(**CASES[case])
+    got = value_and_gradients(ours(backend), arguments, dy)
+    want = value_and_gradients(reference, arguments, dy)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(g, w) < FLOAT32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_dropout_acts_on_its_own_input(backend):
+    arguments, _ = draw_mlp(rates=[0.5, 0.5], down_rates=[0.5, 0.5])
+    own, other = arguments["dropout"], arguments["down_dropout"]
+    draws = [
+        ours(backend)({**arguments, **changes}, arguments["x"], arguments["as_"], arguments["bs"])
+        for changes in ({}, {"dropout": other}, {"down_dropout": own}, {"dropout": None}, {"down_dropout": None})
+    ]
+    assert all(relative(draws[i], draws[j]) > 1e-2 for i in range(5) for j in range(i))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions_are_rows_and_biases_may_be_left_out(backend):
+    arguments, _ = draw_mlp()
+    x, ws, as_, bs = (arguments[name] for name in ("x", "ws", "as_", "bs"))
+    rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+    y = pk.multi_lora_mlp(x.reshape(2, -1, D), ws, as_, bs, implementation=backend, **rest)
+    assert y.shape == (2, TILE * len(TABLE) // 2, D)
+    assert (y.reshape(x.shape) == ours(backend)(arguments, x, as_, bs)).all()
+
+
+def test_policies_can_keep_what_enters_the_gate():
+    arguments, _ = draw_mlp(ranks=(4, 8, 12), rates=[0.1, 0.2], down_rates=[0.2, 0.1])
+    rows = TILE * len(TABLE)
+    low_rank = [(len(TABLE), TILE, rank) for rank in (4, 8, 12)]
+    assert sorted(new_residuals(ours("xla"), arguments, ("gate", "up", "lora_s"))) == [*low_rank, *[(rows, F)] * 2]
+    assert sorted(new_residuals(ours("xla"), arguments, ("lora_s",))) == low_rank
+    (kept,) = new_residuals(ours("xla"), arguments, ("gate",))
+    assert kept == (rows, F)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", ["ws", "as_", "bs", "biases"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_gate_up_and_down_are_expected_everywhere(name, count):
+    arguments, _ = draw_mlp(bias=True)
+    arguments[name] = (arguments[name] * 2)[:count]
+    with pytest.raises(ValueError, match=rf"{count} {name}.*expected gate, up and down"):
+        ours("xla")(arguments, arguments["x"], arguments["as_"], arguments["bs"])
+
+
+@pytest.mark.wrong_types
+def test_names_and_shapes_are_checked():
+    arguments, _ = draw_mlp()
+    given = [arguments[name] for name in ("x", "as_", "bs")]
+    with pytest.raises(ValueError, match="choose one of pallas_mosaic_gpu, pallas_triton, xla"):
+        ours("cuda")(arguments, *given)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        ours("pallas_mosaic_gpu")(arguments, *given)
+    for turned in range(3):
+        ws = [w.T if i == turned else w for i, w in enumerate(arguments["ws"])]
+        with pytest.raises(ValueError, match="with one F"):
+            ours("xla")({**arguments, "ws": ws}, *given)
+
+
+@pytest.mark.wrong_types
+def test_a_gate_of_one_column_is_not_stretched_over_up():
+    arguments, _ = draw_mlp()
+    x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))
+    gate, up, down = arguments["ws"]
+    with pytest.raises(ValueError, match="with one F"):
+        ours("xla")({**arguments, "ws": [gate[:, :1], up, down]}, x, as_, [bs[0][:, :, :1], *bs[1:]])
+
+
+def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128, implementation=None, adapters=4):
+    """The program of forward and backward on an H200, as text; one adapter goes without a table."""
+    shape = jax.ShapeDtypeStruct
+    sizes = [(width, hidden), (width, hidden), (hidden, width)]
+    as_ = [shape((adapters, k, rank), jnp.float32) if rank else None for rank, (k, _) in zip(ranks, sizes, strict=True)]
+    bs = [shape((adapters, rank, n), jnp.float32) if rank else None for rank, (_, n) in zip(ranks, sizes, strict=True)]
+
+    def step(x, ws, as_, bs, table, scale, rate, key, row_key):
+        drop = pk.Dropout(rate=rate, key=key, row_key=row_key)
+        y, back = jax.vjp(
+            lambda x, as_, bs: pk.multi_lora_mlp(
+                x, ws, as_, bs, tile_adapter=table, scale=scale, dropout=drop, down_dropout=drop,
+                implementation=implementation,
+            ),
+            x, as_, bs,
+        )  # fmt: skip
+        return back(y)
+
+    arguments = (
+        shape((tokens, width), jnp.bfloat16), [shape(size, jnp.bfloat16) for size in sizes], as_, bs,
+        shape((tokens // tile,), jnp.int32) if adapters > 1 else None,
+        *[shape((adapters,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.uint32)],
+        shape((tokens,), jnp.uint32),
+    )  # fmt: skip
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "passes"),
+    [((16, 16, 16), ("lora_wide_gate_backward",)), ((32, 16, 16), ("lora_gate_backward", "lora_wide_dsdb"))],
+    ids=["16", "32"],
+)
+@pytest.mark.parametrize("adapters", [1, 4])
+def test_hopper_runs_the_mlp_as_one_op(adapters, ranks, passes):
+    """Up to rank 16 no pass reads the gradients of gate and up again for dS and dB; above, one of their own does."""
+    text = lowered(ranks=ranks, adapters=adapters)
+    every = ("lora_wide_gate_backward", "lora_gate_backward", "lora_wide_dsdb")
+    assert [name for name in every if f"{name}_mosaic_gpu" in text] == list(passes)
+    wide = [line for line in text.splitlines() if "dot_general" in line and "8192x14336xbf16" in line.split("->")[-1]]
+    assert len(wide) == 3  # gate, up and the gradient of down's input are plain products
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ranks": (16, 16, 0)}, {"ranks": (16, 0, 16)}, {"hidden": 14336 - 128}, {"implementation": "xla"}, {"tile": 32}],
+    ids=["down-without-lora", "up-without-lora", "odd-width", "xla", "small-tiles"],
+)
+def test_what_the_gate_kernels_cannot_serve_is_served_otherwise(changes):
+    assert "lora_gate" not in lowered(**changes)
+
+
+@pytest.mark.wrong_types
+def test_errors_of_the_last_projection_name_it():
+    arguments, _ = draw_mlp()
+    x, as_, bs = (arguments[name] for name in ("x", "as_", "bs"))
+    with pytest.raises(ValueError, match="projection behind the gate: b of projection 0 has shape"):
+        ours("xla")(arguments, x, [*as_[:2], as_[2][:, :, :1]], bs)

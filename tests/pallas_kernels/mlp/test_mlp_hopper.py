@@ -1,0 +1,92 @@
+"""The whole MLP op on Hopper's backend, interpreted: which bank meets which columns of S, and every scale and mask.
+
+The passes at the gate and over x and dY run in the GPU interpreter. The product with a low-rank part inside, which has
+tests of its own and is slow to interpret, is a formula here.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_interpreter import needs_gpu_interpreter
+from hopper_problems import interpreted
+from jax._src import config as jax_config
+from kernel_problems import draw, relative
+
+import pallas_kernels as pk
+from pallas_kernels import triton_call
+from pallas_kernels.dropout import unpack
+from pallas_kernels.linear import describe
+from pallas_kernels.linear.hopper import backend
+
+D, F, TILE, TABLE = 256, 512, 64, [1, -1, 0]
+RANKS = (
+    (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
+    (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
+)
+BF16 = 1e-2
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A context in which the whole op can be interpreted."""
+
+    def product(lhs, rhs, low, bank, owner, *, transposed, low_offset=0, bits=None, config, num_sms):
+        if transposed:
+            rhs, bank = rhs.T, bank.swapaxes(1, 2)
+        own = bank[jnp.repeat(owner, config.tile_m)].astype(jnp.float32)
+        part = jnp.einsum("tr,trn->tn", low[:, low_offset : low_offset + own.shape[1]].astype(jnp.float32), own)
+        part = part if bits is None else jnp.where(unpack(bits, part.shape[1]), part, 0)
+        return (lhs.astype(jnp.float32) @ rhs.astype(jnp.float32) + part).astype(lhs.dtype)
+
+    def alone(*args, **kwargs):
+        """Triton kernels have an interpreter of their own."""
+        forced = jax_config.pallas_tpu_interpret_mode_context_manager
+        before = forced.swap_local(None)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            forced.set_local(before)
+
+    call = triton_call.call
+    monkeypatch.setattr(describe, "interprets", lambda: True)
+    monkeypatch.setattr(backend, "gemm", product)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pallas_kernels.") and getattr(module, "call", None) is call:
+            monkeypatch.setattr(module, "call", alone)
+    return interpreted
+
+
+def draw_mlp(ranks):
+    shared = {"table": TABLE, "adapters": 2, "tile": TILE, "dtype": jnp.bfloat16}
+    before, _ = draw(k=D, widths=(F, F), ranks=ranks[:2], rates=[0.5, 0.1], seed=0, **shared)
+    behind, (dy,) = draw(k=F, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
+    joined = {name: before[name] + behind[name] for name in ("ws", "as_", "bs")}
+    return {**before, **joined, "down_dropout": behind["dropout"]}, dy
+
+
+def both_ways(given, dy, implementation, dtype):
+    def op(x, as_, bs):
+        rest = {name: given[name] for name in ("tile_adapter", "scale", "dropout", "down_dropout")}
+        ws = [w.astype(dtype) for w in given["ws"]]
+        return pk.multi_lora_mlp(x, ws, as_, bs, implementation=implementation, **rest)
+
+    def step(x, as_, bs):
+        y, pullback = jax.vjp(op, x, as_, bs)
+        return y, *pullback(dy.astype(dtype))
+
+    return jax.jit(step)(given["x"].astype(dtype), given["as_"], given["bs"])
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("ranks", RANKS, ids=["mixed", "16"])
+def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks):
+    given, dy = draw_mlp(ranks)
+    want = both_ways(given, dy, "xla", jnp.float32)
+    with on_hopper():
+        got = jax.tree.map(np.asarray, both_ways(given, dy, "pallas_mosaic_gpu", jnp.bfloat16))
+    names = ("y", "dx", *(f"d{bank} of {name}" for bank in "AB" for name in ("gate", "up", "down")))
+    errors = {n: relative(g, w) for n, g, w in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True)}
+    assert max(errors.values()) < BF16, errors

@@ -1,0 +1,139 @@
+"""What may import what inside the package, read from the sources and tried in fresh interpreters."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "pallas_kernels"
+OPS = ("linear", "mlp", "norm", "attention")
+NEUTRAL = "__init__"  # the files at the top count as one folder
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports, also inside functions and for type checkers."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pallas_kernels"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("pallas_kernels")}
+    return found
+
+
+FILES = {module(path): imports(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def folder(name: str) -> str:
+    """The folder directly below the package that a module lies in; files at the top are one folder."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else NEUTRAL
+
+
+def test_folders_import_in_one_direction():
+    order = (NEUTRAL, "linear", "mlp", "norm", "attention", "tuning")
+    may = {
+        NEUTRAL: {NEUTRAL},
+        "linear": {NEUTRAL, "linear"},
+        "mlp": {NEUTRAL, "linear", "mlp"},
+        "norm": {NEUTRAL, "norm"},
+        "attention": {NEUTRAL, "attention"},
+        "tuning": set(order),
+    }
+    assert {folder(name) for name in FILES} == set(order)
+    wrong = {
+        f"{name} imports {target}"
+        for name, targets in FILES.items()
+        if name != "pallas_kernels"  # the public names
+        for target in targets
+        if folder(target) not in may[folder(name)]
+    }
+    assert not wrong
+
+
+def test_hopper_and_triton_folders_know_nothing_of_each_other():
+    wrong = {
+        f"{name} imports {target}"
+        for name, targets in FILES.items()
+        for target in targets
+        if (".hopper" in name and (".triton" in target or "triton_call" in target))
+        or (".triton" in name and ".hopper" in target)
+    }
+    assert not wrong
+    assert any(".hopper" in name for name in FILES)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_the_same_files(op):
+    known = {"api", "reference", "vjp", "xla", "triton", "hopper"}
+    names = {path.stem for path in (PACKAGE / op).iterdir() if path.name not in ("__init__.py", "__pycache__")}
+    assert "api" in names
+    assert names - known <= {"chunks", "describe", "passes", "split_graph"}
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if {condition}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Blocked())
+import warnings
+import jax, jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+import pallas_kernels as pk
+from pallas_kernels.norm import rms_norm
+
+def step(x, w, a, b, table, scale, rate, key, row_key, weight):
+    drop = pk.Dropout(rate=rate, key=key, row_key=row_key)
+    def layer(x, a, b):
+        normed = rms_norm(x, weight, eps=1e-5)
+        return pk.multi_lora_linear(normed, w, a, b, tile_adapter=table, scale=scale, dropout=drop)
+    y, vjp = jax.vjp(layer, x, a, b)
+    return vjp(y)
+
+shape = jax.ShapeDtypeStruct
+device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+arguments = (
+    shape((2048, 4096), jnp.bfloat16), shape((4096, 4096), jnp.bfloat16), shape((2, 4096, 8), jnp.float32),
+    shape((2, 8, 4096), jnp.float32), shape((16,), jnp.int32), shape((2,), jnp.float32), shape((2,), jnp.float32),
+    shape((2,), jnp.uint32), shape((2048,), jnp.uint32), shape((4096,), jnp.bfloat16),
+)
+with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+ours = [name for name in sys.modules if name.startswith("pallas_kernels") and "triton" in name.split(".")]
+print(text.count("__gpu$xla.gpu.triton"), text.count("mosaic_gpu_v2"), len(ours),
+      sum("are slower" in str(warning.message) for warning in told))
+"""
+
+
+def kernels_of_a_layer(condition: str) -> list[int]:
+    """Triton's and Mosaic's kernels of a norm and a layer for an H200, modules of `triton/` folders, and warnings."""
+    code = BLOCKED.format(condition=condition)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_hopper_serves_without_the_triton_folders():
+    blocked = 'name.startswith("pallas_kernels.") and "triton" in name.split(".")'
+    triton, mosaic, modules, warned = kernels_of_a_layer(blocked)
+    assert (mosaic, modules) == (4, 0)
+    assert triton == 5  # the small passes stay kernels
+    assert warned == 1  # the norm falls back to XLA and says so
+
+
+def test_hopper_serves_without_the_triton_lowering_of_jax():
+    triton, mosaic, _, warned = kernels_of_a_layer('name == "jax.experimental.pallas.triton"')
+    assert (triton, mosaic) == (0, 4)
+    assert warned == 2  # the small passes and the norm

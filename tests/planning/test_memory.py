@@ -1,0 +1,364 @@
+"""The memory model: against real arrays where there are any, by hand where not, and the advice it gives."""
+
+from dataclasses import replace
+from importlib import import_module
+from math import prod
+from unittest import mock
+
+import pytest
+from shapes import LLAMA_8B, LLAMA_70B
+
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.layout.extent import Extent, extents
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.planning.memory import (
+    ALLOCATOR_USABLE,
+    DEVICE_BYTES,
+    GIB,
+    REMAT_POLICIES,
+    MemoryProblem,
+    advice,
+    choose_remat,
+    fits,
+    kept_per_layer,
+    largest_capacity,
+    memory_problem,
+    most_halves,
+    stage_memory,
+    working_memory,
+)
+from lorafusion_jax.planning.stages import split_layers
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=96,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    qkv_bias=True,
+    o_bias=True,
+    tie_embeddings=True,
+)
+ADAPTERS = (
+    AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1),
+    AdapterSpec(name="med", rank=2, alpha=8, targets=("q_proj", "down_proj")),
+)
+FOUR = tuple(AdapterSpec(name=f"a{i}", rank=16, alpha=32, dropout=0.1) for i in range(4))
+
+HOPPER = "pallas_mosaic_gpu"
+
+
+def problem(model=TINY, adapters=ADAPTERS, stages=1, tokens=64, **changes):
+    settings = {"optimizers": ("adamw",) * len(adapters), "item": 2, "remat": "gemm_inputs"} | changes
+    layers = split_layers(model.num_layers, stages)
+    return MemoryProblem(model=model, adapters=adapters, layers=layers, capacity_tokens=tokens, **settings)
+
+
+def real_sizes(item):
+    """Bytes of the frozen and of the trainable leaves of a real decoder, from shapes."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from lorafusion_jax.models import Decoder
+
+    dtype = {2: jnp.bfloat16, 4: jnp.float32}[item]
+    model = nnx.eval_shape(lambda: Decoder(TINY, ADAPTERS, dtype=dtype, rngs=nnx.Rngs(0)))
+    _, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    return [
+        sum(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in nnx.to_flat_state(state)) for state in (frozen, lora)
+    ]
+
+
+@pytest.mark.parametrize("item", [2, 4])
+def test_one_stage_holds_what_the_decoder_has(item):
+    frozen, lora = real_sizes(item)
+    (stage,) = stage_memory(problem(item=item))
+    assert (stage.frozen, stage.adapters, stage.sums) == (frozen, lora, lora)
+
+
+def test_optimizers_see_an_adapter_at_its_own_rank():
+    (stage,) = stage_memory(problem(optimizers=("adamw", "lion")))
+    law = 5 * 4 * 4 * sum((24 + 32, 24 + 16, 24 + 16, 32 + 24, 24 + 40, 24 + 40, 40 + 24))
+    med = 5 * 4 * 2 * ((24 + 32) + (40 + 24))
+    assert stage.optimizers == 2 * law + med
+
+
+def test_stages_share_the_layers_and_a_tied_table_lies_at_both_ends():
+    (one,), three = stage_memory(problem()), stage_memory(problem(stages=3))
+    table = 2 * 96 * 24
+    assert sum(stage.frozen for stage in three) == one.frozen + table
+    assert sum(stage.adapters for stage in three) == one.adapters
+
+
+def test_stages_that_share_a_layer_hold_what_one_stage_holds():
+    (one,) = stage_memory(problem(remat="everything"))
+    table = 2 * 96 * 24
+    for counts in ([2.5, 2.5], [1.5, 3.5]):
+        two = stage_memory(replace(problem(remat="everything"), layers=extents(counts)))
+        for name in ("adapters", "sums", "optimizers"):
+            assert sum(getattr(stage, name) for stage in two) == getattr(one, name)
+        assert sum(stage.frozen for stage in two) == one.frozen + table
+        slopes = 2 * 64 * 24  # the loss's, on the last stage only; the first holds two microbatches
+        assert two[0].kept / 2 + two[1].kept - slopes == one.kept - slopes
+
+
+def test_fsdp_divides_what_divides():
+    model = replace(LLAMA_8B, num_layers=2)
+    (whole,), (part,) = (stage_memory(problem(model, FOUR, fsdp=n)) for n in (1, 4))
+    norms = 2 * 4096 * 5
+    assert part.frozen == (whole.frozen - norms) // 4 + norms
+    assert (part.adapters, part.sums, part.optimizers) == (whole.adapters, whole.sums, whole.optimizers)
+    assert part.working > whole.working  # layers are gathered before they run
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_a_backward_pass_gathers_all_layers_of_its_program(block):
+    """By count at most 0.7 GB over what XLA allots backward for four H200s, never under it."""
+    shapes = {"tokens": 6144, "fsdp": 4, "implementation": "xla", "block_layers": block}
+    allotted = {1: 3.11e9, 2: 5.02e9, 4: 8.48e9}[block]  # bytes: memory_analysis() of the compiled program
+    counted = working_memory(problem(LLAMA_70B, FOUR[:1], **shapes), 0)
+    assert allotted < counted["backward"] < allotted + 0.7e9
+    assert 1.7e9 < counted["forward"] < 2.7e9  # 1.6 to 1.7 GB at every block: one layer at a time
+
+
+def test_stages_hold_as_many_halves_as_fit():
+    four = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    sizes = [stage.total for stage in stage_memory(four)]
+    room = sizes[0]  # the fullest: four microbatches in flight
+    first, second, third, last = most_halves(four, room)
+    assert first == 40
+    assert 40 < second < third < last
+    for stage, halves in enumerate((first, second, third, last)):
+        for start in (0, 1):
+            layers = list(four.layers)
+            layers[stage] = Extent(start, start + halves)
+            assert stage_memory(replace(four, layers=tuple(layers)))[stage].total <= room
+            layers[stage] = Extent(start, start + halves + 1)
+        assert halves == 160 or stage_memory(replace(four, layers=tuple(layers)))[stage].total > room
+    assert most_halves(four, 0) == [2] * 4
+
+
+def test_programs_that_gather_get_no_full_device():
+    """What ran out of memory on four H200s: no 8.4 GB in one piece, though the sum of all would have fitted."""
+    four = problem(LLAMA_70B, FOUR[:1], tokens=6144, fsdp=4, implementation="xla")
+    (stage,) = stage_memory(four)
+    allocator = int(143.2e9)
+    assert stage.total < ALLOCATOR_USABLE * allocator
+    assert choose_remat(four, allocator, usable=ALLOCATOR_USABLE) == "nothing"
+    less = replace(four, capacity_tokens=4096)
+    assert choose_remat(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
+
+
+def test_kept_tensors_by_hand():
+    T = 64
+    nothing = {"x_in": 2 * T * 24}
+    gemm_inputs = nothing | {
+        "q, k before their norms": 2 * T * 48,
+        "q": 2 * T * 32,
+        "k": 2 * T * 16,
+        "v": 2 * T * 16,
+        "attention": 2 * T * 32,
+        "attention log-sum-exp": 4 * T * 4,
+        "o_out": 2 * T * 24,
+        "gate": 2 * T * 40,
+        "up": 2 * T * 40,
+        **{f"S of {site}": 2 * T * 16 for site in ("qkv", "o", "gate_up", "down")},
+        **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
+    }
+    assert kept_per_layer(problem(remat="nothing")) == nothing
+    assert kept_per_layer(problem()) == gemm_inputs
+    more = kept_per_layer(problem(remat="everything"))
+    assert {name: size for name, size in more.items() if name not in gemm_inputs} == {
+        "attention, for o_proj": 2 * T * 32,
+        "norm 1 out": 2 * T * 24,
+        "norm 1 scale": 4 * T,
+        "norm 2 out": 2 * T * 24,
+        "norm 2 scale": 4 * T,
+        "silu(gate) · up": 2 * T * 40,  # the kernels do not serve an MLP as small as that
+        "scales of their norms": 4 * T * 6,
+    }
+
+
+def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
+    T, F = 8192, LLAMA_8B.intermediate_size
+
+    def gated(**changes):
+        kept = kept_per_layer(problem(LLAMA_8B, tokens=T, remat="everything", **changes), "mlp")
+        return kept.get("silu(gate) · up")
+
+    assert gated() is None
+    assert gated(hopper=False) == 2 * T * F
+    assert gated(item=4) == 4 * T * F
+    for left_out in ("gate_proj", "up_proj", "down_proj"):
+        targets = tuple(name for name in ("gate_proj", "up_proj", "down_proj") if name != left_out)
+        some, rest = (AdapterSpec(name=name, rank=4, alpha=8, targets=targets) for name in "ab")
+        assert gated(adapters=(some, rest)) == 2 * T * F
+        rest = replace(rest, targets=(left_out,))
+        assert gated(adapters=(some, rest)) is None  # together they have all three
+    for rank, size in ((32, None), (33, 2 * T * F)):  # padded: 64 and 128 of gate and up together
+        assert gated(adapters=(AdapterSpec(name="law", rank=rank, alpha=8),)) == size
+
+
+def test_the_gated_array_is_working_memory_where_it_is_not_kept():
+    def of(remat, **changes):
+        return problem(LLAMA_8B, tokens=8192, remat=remat, **changes)
+
+    gated, hand_over = 2 * 8192 * LLAMA_8B.intermediate_size, 2 * 2 * 8192 * LLAMA_8B.hidden_size
+    everything = sum(kept_per_layer(of("everything")).values())
+    for remat in REMAT_POLICIES:
+        again = everything - sum(kept_per_layer(of(remat)).values())
+        assert working_memory(of(remat), 0)["forward"] == hand_over + again + gated
+    assert working_memory(of("everything", hopper=False), 0)["forward"] == hand_over
+
+
+def real_kept(wanted, half=None):
+    """Bytes that the executor's forward pass of one layer returns, and the layer's input; from shapes alone."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from lorafusion_jax.config.schema import TrainSettings
+    from lorafusion_jax.data.assemble import Microbatch
+    from lorafusion_jax.pipeline.parts import Parts
+    from lorafusion_jax.pipeline.remat import Split
+
+    T = wanted.capacity_tokens
+    settings = TrainSettings(implementation=wanted.implementation, attention=wanted.attention)
+    parts = Parts(model=wanted.model, specs=wanted.adapters, settings=settings, dtype=jnp.bfloat16)
+    whole = jax.ShapeDtypeStruct
+    frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
+    lora = {name.removeprefix("layers."): whole(shape[1:], jnp.float32) for name, shape in parts.lora_shapes(1).items()}
+    lora = {name: leaf for name, leaf in lora.items() if half in (None, LAYER.half_of(name))}
+    sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128}
+    kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
+    batch = Microbatch(
+        **{name: whole((sizes.get(name, T),), kinds.get(name, jnp.int32)) for name in Microbatch._fields}
+    )
+
+    def forward(frozen, lora, x, batch):
+        split = Split(lambda given, lora, x: parts.layer(given[0], lora, x, given[1], given[2]), wanted.remat)
+        return split.forward((frozen, parts.inputs(batch, dropout=True), jnp.int32(0)), lora, x)
+
+    x = whole((T, wanted.model.hidden_size), jnp.bfloat16)
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    on_hopper = mock.patch.object(import_module("lorafusion_jax.models.attention.api"), "on_hopper", return_value=True)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)), on_hopper:  # it asks the real device
+        _, kept = jax.eval_shape(forward, frozen, lora, x, batch)
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *kept))
+
+
+WIDE = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER), (HOPPER, None)]
+)
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_a_real_layer_keeps_what_the_table_says(remat, implementation, attention):
+    """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
+    wanted = problem(WIDE, FOUR, tokens=1024, remat=remat, implementation=implementation, attention=attention)
+    assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_half_a_real_layer_keeps_what_the_table_says(half):
+    wanted = problem(WIDE, FOUR, tokens=1024, remat="everything", implementation=HOPPER)
+    assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=1e-3)
+
+
+def test_where_our_attention_does_not_serve_its_result_is_kept_twice():
+    def again(model=LLAMA_8B, tokens=1024, **changes):
+        return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, remat="everything", **changes))
+
+    assert not again()
+    assert not again(hopper=False, attention=HOPPER)
+    assert again(hopper=False)
+    assert again(attention="cudnn")
+    assert again(item=4)
+    assert again(tokens=1024 + 64)
+    assert again(replace(LLAMA_8B, head_dim=96))
+
+
+def test_the_job_says_which_attention():
+    config = JobConfig(
+        base={"model": "random"}, adapters=({"name": "law", "data": {"train": "x"}},), train={"attention": "cudnn"}
+    )
+    assert memory_problem(config, LLAMA_8B).attention == "cudnn"
+
+
+def test_what_nobody_uses_is_not_kept():
+    plain = (AdapterSpec(name="law", rank=4, alpha=8, targets=("down_proj",)),)
+    names = kept_per_layer(problem(adapters=plain))
+    assert {name for name in names if name.startswith(("S of", "dropout"))} == {"S of down"}
+    assert not any(name.startswith("dropout") for name in kept_per_layer(problem(hopper=False)))
+
+
+def test_earlier_stages_hold_more_microbatches():
+    model = replace(TINY, num_layers=8, tie_embeddings=False)
+    stages = stage_memory(problem(model, stages=4))
+    each = 2 * sum(kept_per_layer(problem(model)).values())
+    assert [stage.kept for stage in stages[:3]] == [4 * each, 3 * each, 2 * each]
+    assert stages[3].kept == each + 2 * 64 * 24  # and the slopes of the loss
+
+
+def test_the_frozen_70b_keeps_one_gigabyte_per_layer():
+    # From the shapes: 11 T D in bfloat16, 1.14 GB at 6144 tokens, and 4 % for LoRA's S, dropout's bits, log-sums.
+    tensors = kept_per_layer(problem(LLAMA_70B, FOUR, tokens=6144))
+    plain = sum(size for name, size in tensors.items() if not name.startswith(("S of", "dropout", "attention log")))
+    assert plain == pytest.approx(1.14e9, rel=0.02)
+    assert sum(tensors.values()) / plain == pytest.approx(1.039, abs=1e-3)
+
+
+def test_70b_in_four_stages_repeats_no_product_on_h200():
+    wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    assert choose_remat(wanted, DEVICE_BYTES["h200"]) == "gemm_inputs"
+    assert choose_remat(wanted, DEVICE_BYTES["h100"]) == "nothing"
+
+
+def test_an_allocators_own_limit_is_used_nearly_whole():
+    wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
+    limit = int(0.95 * DEVICE_BYTES["h200"])
+    assert choose_remat(wanted, limit) == "nothing"  # as if it were a smaller device
+    assert choose_remat(wanted, limit, usable=ALLOCATOR_USABLE) == "gemm_inputs"
+
+
+def test_logits_are_counted_on_the_last_stage_only():
+    two = problem(LLAMA_8B, FOUR, stages=2, tokens=8192)
+    assert "loss" not in working_memory(two, 0)
+    rows = 1024  # an eighth of the microbatch
+    assert working_memory(two, 1)["loss"] == rows * 128256 * 10 + 3 * 2 * 8192 * 4096
+
+
+def test_keeping_less_never_needs_more():
+    for stages in (1, 4):
+        peaks = [
+            max(stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, stages, 8192, remat=remat)))
+            for remat in REMAT_POLICIES
+        ]
+        assert peaks == sorted(peaks, reverse=True)
+
+
+def test_advice_fits_and_is_the_best_of_its_kind():
+    tight = problem(LLAMA_70B, FOUR, stages=4, tokens=8192)
+    h200 = DEVICE_BYTES["h200"]
+    assert not fits(tight, h200)
+    text = advice(tight, h200)
+    tokens = int(text.split("batch.capacity_tokens: ")[1].split()[0])
+    assert tokens == largest_capacity(tight, h200)
+    assert fits(replace(tight, capacity_tokens=tokens), h200)
+    assert not fits(replace(tight, capacity_tokens=tokens + 128), h200)
+    assert text.endswith("or train.remat: nothing")
+    assert fits(replace(tight, remat="nothing"), h200)
+    assert advice(replace(tight, capacity_tokens=tokens), h200) == ""
+
+
+def test_weights_that_fit_nowhere_want_more_devices():
+    whole = problem(LLAMA_70B, FOUR, tokens=1024)
+    assert advice(whole, 79 * GIB) == "more mesh.stages or mesh.fsdp: the weights alone are too large"
+    assert choose_remat(whole, 79 * GIB) == "nothing"

@@ -1,0 +1,103 @@
+"""Nothing damaged is read back as good: flipped bits and cut files are noticed, and named."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+from damage import attempts, harmless
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.verify_folder import verify_folder
+from lorafusion_jax.cli.main import run as lorafusion
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import resume
+
+FLIPS, CUTS = 160, 20
+
+
+def flip(file, seed):
+    draw, content = random.Random(seed), bytearray(file.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+
+
+def test_every_flip_and_cut_of_a_run_folder_is_named(copied):
+    folder = copied().run
+    assert not any(verdict.damage for verdict in verify_folder(folder))
+    missed = [one for one in attempts(folder, FLIPS, CUTS) if not one.named and not harmless(one, folder)]
+    assert not missed
+
+
+def test_every_flip_and_cut_of_an_exported_folder_is_named(whole_run, tmp_path):
+    assert lorafusion(["export", str(whole_run.run), "law", "--to", str(tmp_path / "law")]) == 0
+    assert lorafusion(["verify", str(tmp_path / "law")]) == 0
+    missed = [one for one in attempts(tmp_path / "law", 40, 20) if not one.named]
+    assert not missed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_resume_takes_the_checkpoint_before_a_damaged_one(seed, copied, whole_run, capsys):
+    spoilt = copied()
+    files = sorted(file for file in spoilt.newest().rglob("*") if file.is_file() and file.stat().st_size)
+    file = random.Random(seed).choice(files)
+    flip(file, seed)
+    assert lorafusion(["verify", str(spoilt.run)]) == 2
+    assert file.name in capsys.readouterr().err
+    assert lorafusion(["resume", str(spoilt.run)]) == 0
+    assert f"damaged: {file}" in capsys.readouterr().out
+    told = [row for row in read_rows(spoilt.run / "events.jsonl") if row["kind"] == "damaged"]
+    assert len(told) == 1
+    assert file.name in told[0]["text"]
+    assert spoilt.weights() == whole_run.weights()
+    assert lorafusion(["verify", str(spoilt.run)]) == 0
+
+
+def test_no_good_checkpoint_is_an_error_that_names_the_files(copied):
+    spoilt = copied()
+    for slot in spoilt.slots:
+        (spoilt.run / "state" / str(slot) / "position" / "metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"run\.bad-state") as caught:
+        resume(spoilt.run)
+    assert "position" in caught.value.why
+
+
+def test_a_damaged_adapter_is_not_read_and_not_exported(copied, tmp_path, capsys):
+    spoilt = copied()
+    flip(spoilt.adapter() / "adapter_model.safetensors", 3)
+    with pytest.raises(CheckpointError, match=r"peft\.damaged"):
+        read_adapter(spoilt.adapter())
+    for more in ([], ["--merge"]):
+        to = tmp_path / f"to{len(more)}"
+        assert lorafusion(["export", str(spoilt.run), "law", "--to", str(to), *more]) == 2
+        assert "adapter_model.safetensors" in capsys.readouterr().err
+        assert not to.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_checkpoint_without_digests_is_damaged_unless_an_earlier_version_wrote_it(copied, capsys):
+    spoilt = copied()
+    (spoilt.newest() / "SHA256SUMS").unlink()
+    assert lorafusion(["verify", str(spoilt.run)]) == 2
+    assert "SHA256SUMS: it is missing" in capsys.readouterr().err
+    (spoilt.newest() / "_CHECKPOINT_METADATA").write_text("{}")
+    assert lorafusion(["verify", str(spoilt.run)]) == 0
+    assert lorafusion(["resume", str(spoilt.run)]) == 0
+
+
+def test_rows_missing_at_the_end_of_metrics_are_noticed(copied, capsys):
+    spoilt = copied()
+    file = spoilt.run / "metrics.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
+    assert lorafusion(["verify", str(spoilt.run)]) == 2
+    assert "metrics.jsonl: rows are missing at its end" in capsys.readouterr().err
+
+
+def test_an_adapter_that_a_kill_cost_is_exported_at_resume(copied, whole_run):
+    spoilt = copied()
+    spoilt.cut_to(1)
+    shutil.rmtree(spoilt.run / "adapters")
+    assert resume(spoilt.run).exit_code == 0
+    assert spoilt.weights() == whole_run.weights()

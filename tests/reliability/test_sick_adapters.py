@@ -1,0 +1,210 @@
+"""An adapter fails alone, whatever it has: the others' weights and metrics are bitwise those of the healthy run, the
+run ends with exit code 3, and it can be resumed from a checkpoint before or after the failure.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import small_jobs
+from sick_adapters import CASES, Case, install
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import RunFolder, resume, train
+
+NAMES = ("law", "bad", "med")
+WELL = ("law", "med")
+ONE_DEVICE = {"stages": 1, "data": 1}
+TWO_BY_TWO = {"stages": 2, "data": 2}
+LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}  # few leaves: they compile quickly
+ON_A_MESH = (
+    "adafactor lr 1e39",
+    "rows: weight NaN",
+    "B NaN on the last stage",
+    "gradient NaN on the first stage",
+    "gradient inf on the last stage",
+    "optimizer NaN on the first stage",
+    "optimizer NaN on the last stage",
+    "base rows NaN",
+)
+
+
+@pytest.fixture(scope="module")
+def make_config(tmp_path_factory, tiny_base):
+    """make_config(mesh, optim) → the job, with these optimizer settings of the adapter in the middle."""
+    folder = tmp_path_factory.mktemp("job")
+    for name in NAMES:
+        draw = random.Random(name)
+        words = (*small_jobs.WORDS, *["numbers"] * 5) if name == "bad" else small_jobs.WORDS
+        rows = [
+            {"prompt": " ".join(draw.choices(words, k=4)), "completion": " " + " ".join(draw.choices(words, k=6))}
+            for _ in range(6)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entries = [
+        {"name": name, "data": {"train": f"{name}.jsonl"}, "lora": LORA, "seed": seed}
+        for seed, name in enumerate(NAMES)
+    ]
+
+    def make(mesh, optim=None):
+        sections = {
+            "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2},
+            "data": {"max_length": 48},
+            "optim": {"lr": 1e-3},
+            "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
+        }
+        config = load_config(small_jobs.write_job(folder, tiny_base, entries, mesh=mesh, **sections))
+        adapters = tuple(
+            own.model_copy(update={"optim": own.optim.model_copy(update=optim or {})}) if own.name == "bad" else own
+            for own in config.adapters
+        )
+        return config.model_copy(update={"adapters": adapters})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def healthy(make_config, tmp_path_factory):
+    """healthy(mesh) → folder of the run in which nobody is sick."""
+    found = {}
+
+    def run(mesh):
+        key = tuple(mesh.items())
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("healthy") / "run"
+            assert train(make_config(mesh), found[key]).exit_code == 0
+        return found[key]
+
+    return run
+
+
+def weights_of(run, name, step=None):
+    folder = RunFolder(run)
+    arrays = read_adapter(folder.latest(name) if step is None else folder.adapter_step(name, step))[1]
+    return {f"{path} {part}": array for path, pair in arrays.items() for part, array in zip("AB", pair, strict=True)}
+
+
+def steps_of(run, name):
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step" and row["adapter"] == name]
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
+
+
+def assert_others_are_well(run, reference):
+    for name in WELL:
+        own, expected = weights_of(run, name), weights_of(reference, name)
+        assert own.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(own[key], array, err_msg=f"{name} {key}")
+        assert steps_of(run, name) == steps_of(reference, name)
+        assert len(steps_of(run, name)) == 3
+
+
+def assert_failed_alone(result, case: Case):
+    assert result.exit_code == 3
+    assert {name: own.status for name, own in result.adapters.items()} == {
+        "law": "done",
+        "bad": "failed",
+        "med": "done",
+    }
+    bad = result.adapters["bad"]
+    assert case.reason in bad.reason
+    assert len(steps_of(result.folder, "bad")) == bad.step
+    refused = [row for row in read_rows(result.folder / "events.jsonl") if row["kind"] == "export-failed"]
+    assert {row["code"] for row in refused} == ({"export.not-finite"} if case.hurt and bad.step else set())
+    exported = RunFolder(result.folder).latest("bad")
+    assert exported is not None or case.hurt or not bad.step
+    if exported is not None:
+        assert all(np.isfinite(array).all() for array in weights_of(result.folder, "bad").values())
+        record = json.loads((exported / "run.json").read_text())
+        assert (record["step"], record["failed"]) == (bad.step, None if case.hurt else bad.reason)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_device(case, make_config, healthy, tmp_path, monkeypatch):
+    reference = healthy(ONE_DEVICE)
+    install(monkeypatch, case)
+    run = tmp_path / "run"
+    assert_failed_alone(train(make_config(ONE_DEVICE, case.optim), run), case)
+    assert_others_are_well(run, reference)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_A_MESH], ids=lambda case: case.name)
+def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkeypatch):
+    reference = healthy(TWO_BY_TWO)
+    install(monkeypatch, case)
+    run = tmp_path / "run"
+    result = train(make_config(TWO_BY_TWO, case.optim), run)
+    assert_failed_alone(result, case)
+    assert_others_are_well(run, reference)
+    step = result.adapters["bad"].step
+    if case.wound is not None and case.at:  # no stage has a step that another refused
+        assert step == 1
+        expected = weights_of(reference, "bad", step)
+        for key, array in weights_of(run, "bad", step).items():
+            np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+@pytest.mark.parametrize("mesh", [ONE_DEVICE, TWO_BY_TWO], ids=["one device", "two by two"])
+def test_a_run_goes_on_after_a_failure(mesh, make_config, healthy, tmp_path):
+    """The oldest checkpoint knows of no failure, the newest but one does."""
+    reference, run = healthy(mesh), tmp_path / "run"
+    assert train(make_config(mesh, {"eps": 1e-50, "schedule": "constant"}), run).exit_code == 3
+    for cut in (-1, 1):
+        slots = sorted(int(slot.name) for slot in (run / "state").iterdir())
+        for slot in slots[cut:]:
+            shutil.rmtree(run / "state" / str(slot))
+        result = resume(run)
+        assert result.exit_code == 3
+        assert result.adapters["bad"].status == "failed"
+        assert_others_are_well(run, reference)
+
+
+def test_a_failed_adapter_can_be_dropped(make_config, healthy, tmp_path):
+    run = tmp_path / "run"
+    assert train(make_config(ONE_DEVICE, {"eps": 1e-50, "schedule": "constant"}), run).exit_code == 3
+    before = RunFolder(run).read_plan()
+    slots = sorted(int(slot.name) for slot in (run / "state").iterdir())
+    for slot in slots[1:]:
+        shutil.rmtree(run / "state" / str(slot))
+    result = resume(run, drop=["bad"])
+    assert result.exit_code == 3
+    assert result.plan.num_slots < before.num_slots
+    assert result.plan.slots[: slots[0]] == before.slots[: slots[0]]
+    assert not any(ref.adapter == "bad" for slot in result.plan.slots[slots[0] :] for ref in slot.samples)
+    for name in WELL:
+        assert result.adapters[name].status == "done"
+        for key, array in weights_of(healthy(ONE_DEVICE), name).items():
+            np.testing.assert_allclose(weights_of(run, name)[key], array, rtol=0, atol=2e-5)
+    assert resume(run).exit_code == 3  # nothing left to do, nothing forgotten
+
+
+def test_an_adapter_that_still_trains_can_be_dropped(make_config, tmp_path):
+    run = tmp_path / "run"
+    assert train(make_config(ONE_DEVICE), run).exit_code == 0
+    slots = sorted(int(slot.name) for slot in (run / "state").iterdir())
+    for slot in slots[1:]:
+        shutil.rmtree(run / "state" / str(slot))
+    result = resume(run, drop=["bad"])
+    bad = result.adapters["bad"]
+    assert (bad.status, bad.reason) == ("failed", f"dropped by hand at slot {slots[0]}")
+    assert bad.step < 3
+    assert {result.adapters[name].status for name in WELL} == {"done"}
+    told = [row for row in read_rows(run / "events.jsonl") if row["kind"] == "adapter-failed"]
+    assert [row["adapter"] for row in told] == ["bad"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("nobody", "resume.unknown-adapter"), ("law", "resume.done")])
+def test_what_cannot_be_dropped_is_refused(name, code, healthy):
+    run = healthy(ONE_DEVICE)
+    before = RunFolder(run).plan_file.read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        resume(run, drop=[name])
+    assert caught.value.code == code
+    assert RunFolder(run).plan_file.read_bytes() == before
