@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
 
-.PHONY: demo test test-oldest lint format tables gpu-test ptxas lock clean
+.PHONY: demo test test-oldest lint format docs tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -20,6 +20,11 @@ lint: .venv/.ready
 format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation, into build/site; any warning is an error.
+docs: .venv/.ready
+	@cd docs && PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=. NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	@echo "docs: build/site/index.html"
 
 # Every published table and plot, from the raw rows in benchmarks/results.
 tables: .venv/.ready

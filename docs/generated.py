@@ -62,7 +62,7 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _shown(value: object) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value.__hash__ else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _choices(annotation: object) -> list[object]:

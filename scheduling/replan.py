@@ -43,8 +43,11 @@ def replan(
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
         resume: adapters that go on where they were paused.
         weights: new weights of adapters.
-        num_stages, data_parallel: of the devices that the rest runs on, if the run moves there. It stops for that: all
-            steps of slots [0, at_slot) have been taken, so nothing that follows needs to keep a distance to them.
+        num_stages: of the devices that the rest runs on, if the run moves there. It stops for that: all steps of slots
+            [0, at_slot) have been taken, so nothing that follows needs to keep a distance to them.
+        data_parallel: as `num_stages`.
+        time_limit_s: for the search.
+        search_evaluations: where the search ends, however fast the machine is.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.

@@ -28,7 +28,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 def test_python_runs(page, tmp_path, monkeypatch):
     """Blocks of a page share one namespace, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page"}
+    names = {"__name__": __name__}  # a module that exists: dataclasses look theirs up
     for number, text in enumerate(blocks(page, "python")):
         exec(compile(text, f"{page.name}, python block {number}", "exec"), names)
 

@@ -171,7 +171,9 @@ def lora_mlp(
 
     Args:
         x: rows.
-        gate, up, down: layers of one compute dtype.
+        gate: a layer; all three have one compute dtype.
+        up: a layer.
+        down: a layer.
         ctx: None leaves the adapters out.
         sites: as in `LoRALinear`, of x and of the input of `down`.
 

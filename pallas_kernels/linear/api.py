@@ -140,9 +140,15 @@ def multi_lora_linears(
     y_i[t] = x[t] W_i + scale[k] * (drop(x[t]) A_i[k]) B_i[k] (+ bias_i)
 
     Args:
-        ws, as_, bs, biases: one entry per projection, as in `multi_lora_linear`; as_[i] and bs[i] are None for a
-            projection without LoRA.  Ranks may differ between projections.  One dropout mask serves them all.
-        tile_adapter, scale, dropout, implementation: as in `multi_lora_linear`; scale gets no gradient (zero) either.
+        x: rows, as in `multi_lora_linear`.
+        ws: frozen weight of each projection.
+        as_: A of each projection; None for one without LoRA.  Ranks may differ between projections.
+        bs: B of each projection; None for one without LoRA.
+        tile_adapter: as in `multi_lora_linear`.
+        scale: as in `multi_lora_linear`; it gets no gradient (zero).
+        dropout: as in `multi_lora_linear`; one mask serves all projections.
+        biases: of each projection, or None.
+        implementation: as in `multi_lora_linear`.
     Returns:
         y_i [..., N_i] of every projection, in the type of x.
     Raises:
