@@ -1,0 +1,106 @@
+"""Seconds of a slot on a mesh, and seconds of starting or changing a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from scheduling.cost_model import CostModel, PassCost
+from scheduling.cost_parts import CostParts, stages_from_parts
+from scheduling.online.shapes import ModelShape
+from scheduling.rates import default_cost_parts
+
+TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of that length
+
+
+class SlotCost(NamedTuple):
+    """Seconds of a slot on the slowest stage: fixed + token · tokens + square · Σ length² + update · optimizer steps."""
+
+    fixed_s: float
+    token_s: float
+    square_s: float
+    update_s: float
+
+    def seconds(self, tokens: float, squares: float) -> float:
+        return self.fixed_s + self.token_s * tokens + self.square_s * squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeCosts:
+    """What changes of groups cost; the same for every policy.
+
+    Args:
+        start_s: a new session: processes, programs from the compilation cache.
+        load_bytes_per_s: of the base's weights, into all GPUs of a group at once.
+        change_s: a running group drains and goes on with other members or another capacity.
+        checkpoint_s: between saves of every member; a fault loses what came after the last one.
+    """
+
+    start_s: float = 30.0
+    load_bytes_per_s: float = 4e9
+    change_s: float = 3.0
+    checkpoint_s: float = 600.0
+
+    def open_s(self, shape: ModelShape) -> float:
+        """Seconds from the decision to open a group until it trains."""
+        return self.start_s + 2 * shape.parameters / self.load_bytes_per_s
+
+
+@lru_cache(maxsize=256)
+def cost_parts(shape: ModelShape, device: str) -> CostParts:
+    """Modelled costs of a base's layers and ends on a device."""
+    return default_cost_parts(
+        device,
+        layer_parameters=shape.layer_parameters,
+        table_parameters=shape.table_parameters,
+        hidden_size=shape.hidden_size,
+        attention_width=shape.num_heads * shape.head_dim,
+        mlp_width=shape.intermediate_size,
+    )
+
+
+@lru_cache(maxsize=1024)
+def stage_costs(shape: ModelShape, device: str, num_stages: int, recompute: bool = False) -> CostModel:
+    """The stages of a pipeline, layers dealt so that the slowest is as quick as it can be.
+
+    With recomputation a backward pass runs the layers' forward once more.
+    """
+    parts = cost_parts(shape, device)
+    if recompute:
+        forward, backward = parts.layer.forward, parts.layer.backward
+        both = PassCost(
+            fixed_s=forward.fixed_s + backward.fixed_s,
+            token_s=forward.token_s + backward.token_s,
+            square_s=forward.square_s + backward.square_s,
+        )
+        parts = replace(parts, layer=replace(parts.layer, backward=both))
+    return stages_from_parts(parts, deal_layers(shape, device, num_stages))
+
+
+@lru_cache(maxsize=1024)
+def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, ...]:
+    """Whole layers of each stage; the last one has fewer, because it has the head."""
+    parts = cost_parts(shape, device)
+    layer, head = (
+        part.forward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2) + part.backward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
+        for part in (parts.layer, parts.head)
+    )
+    counts = [1] * num_stages
+    extra = [0.0] * (num_stages - 1) + [head]
+    for _ in range(shape.num_layers - num_stages):
+        counts[min(range(num_stages), key=lambda stage: (extra[stage] + layer * (counts[stage] + 1), -stage))] += 1
+    return tuple(counts)
+
+
+@lru_cache(maxsize=1024)
+def slot_cost(shape: ModelShape, device: str, num_stages: int, recompute: bool) -> SlotCost:
+    """What a slot costs on the slowest stage, forward and backward."""
+
+    def of_stage(stage: int) -> SlotCost:
+        cost = stage_costs(shape, device, num_stages, recompute).stage(stage)
+        names = ("fixed_s", "token_s", "square_s")
+        return SlotCost(*(getattr(cost.forward, name) + getattr(cost.backward, name) for name in names), cost.update_s)
+
+    typical = 4 * TYPICAL_SAMPLE, 4 * TYPICAL_SAMPLE**2
+    return max(map(of_stage, range(num_stages)), key=lambda cost: cost.seconds(*typical))

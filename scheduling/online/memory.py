@@ -1,0 +1,66 @@
+"""Bytes that a group needs on each GPU of its fullest stage.
+
+Counted from shapes, as a run counts its own before it starts, with the tensors that decide and without the small ones.
+T tokens of a microbatch · D model width · F MLP width · S stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from scheduling.online.shapes import LINEARS, ModelShape
+
+GIB = 2**30
+USABLE = 0.92  # of a GPU; the rest is for CUDA, NCCL, fragments and what the compiler adds
+BFLOAT16, FLOAT32 = 2, 4
+LOSS_BYTES = 2**30  # logits in chunks
+COPIES = 4  # of a trainable weight in float32: itself, its gradient's sum, two of AdamW
+
+
+class StageBytes(NamedTuple):
+    """Bytes on the fullest stage: fixed + token · tokens of a microbatch, and trainable weights on top."""
+
+    fixed: float
+    token: float
+
+    def room(self, memory_gib: float, trainable: float) -> int:
+        """Tokens of the largest microbatch that fits; 0 or less: none."""
+        return int((USABLE * memory_gib * GIB - self.fixed - trainable) / self.token)
+
+    def total(self, tokens: int, trainable: float) -> float:
+        return self.fixed + self.token * tokens + trainable
+
+
+@lru_cache(maxsize=1024)
+def stage_bytes(shape: ModelShape, num_stages: int, recompute: bool) -> StageBytes:
+    """Of the first stage, which holds most microbatches, with the tables of both ends."""
+    layers = ceil(shape.num_layers / num_stages)
+    width, mlp = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tables = 1 if shape.tie_embeddings or num_stages > 1 else 2
+    saved = 2 * width + 2 * query + 2 * key + 2 * mlp  # inputs, q, k, v, attention, gate, up
+    kept = width if recompute else saved
+    working = (saved if recompute else width) + 3 * mlp + 4 * width  # one layer's backward
+    return StageBytes(
+        fixed=BFLOAT16 * (layers * shape.layer_parameters + tables * shape.table_parameters) + LOSS_BYTES,
+        token=BFLOAT16 * (num_stages * layers * kept + working + 4 * width) + FLOAT32 * 2 * shape.head_dim * num_stages,
+    )
+
+
+@lru_cache(maxsize=4096)
+def trainable_bytes(shape: ModelShape, num_stages: int, rank: int, targets: tuple[str, ...] = LINEARS) -> float:
+    """One adapter's weights, gradient and optimizer state on a stage."""
+    sizes = (sum(shape.linear(target)) for target in targets)
+    return COPIES * FLOAT32 * rank * sum(sizes) * ceil(shape.num_layers / num_stages)
+
+
+def adapters_bytes(shape: ModelShape, num_stages: int, adapters: Iterable[tuple[int, tuple[str, ...]]]) -> float:
+    """(rank, targets) of all members; each is padded to the largest rank of the group in its weights and sums."""
+    listed = list(adapters)
+    widest = max((rank for rank, _ in listed), default=0)
+    own = sum(trainable_bytes(shape, num_stages, rank, targets) for rank, targets in listed)
+    padded = sum(trainable_bytes(shape, num_stages, widest, targets) for _, targets in listed)
+    return (own + padded) / 2  # half of the copies are padded
