@@ -46,6 +46,10 @@ class Profile:
             known = self._known[place, replicas] = float((-(-self.bins[:, place] // replicas)).mean())
         return known
 
+    def slots_at(self, capacity_tokens: int, replicas: int) -> float:
+        """The same at any capacity that the longest sample fits."""
+        return self.slots(bisect_right(self.capacities, capacity_tokens) - 1, replicas)
+
     def wanted(self, stages: int, replicas: int, capacity_tokens: int) -> tuple[float, float]:
         """Tokens per slot that the job can take at most on a mesh, without and with padding to whole tiles.
 
@@ -53,8 +57,7 @@ class Profile:
         """
         known = self._known.get((stages, replicas, capacity_tokens))
         if known is None:
-            place = bisect_right(self.capacities, capacity_tokens) - 1
-            tokens = self.batch_tokens / (self.slots(place, replicas) + stages - 1)
+            tokens = self.batch_tokens / (self.slots_at(capacity_tokens, replicas) + stages - 1)
             padding = TILE / 2 * (1 + self.batch_tokens / capacity_tokens) / self.batch_tokens
             known = self._known[stages, replicas, capacity_tokens] = (tokens, tokens * (1 + padding))
         return known

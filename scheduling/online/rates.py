@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from scheduling.online.costs import ChangeCosts, slot_cost
@@ -58,7 +59,6 @@ class GroupRate:
         slowdowns: of each member, against it alone on its fair share of the GPUs.
         density: real tokens over room.
         excess: largest slowdown over its bound; up to 1 all bounds hold.
-        memory_gib: on each GPU of the fullest stage.
     """
 
     mesh: Mesh
@@ -67,7 +67,6 @@ class GroupRate:
     slowdowns: tuple[float, ...]
     density: float
     excess: float
-    memory_gib: float = 0.0
 
     @property
     def within_bounds(self) -> bool:
@@ -89,20 +88,20 @@ class Rates:
 
     def __init__(self, changes: ChangeCosts | None = None):
         self.changes = changes or ChangeCosts()
-        self._profiles: dict[tuple, Profile] = {}
+        self._profiles: dict[int, Profile] = {}
         self._alone: dict[tuple, AloneRate | None] = {}
         self._groups: dict[tuple, GroupRate | None] = {}
         self._fair: dict[tuple, float] = {}
         self._best: dict[tuple, AloneRate | None] = {}
-        self._keys: dict[str, tuple[Job, tuple]] = {}
+        self._keys: dict[str, tuple[Job, int]] = {}
+        self._numbers: dict[tuple, int] = {}
 
-    def key(self, job: Job) -> tuple:
-        """What a job's rates depend on; jobs of one key are interchangeable."""
+    def key(self, job: Job) -> int:
+        """A number for what a job's rates depend on; jobs of one number are interchangeable."""
         known = self._keys.get(job.name)
         if known is None or known[0] is not job:
-            of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets)
-            found = (hash(of), job.base_name, job.global_batch, job.rank, job.tokens / job.steps, job.weight, job.max_slowdown)
-            known = self._keys[job.name] = (job, found)
+            of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets, job.weight, job.max_slowdown)
+            known = self._keys[job.name] = (job, self._numbers.setdefault(of, len(self._numbers)))
         return known[1]
 
     def profile(self, job: Job) -> Profile:
@@ -142,15 +141,18 @@ class Rates:
 
         Returns None if no mesh holds them.
         """
+        if len(members) == 1:
+            rate = self.alone(members[0], kind, gpus)
+            return self.on_mesh(members, kind, rate.mesh) if rate else None
         keys = [self.key(job) for job in members]
-        order = sorted(range(len(members)), key=lambda i: keys[i])
-        key = (tuple(keys[i] for i in order), kind, gpus)
+        key = (*sorted(keys), *kind, gpus)
         if key not in self._groups:
-            self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
+            found = self._search_group(sorted(members, key=self.key), kind, gpus)
+            self._groups[key] = found
         rate = self._groups[key]
-        if rate is None or order == list(range(len(order))):
+        if rate is None or all(one <= next_one for one, next_one in pairwise(keys)):
             return rate
-        place = sorted(range(len(order)), key=lambda position: order[position])
+        place = sorted(range(len(keys)), key=sorted(range(len(keys)), key=keys.__getitem__).__getitem__)
         return replace(
             rate,
             steps_per_s=tuple(rate.steps_per_s[p] for p in place),
@@ -162,8 +164,43 @@ class Rates:
         recompute = _recompute(members, kind, mesh)
         if recompute is None or max(self.profile(job).longest for job in members) > mesh.capacity_tokens:
             return None
-        rate = self._share(members, kind, mesh, recompute)
-        return replace(rate, memory_gib=_memory(members, mesh, recompute) / GIB)
+        return self._share(members, kind, mesh, recompute)
+
+    def in_turn(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
+        """Jobs that take turns, a batch each, and never share a microbatch; the quickest mesh of so many GPUs."""
+        best = None
+        for stages in _divisors(gpus, members[0].shape):
+            for recompute, most in _rooms(members, kind, stages):
+                for tokens in LADDER:
+                    if max(self.profile(job).longest for job in members) <= tokens <= most:
+                        found = self._turns(members, kind, Mesh(stages, gpus // stages, tokens), recompute)
+                        if best is None or found.tokens_per_s > best.tokens_per_s:
+                            best = found
+        return best
+
+    def turns_on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """Jobs that take turns on this very mesh; None if it does not hold them."""
+        recompute = _recompute(members, kind, mesh)
+        return None if recompute is None else self._turns(members, kind, mesh, recompute)
+
+    def _turns(self, members: Sequence[Job], kind: Kind, mesh: Mesh, recompute: bool) -> GroupRate:
+        profiles = [self.profile(job) for job in members]
+        slots = [profile.slots_at(mesh.capacity_tokens, mesh.replicas) for profile in profiles]
+        cycle = max(sum(slots), max(slots) + mesh.stages - 1)
+        tokens = sum(profile.batch_tokens for profile in profiles)
+        squares = sum(profile.batch_tokens * profile.squares for profile in profiles) / tokens
+        cost, capacity = slot_cost(members[0].shape, kind[0], mesh.stages, recompute), mesh.capacity_tokens
+        cycle_s = cycle * cost.seconds(capacity, capacity * squares) + cost.update_s * len(members)
+        share = mesh.gpus / sum(job.weight for job in members)
+        slowdowns = tuple(self.fair_steps_per_s(job, kind, share * job.weight) * cycle_s for job in members)
+        return GroupRate(
+            mesh=mesh,
+            steps_per_s=(1 / cycle_s,) * len(members),
+            tokens_per_s=tokens / cycle_s,
+            slowdowns=slowdowns,
+            density=tokens / (cycle * mesh.replicas * capacity),
+            excess=max(slowdown / job.max_slowdown for slowdown, job in zip(slowdowns, members, strict=True)),
+        )
 
     def _search_alone(self, job: Job, kind: Kind, gpus: int) -> AloneRate | None:
         profile, best = self.profile(job), None
@@ -201,18 +238,19 @@ class Rates:
         best = None
         for stages in _divisors(gpus, members[0].shape):
             for recompute, most in _rooms(members, kind, stages):
+                last = 0.0
                 for tokens in ladder:
                     if tokens > most:
                         break
                     found = self._share(members, kind, Mesh(stages, gpus // stages, tokens), recompute)
                     if best is None or found.better_than(best):
                         best = found
-                    if found.density < EMPTY:
+                    if found.tokens_per_s < last or found.density < EMPTY:
                         break  # larger microbatches are emptier still
-        if best is None:
-            return None
-        memory = _memory(members, best.mesh, bool(_recompute(members, kind, best.mesh)))
-        return replace(best, memory_gib=memory / GIB)
+                    last = found.tokens_per_s
+                if most >= ladder[-1]:
+                    return best  # more stages would make no room that is needed
+        return best
 
     def _share(self, members: Sequence[Job], kind: Kind, mesh: Mesh, recompute: bool) -> GroupRate:
         profiles = [self.profile(job) for job in members]
@@ -221,7 +259,7 @@ class Rates:
         room, all_wanted = mesh.replicas * mesh.capacity_tokens, sum(tokens for tokens, _ in wanted)
         all_padded = sum(padded for _, padded in wanted)
         squares = sum(tokens * p.squares for (tokens, _), p in zip(wanted, profiles, strict=True)) / all_wanted
-        filled = _filled(all_padded / room) * room * all_wanted / all_padded
+        filled = _filled(all_padded / room) * room * all_wanted / all_padded if len(members) > 1 else all_wanted
         tokens = fair_shares([tokens for tokens, _ in wanted], weights, filled)
         per_slot = [share / profile.batch_tokens for share, profile in zip(tokens, profiles, strict=True)]
         cost, capacity = slot_cost(members[0].shape, kind[0], mesh.stages, recompute), mesh.capacity_tokens
@@ -279,11 +317,20 @@ def _rooms(members: Sequence[Job], kind: Kind, stages: int) -> list[tuple[bool, 
 
 
 def _recompute(members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool | None:
-    rooms = _rooms(members, kind, mesh.stages)
-    return next((recompute for recompute, most in rooms if most >= mesh.capacity_tokens), None)
-
-
-def _memory(members: Sequence[Job], mesh: Mesh, recompute: bool) -> float:
+    """Whether backward has to run the forward once more to fit; None if even that does not fit."""
     shape = members[0].shape
     adapters = adapters_bytes(shape, mesh.stages, ((job.rank, job.targets) for job in members))
-    return stage_bytes(shape, mesh.stages, recompute).total(mesh.capacity_tokens, adapters)
+    for recompute in (False, True):
+        if stage_bytes(shape, mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
+            return recompute
+    return None
+
+
+def memory_gib(members: Sequence[Job], kind: Kind, mesh: Mesh) -> float | None:
+    """GiB on each GPU of the fullest stage; None if the mesh does not hold these jobs."""
+    recompute = _recompute(members, kind, mesh)
+    if recompute is None:
+        return None
+    shape = members[0].shape
+    adapters = adapters_bytes(shape, mesh.stages, ((job.rank, job.targets) for job in members))
+    return stage_bytes(shape, mesh.stages, recompute).total(mesh.capacity_tokens, adapters) / GIB

@@ -1,0 +1,137 @@
+"""Checks every decision before it takes effect; a policy that breaks a rule is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from scheduling.errors import PlanError
+from scheduling.online.rates import MESHES, Rates, memory_gib
+from scheduling.online.state import ClusterState, Decision, GroupState, Policy, after
+
+PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
+BOUND_SLACK = 1e-6
+
+
+def check_decisions(
+    state: ClusterState, decisions: Sequence[Decision], rates: Rates, policy: Policy, now: float
+) -> None:
+    """Refuses decisions that use what is not there, or break what the policy promises.
+
+    Rules: groups are opened once and changed or closed only while they exist; each job is in one group, of its own
+    base; each GPU is in one group, of one worker that is up; meshes are of 1, 2, 4 or 8 GPUs, with memory for all
+    members and room for their longest samples. Promises: every member's predicted slowdown is within its bound; no
+    job that has waited ten times its own time alone sees a later one of its weight or less start.
+
+    Raises:
+        PlanError: `online.decision`, with every violation.
+    """
+    state.check_clock(now)
+    problems = [*_kinds(state, decisions)]
+    if not problems:
+        groups = after(state, decisions)
+        changed = {decision.group for decision in decisions}
+        problems += _placement(state, groups)
+        problems += _membership(state, groups)
+        if not problems:
+            for name in sorted(changed & groups.keys()):
+                problems += _group(state, groups[name], rates, "bounds" in policy.promises)
+        if "no starvation" in policy.promises and not problems:
+            problems += _starvation(state, groups, rates, now)
+    if problems:
+        raise PlanError(
+            "online.decision", f"{policy.name} decided what cannot be: {problems[0]}", problems=tuple(problems)
+        )
+
+
+def _kinds(state: ClusterState, decisions: Sequence[Decision]) -> Iterator[str]:
+    closed = {decision.group for decision in decisions if decision.kind == "close"}
+    named: set[tuple[bool, str]] = set()
+    for decision in decisions:
+        exists = decision.group in state.groups
+        if (decision.kind == "close", decision.group) in named:
+            yield f"two decisions about {decision.group}"
+        named.add((decision.kind == "close", decision.group))
+        if decision.kind == "open" and exists and decision.group not in closed:
+            yield f"{decision.group} is open already"
+        if decision.kind in ("change", "close") and not exists:
+            yield f"{decision.group} does not exist"
+        if decision.kind == "change" and decision.group in closed:
+            yield f"{decision.group} is changed and closed"
+        if decision.kind != "close" and decision.mesh is None:
+            yield f"{decision.group} has no mesh"
+        if decision.kind == "change" and exists:
+            before = state.groups[decision.group]
+            if (before.base, before.worker) != (decision.base, decision.worker):
+                yield f"{decision.group} cannot take another base or worker"
+
+
+def _placement(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
+    taken: dict[tuple[str, int], str] = {}
+    for group in groups.values():
+        worker = state.workers.get(group.worker)
+        if worker is None:
+            yield f"{group.name} is on {group.worker}, which is not up"
+            continue
+        if len(group.gpus) not in MESHES or group.mesh.gpus != len(group.gpus):
+            yield f"{group.name} has {len(group.gpus)} GPUs for a mesh of {group.mesh.gpus}"
+        for gpu in group.gpus:
+            if not 0 <= gpu < worker.gpus:
+                yield f"{group.name} is on GPU {gpu} of {worker.name}, which has {worker.gpus}"
+            if (group.worker, gpu) in taken:
+                yield f"{group.name} and {taken[group.worker, gpu]} share GPU {gpu} of {worker.name}"
+            taken[group.worker, gpu] = group.name
+
+
+def _membership(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
+    member_of: dict[str, str] = {}
+    for group in groups.values():
+        for name in group.members:
+            if name not in state.jobs:
+                yield f"{group.name} trains {name}, which is no unfinished job"
+            elif state.jobs[name].job.base_name != group.base:
+                yield f"{group.name} trains {name} on {group.base}, not on its own base"
+            if name in member_of:
+                yield f"{name} is in {member_of[name]} and {group.name}"
+            member_of[name] = group.name
+
+
+def _group(state: ClusterState, group: GroupState, rates: Rates, bounded: bool) -> Iterator[str]:
+    if not group.members:
+        return
+    kind, jobs = state.workers[group.worker].kind, [state.jobs[name].job for name in group.members]
+    needed = memory_gib(jobs, kind, group.mesh)
+    if needed is None:
+        yield f"{group.name} needs more than {kind[1]:g} GiB a GPU"
+        return
+    rate = rates.on_mesh(jobs, kind, group.mesh)
+    if rate is None:
+        yield f"{group.name} has microbatches shorter than a sample"
+    elif bounded and rate.excess > 1 + BOUND_SLACK and len(jobs) > 1:
+        slowest = max(zip(rate.slowdowns, group.members, strict=True))
+        yield f"{group.name} slows {slowest[1]} down {slowest[0]:.2f} times"
+
+
+def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates, now: float) -> Iterator[str]:
+    running = {name for group in groups.values() for name in group.members}
+    started = [state.jobs[name] for name in running if state.jobs[name].group is None]
+    if not started:
+        return
+    latest = max(one.job.arrival_s for one in started)
+    for one in state.jobs.values():
+        if one.job.arrival_s >= latest:
+            break  # jobs come in order of arrival
+        if one.job.name in running or one.group is not None:
+            continue
+        if one.waited(now) > PATIENCE * time_alone(one, rates, state):
+            later = next((s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight), None)
+            if later is not None:
+                yield f"{later.job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
+                return
+
+
+def time_alone(one, rates: Rates, state: ClusterState) -> float:
+    """Seconds of all of a job's steps alone on its best mesh, on the first kind of worker that holds it."""
+    for worker in state.workers.values():
+        if rate := rates.best_alone(one.job, worker.kind, worker.gpus):
+            return rate.step_s * one.job.steps
+    return float("inf")

@@ -1,0 +1,54 @@
+"""One call: jobs, a cluster and a policy in, completion times out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduling.errors import PlanError
+from scheduling.online.policies.baselines import Fifo, Mlora, Packing, Srtf, Tlora
+from scheduling.online.policies.ours import Ours
+from scheduling.online.rates import Rates
+from scheduling.online.result import ClusterResult
+from scheduling.online.simulator import Simulator
+from scheduling.online.state import Policy
+from scheduling.online.types import Fault, Job, User, Worker
+
+POLICIES = {"ours": Ours, "fifo": Fifo, "srtf": Srtf, "mlora": Mlora, "packing": Packing, "tlora": Tlora}
+
+
+def make_policy(name: str, rates: Rates) -> Policy:
+    """A policy by its name.
+
+    Raises:
+        PlanError: `online.policy`.
+    """
+    if name not in POLICIES:
+        raise PlanError("online.policy", f"no policy {name!r}", fix=f"one of {', '.join(POLICIES)}")
+    return POLICIES[name](rates)
+
+
+def simulate_cluster(
+    jobs: Sequence[Job],
+    workers: Sequence[Worker],
+    *,
+    policy: str | Policy = "ours",
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    users: Sequence[User] = (),
+    rates: Rates | None = None,
+) -> ClusterResult:
+    """Plays jobs that arrive over time on a cluster until all are done; equal arguments give equal results.
+
+    Args:
+        policy: a name from `POLICIES`, or an object with `decide(state, now)`.
+        seed: for policies that draw; none that ships does.
+        faults: workers that fail for some time.
+        users: weights and quotas; users that are not named have weight 1.
+        rates: predictions to use again, for several runs of the same jobs.
+
+    Raises:
+        PlanError: bad input, a job that fits nowhere, or a decision that breaks a rule.
+    """
+    rates = rates or Rates()
+    chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
+    return Simulator(jobs, workers, chosen, rates, users=users, faults=faults).run()

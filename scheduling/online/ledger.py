@@ -1,0 +1,221 @@
+"""Accounts of a simulated cluster: GPU time, tokens, and what every user got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from scheduling.online.rates import GroupRate, Rates, fair_shares
+from scheduling.online.state import GroupState, UserState
+from scheduling.online.types import Job, Worker
+
+WINDOW_S = 6 * 3600.0  # of the fairness index
+
+
+class GroupSpan(NamedTuple):
+    """A group with the same members for some time."""
+
+    group: str
+    worker: str
+    base: str
+    gpus: tuple[int, ...]
+    members: tuple[str, ...]
+    start_s: float
+    ready_s: float
+    end_s: float
+    tokens_per_s: float
+    density: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    """Totals of a run.
+
+    Args:
+        gpu_s: of all GPUs that were up, until the last job finished.
+        busy_s: of GPUs in groups that trained.
+        waiting_gpu_s, waiting_busy_s: the same while at least one job waited.
+        useful_s: busy time, counted in full slots.
+        lost_tokens: trained again after faults.
+        user_got: GPU-seconds of work, measured alone on the best mesh, of every user.
+        fairness: (start of a window, Jain's index of weighted work over the users that had jobs waiting in it).
+        groups: every stretch of every group.
+    """
+
+    gpu_s: float
+    busy_s: float
+    waiting_gpu_s: float
+    waiting_busy_s: float
+    useful_s: float
+    lost_tokens: float
+    user_got: dict[str, float]
+    fairness: tuple[tuple[float, float], ...]
+    groups: tuple[GroupSpan, ...]
+
+
+class _Running(NamedTuple):
+    state: GroupState
+    rate: GroupRate | None
+    since_s: float
+    work: dict[str, float]  # per user, GPU-seconds of work a second
+
+
+class Ledger:
+    """Adds up as time advances; a policy reads the users' accounts."""
+
+    def __init__(
+        self, workers: Sequence[Worker], rates: Rates, users: dict[str, UserState], jobs: Mapping[str, Job]
+    ):
+        self.rates, self.users, self.jobs = rates, users, jobs
+        self.kinds = list(dict.fromkeys((worker.kind, worker.gpus) for worker in workers))
+        self.gpus_up = sum(worker.gpus for worker in workers)
+        self.workers_up = {worker.name for worker in workers}
+        self.running: dict[str, _Running] = {}
+        self.members: dict[str, int] = {}  # per group
+        self.demand: dict[str, float] = {}  # GPUs that a user's unfinished jobs would take alone
+        self.present: dict[str, int] = {}
+        self.placed: dict[str, int] = {}
+        self.totals = dict.fromkeys(
+            ("gpu_s", "busy_s", "waiting_gpu_s", "waiting_busy_s", "useful_s", "lost_tokens"), 0.0
+        )
+        self.got: dict[str, float] = dict.fromkeys(users, 0.0)
+        self.entitled: dict[str, float] = dict.fromkeys(users, 0.0)
+        self.shares: dict[str, float] | None = None
+        self.work_rate: dict[str, float] = {}
+        self.window_end, self.window_got, self.window_backlogged = WINDOW_S, dict(self.got), dict.fromkeys(users, 0.0)
+        self.fairness: list[tuple[float, float]] = []
+        self.spans: list[GroupSpan] = []
+
+    def advance(self, start: float, end: float) -> None:
+        while end > start:
+            stop = min(end, self.window_end)
+            self._advance(start, stop)
+            if stop >= self.window_end:
+                self._close_window()
+            start = stop
+
+    def arrive(self, job: Job) -> None:
+        self._count(job, 1)
+
+    def leave(self, job: Job) -> None:
+        self._count(job, -1)
+
+    def up(self, worker: Worker, is_up: bool) -> None:
+        if is_up != (worker.name in self.workers_up):
+            self.gpus_up += worker.gpus if is_up else -worker.gpus
+            (self.workers_up.add if is_up else self.workers_up.discard)(worker.name)
+            self.shares = None
+
+    def lose(self, job: Job, steps: float) -> None:
+        self.totals["lost_tokens"] += steps * job.tokens / job.steps
+        self.got[job.user] -= steps * self._step_work(job)
+
+    def set_group(self, state: GroupState, rate: GroupRate | None, now: float) -> None:
+        self.drop_group(state.name, now)
+        work: dict[str, float] = {}
+        for name, steps in zip(state.members, rate.steps_per_s if rate else (), strict=True):
+            job = self.jobs[name]
+            work[job.user] = work.get(job.user, 0.0) + steps * self._step_work(job)
+            self.placed[job.user] = self.placed.get(job.user, 0) + 1
+        self.running[state.name] = _Running(state, rate, now, work)
+
+    def drop_group(self, name: str, now: float) -> None:
+        before = self.running.pop(name, None)
+        if before is None:
+            return
+        for member in before.state.members:
+            self.placed[self.jobs[member].user] -= 1
+        if now > before.since_s:
+            state, rate = before.state, before.rate
+            self.spans.append(
+                GroupSpan(
+                    state.name,
+                    state.worker,
+                    state.base,
+                    state.gpus,
+                    state.members,
+                    before.since_s,
+                    min(max(state.ready_s, before.since_s), now),
+                    now,
+                    rate.tokens_per_s if rate else 0.0,
+                    rate.density if rate else 0.0,
+                )
+            )
+
+    def close(self, now: float) -> Accounts:
+        for name in list(self.running):
+            self.drop_group(name, now)
+        return Accounts(
+            **self.totals, user_got=dict(self.got), fairness=tuple(self.fairness), groups=tuple(self.spans)
+        )
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.demand[job.user] = self.demand.get(job.user, 0.0) + sign * self._best(job).mesh.gpus
+        self.present[job.user] = self.present.get(job.user, 0) + sign
+        self.shares = None
+
+    def _best(self, job: Job):
+        found = (self.rates.best_alone(job, kind, gpus) for kind, gpus in self.kinds)
+        return next(rate for rate in found if rate)
+
+    def _step_work(self, job: Job) -> float:
+        return self._best(job).gpu_s(1)
+
+    def _advance(self, start: float, end: float) -> None:
+        seconds = end - start
+        busy = useful = 0.0
+        for group in self.running.values():
+            training = end - max(start, group.state.ready_s)
+            if group.rate is None or training <= 0:
+                continue
+            gpu_s = training * len(group.state.gpus)
+            busy += gpu_s
+            useful += gpu_s * group.rate.density
+            for user, rate in group.work.items():
+                self.got[user] += rate * training
+        waits = False
+        for user, present in self.present.items():
+            if present > self.placed.get(user, 0):
+                waits = True
+                self.window_backlogged[user] += seconds
+        totals = self.totals
+        totals["gpu_s"] += seconds * self.gpus_up
+        totals["busy_s"] += busy
+        totals["useful_s"] += useful
+        if waits:
+            totals["waiting_gpu_s"] += seconds * self.gpus_up
+            totals["waiting_busy_s"] += busy
+        if self.shares is None:
+            self.shares = self._fair()
+        for user, share in self.shares.items():
+            self.entitled[user] += share * seconds
+            self.users[user] = replace(self.users[user], got=self.got[user], entitled=self.entitled[user])
+
+    def _fair(self) -> dict[str, float]:
+        names = [user for user, present in self.present.items() if present]
+        weights = [self.users[user].user.weight for user in names]
+        caps = [min(self.demand[user], self.users[user].user.max_gpus or float("inf")) for user in names]
+        return dict(zip(names, fair_shares(caps, weights, float(self.gpus_up)), strict=True))
+
+    def _close_window(self) -> None:
+        window = [
+            (self.got[user] - self.window_got[user]) / self.users[user].user.weight
+            for user, seconds in self.window_backlogged.items()
+            if seconds > 0.9 * WINDOW_S
+        ]
+        if len(window) > 1 and any(window):
+            self.fairness.append((self.window_end - WINDOW_S, jain(window)))
+        self.window_end += WINDOW_S
+        self.window_got = dict(self.got)
+        self.window_backlogged = dict.fromkeys(self.window_backlogged, 0.0)
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index: (Σ x)² / (n Σ x²); 1 when all are equal, 1/n when one has all.
+
+    >>> jain([1.0, 1.0]), jain([1.0, 0.0])
+    (1.0, 0.5)
+    """
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0

@@ -1,0 +1,1 @@
+"""Policies that decide who trains with whom: ours, and those it is compared with."""

@@ -1,0 +1,190 @@
+"""Policies to compare with, behind the same interface and on the same rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduling.online.policies.draft import Draft, DraftGroup
+from scheduling.online.rates import MESHES, AloneRate, GroupRate, Kind, Rates
+from scheduling.online.state import ClusterState, Decision, JobState
+from scheduling.online.types import Job
+
+
+class _Baseline:
+    mixes = True
+    promises: frozenset[str] = frozenset()
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+
+    def _sizes(self, draft: Draft) -> list[tuple[Kind, int]]:
+        """(kind, GPUs of the largest worker) of the workers that are up."""
+        largest: dict[Kind, int] = {}
+        for worker in draft.state.workers.values():
+            largest[worker.kind] = max(largest.get(worker.kind, 0), worker.gpus)
+        return list(largest.items())
+
+    def _best_alone(self, draft: Draft, job: Job) -> AloneRate | None:
+        found = (self.rates.best_alone(job, kind, gpus) for kind, gpus in self._sizes(draft))
+        return min((rate for rate in found if rate), key=lambda rate: rate.gpu_s(1), default=None)
+
+    def _left_s(self, draft: Draft, state: JobState, now: float) -> float:
+        rate = self._best_alone(draft, state.job)
+        return state.left_steps(now) * rate.step_s if rate else float("inf")
+
+    def _open_alone(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
+        """Opens the mesh with the fewest GPU-seconds for a job; None if no block of that size is free."""
+        rate = self._best_alone(draft, state.job)
+        block = draft.block(state.job.base_name, rate.mesh.gpus) if rate else None
+        if rate is None or block is None:
+            return None
+        here = self.rates.alone(state.job, draft.state.workers[block[0]].kind, rate.mesh.gpus)
+        if here is None:
+            return None
+        return draft.open(state.job.base_name, block, here.mesh, [state.job.name], why)
+
+
+class Fifo(_Baseline):
+    """First come, first served; every job alone on its mesh until it ends."""
+
+    name = "fifo"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        for job in draft.waiting():
+            if self._open_alone(draft, job, "it has waited longest") is None:
+                break
+        return draft.decisions()
+
+
+class Srtf(_Baseline):
+    """Shortest remaining time first, every job alone on its mesh; a shorter job takes the GPUs of longer ones."""
+
+    name = "srtf"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
+        for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
+            rate = self._best_alone(draft, job.job)
+            if rate is None:
+                continue
+            if draft.block(job.job.base_name, rate.mesh.gpus) is None and not self._make_room(draft, job, rate, left):
+                break
+            self._open_alone(draft, job, f"{left[job.job.name]:.0f} s left, the least of all that wait")
+        return draft.decisions()
+
+    def _make_room(self, draft: Draft, job: JobState, rate: AloneRate, left: dict[str, float]) -> bool:
+        """Frees the block whose shortest job is longest, if all there have more left than this one and its start."""
+        own = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
+        best, best_left = None, own
+        for worker in draft.state.workers.values():
+            for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
+                inside = set(range(first, first + rate.mesh.gpus))
+                there = [g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)]
+                shortest = min((left[name] for group in there for name in group.members), default=0.0)
+                if shortest > best_left and all(set(group.gpus) <= inside for group in there):
+                    best, best_left = there, shortest
+        for group in best or ():
+            draft.empty(group, "a shorter job takes its GPUs")
+        return best is not None
+
+
+class Mlora(_Baseline):
+    """First come, first served in batches of up to four jobs of one base that take turns (mLoRA)."""
+
+    name = "mlora"
+    mixes = False
+
+    def __init__(self, rates: Rates, batch: int = 4):
+        super().__init__(rates)
+        self.batch = batch
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        waiting = draft.waiting()
+        while waiting:
+            first = waiting[0].job
+            jobs = [one.job for one in waiting if one.job.base_name == first.base_name][: self.batch]
+            found = self._best_turns(draft, jobs)
+            block = draft.block(first.base_name, found.mesh.gpus) if found else None
+            if found is None or block is None:
+                break
+            names = [job.name for job in jobs]
+            draft.open(first.base_name, block, found.mesh, names, f"batch of {len(jobs)}, {first.name} has waited longest")
+            waiting = [one for one in waiting if one.job.name not in names]
+        return draft.decisions()
+
+    def _best_turns(self, draft: Draft, jobs: Sequence[Job]) -> GroupRate | None:
+        found = [
+            rate
+            for kind, most in self._sizes(draft)
+            for gpus in MESHES
+            if gpus <= most and (rate := self.rates.in_turn(jobs, kind, gpus))
+        ]
+        return max(found, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus, default=None)
+
+
+class Packing(_Baseline):
+    """Every job starts at once where it fits: on free GPUs, else in the least loaded group of its base."""
+
+    name = "packing"
+    members = 16  # places of a session
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        for job in draft.waiting():
+            if self._open_alone(draft, job, "GPUs are free") is None:
+                self._join_least_loaded(draft, job)
+        return draft.decisions()
+
+    def _join_least_loaded(self, draft: Draft, job: JobState) -> None:
+        same = [group for group in draft.groups.values() if group.base == job.job.base_name and group.members]
+        for group in sorted(same, key=lambda group: (len(group.members) / len(group.gpus), group.name)):
+            jobs = [draft.state.jobs[name].job for name in group.members] + [job.job]
+            rate = self.rates.group(jobs, draft.kind(group), len(group.gpus)) if len(jobs) <= self.members else None
+            if rate:
+                group.members.append(job.job.name)
+                group.mesh = rate.mesh
+                group.why.append(f"{job.job.name} joins, least loaded of {len(same)}")
+                return
+
+
+class Tlora(_Baseline):
+    """tLoRA as its abstract describes it, plainly: in order of arrival, a job joins the group of its base whose
+    collective throughput it raises most, if every member stays within its slowdown; else it takes free GPUs."""
+
+    name = "tlora"
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        state.check_clock(now)
+        draft = Draft(state)
+        for job in draft.waiting():
+            found = self._best_group(draft, job)
+            if found is not None:
+                group, rate, gain = found
+                group.members.append(job.job.name)
+                group.mesh = rate.mesh
+                group.why.append(f"{job.job.name} adds {gain:,.0f} tokens/s, slowdowns up to {max(rate.slowdowns):.2f}")
+            else:
+                self._open_alone(draft, job, "no group has capacity for it")
+        return draft.decisions()
+
+    def _best_group(self, draft: Draft, job: JobState) -> tuple[DraftGroup, GroupRate, float] | None:
+        best = None
+        for group in draft.groups.values():
+            if group.base != job.job.base_name or not group.members:
+                continue
+            jobs, kind = [draft.state.jobs[name].job for name in group.members], draft.kind(group)
+            before = self.rates.group(jobs, kind, len(group.gpus))
+            rate = self.rates.group([*jobs, job.job], kind, len(group.gpus))
+            if before is None or rate is None or not rate.within_bounds:
+                continue
+            gain = rate.tokens_per_s - before.tokens_per_s
+            if gain > 0 and (best is None or gain > best[2]):
+                best = group, rate, gain
+        return best

@@ -1,0 +1,132 @@
+"""A cluster on paper: moves are tried here, and the difference to the real one becomes decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduling.online.rates import Kind, Mesh
+from scheduling.online.state import ClusterState, Decision, JobState
+
+
+@dataclass(slots=True)
+class DraftGroup:
+    """A group that may still change; `why` becomes its decision's reason."""
+
+    base: str
+    worker: str
+    gpus: tuple[int, ...]
+    mesh: Mesh
+    members: list[str]
+    name: str
+    is_new: bool = True
+    ready_s: float = 0.0
+    why: list[str] = field(default_factory=list)
+
+
+class Draft:
+    """The groups as they are, to be changed; `decisions` says what has to happen.
+
+    Groups lie in aligned blocks of 1, 2, 4 or 8 GPUs, so that blocks never fragment a worker.
+    """
+
+    def __init__(self, state: ClusterState):
+        self.state = state
+        self.groups = {
+            name: DraftGroup(
+                group.base, group.worker, group.gpus, group.mesh, list(group.members), name, False, group.ready_s
+            )
+            for name, group in state.groups.items()
+        }
+        self.free = {name: [True] * worker.gpus for name, worker in state.workers.items()}
+        for group in self.groups.values():
+            if group.members:
+                self._mark(group, False)
+
+    def waiting(self) -> list[JobState]:
+        """Jobs in no group of the draft."""
+        placed = {name for group in self.groups.values() for name in group.members}
+        return [job for name, job in self.state.jobs.items() if name not in placed]
+
+    def free_gpus(self) -> int:
+        return sum(map(sum, self.free.values()))
+
+    def kind(self, group: DraftGroup) -> Kind:
+        return self.state.workers[group.worker].kind
+
+    def blocks(self, size: int) -> Iterator[tuple[str, int]]:
+        """(worker, first GPU) of free aligned blocks, on the fullest workers first."""
+        order = sorted(self.free, key=lambda name: (sum(self.free[name]), name))
+        for worker in order:
+            free = self.free[worker]
+            for first in range(0, len(free) - size + 1, size):
+                if all(free[first : first + size]):
+                    yield worker, first
+
+    def open(self, base: str, block: tuple[str, int], mesh: Mesh, members: list[str], why: str) -> DraftGroup:
+        """Takes a free block; an idle session of this base and size there is used again, others there end."""
+        worker, first = block
+        gpus = tuple(range(first, first + mesh.gpus))
+        for name, group in list(self.groups.items()):
+            if not group.members and group.worker == worker and set(group.gpus) & set(gpus):
+                if group.base == base and group.gpus == gpus:
+                    group.members, group.mesh = members, mesh
+                    group.why.append(why)
+                    self._mark(group, False)
+                    return group
+                del self.groups[name]
+        name = f"{worker}:{first}"
+        group = self.groups[name] = DraftGroup(base, worker, gpus, mesh, members, name, why=[why])
+        self._mark(group, False)
+        return group
+
+    def warm_block(self, base: str, size: int) -> tuple[str, int] | None:
+        """A free block with an idle session of this base and size."""
+        for group in self.groups.values():
+            if not group.members and group.base == base and len(group.gpus) == size:
+                if all(self.free[group.worker][gpu] for gpu in group.gpus):
+                    return group.worker, group.gpus[0]
+        return None
+
+    def block(self, base: str, size: int) -> tuple[str, int] | None:
+        """Where a group of this size would be opened: a warm session if there is one, else the tightest fit."""
+        return self.warm_block(base, size) or next(self.blocks(size), None)
+
+    def empty(self, group: DraftGroup, why: str) -> None:
+        """Sends all members of a group to wait; its session stays idle."""
+        group.members = []
+        group.why.append(why)
+        self._mark(group, True)
+
+    def close(self, group: DraftGroup) -> None:
+        self._mark(group, True)
+        del self.groups[group.name]
+
+    def decisions(self) -> list[Decision]:
+        """What turns the real groups into these."""
+        found = []
+        for name, before in self.state.groups.items():
+            now = self.groups.get(name)
+            if now is None or now.is_new:
+                why = "its GPUs are needed" if now is None or not now.why else now.why[-1]
+                found.append(Decision(kind="close", group=name, why=why))
+            elif (before.members, before.gpus, before.mesh) != (tuple(now.members), now.gpus, now.mesh):
+                found.append(self._decision("change", now))
+        return found + [self._decision("open", group) for group in self.groups.values() if group.is_new]
+
+    def _decision(self, kind, group: DraftGroup) -> Decision:
+        return Decision(
+            kind=kind,
+            group=group.name,
+            base=group.base,
+            worker=group.worker,
+            gpus=group.gpus,
+            mesh=group.mesh,
+            members=tuple(group.members),
+            why=", ".join(group.why),
+        )
+
+    def _mark(self, group: DraftGroup, free: bool) -> None:
+        row = self.free[group.worker]
+        for gpu in group.gpus:
+            row[gpu] = free

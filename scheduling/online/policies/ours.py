@@ -1,0 +1,477 @@
+"""Our policy: groups that fill their GPUs, the jobs that finish soonest first, nobody slowed beyond its bound.
+
+What a configuration is worth:  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and what is left
+are in GPU-seconds of work alone. α = 1 would run the shortest job on all GPUs, α = 0 would only fill them; in between,
+jobs share GPUs as long as that raises what all of them together achieve. A move is made when what it wins over
+`HORIZON_S` exceeds what everybody loses while groups stop for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from scheduling.online.check import PATIENCE
+from scheduling.online.policies.draft import Draft, DraftGroup
+from scheduling.online.rates import GroupRate, Kind, Mesh, Rates
+from scheduling.online.state import ClusterState, Decision, JobState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the policy weighs; the switches take one idea away each, to show what it brings.
+
+    Args:
+        sharpness: α, how much sooner short jobs go.
+        start_work_s: START, GPU-seconds of work below which jobs count as equally short.
+        horizon_s: for how long a move is expected to last.
+        margin: a job is preempted only for a gain of that share.
+        urgent: share of the patience after which a waiting job goes first.
+        most_members: places of a session.
+    """
+
+    sharpness: float = 0.8
+    start_work_s: float = 120.0
+    horizon_s: float = 900.0
+    margin: float = 0.1
+    urgent: float = 0.4
+    most_members: int = 12
+    candidates: int = 4
+    moves: int = 12
+    grouping: bool = True
+    residual: bool = True
+    urgency: bool = True
+    elasticity: bool = True
+    preemption: bool = True
+
+
+class Ours:
+    """Groups jobs by what they gain together; grows, shrinks, merges and preempts when that pays.
+
+    Args:
+        rates: what groups achieve.
+        settings: what is weighed.
+    """
+
+    mixes = True
+    promises = frozenset({"bounds", "no starvation"})
+
+    def __init__(self, rates: Rates, settings: Settings | None = None, name: str = "ours"):
+        self.rates, self.settings, self.name = rates, settings or Settings(), name
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        """What to change now; empty if nothing pays."""
+        state.check_clock(now)
+        if not state.jobs or not state.workers:
+            return []
+        return _Search(self.rates, self.settings, state, now).run()
+
+
+class _Search:
+    """One decision: a draft of the cluster, improved move by move."""
+
+    def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float):
+        self.rates, self.settings, self.state, self.now = rates, settings, state, now
+        self.draft = Draft(state)
+        self.sizes = tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))
+        self.claim: dict[str, float] = {}  # U of a step per second
+        self.order: dict[str, float] = {}  # U of a GPU-second of work per second: who goes first
+        self.urgent: list[JobState] = []
+        self.values: dict[str, float] = {}  # U of each group of the draft
+        self.barred_after: tuple[float, float] | None = None
+        for name, job in state.jobs.items():
+            self._weigh(name, job)
+        self.urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
+        self._bar()
+
+    def run(self) -> list[Decision]:
+        self._repair()
+        self.backlog = self._backlog()
+        self._place_urgent()
+        for _ in range(self.settings.moves):
+            if not (self._fill_free() or self._join_or_swap() or self._evict()):
+                break
+        if self.settings.elasticity:
+            for _ in range(self.settings.moves):
+                if not self._grow():
+                    break
+        return self.draft.decisions()
+
+    # --- what jobs are worth
+
+    def _weigh(self, name: str, state: JobState) -> None:
+        job, settings = state.job, self.settings
+        best = next(rate for kind, most in self.sizes if (rate := self.rates.best_alone(job, kind, most)) or True)
+        if best is None:  # its kind of worker is down
+            self.claim[name] = self.order[name] = 0.0
+            return
+        work = best.step_s * best.mesh.gpus
+        left = state.left_steps(self.now) * work
+        claim = 100.0**job.priority / (left + settings.start_work_s) ** settings.sharpness
+        user = self.state.users.get(job.user)
+        if user is not None:
+            claim *= user.user.weight
+        if settings.urgency and self._is_urgent(state, best.step_s * job.steps, left / best.mesh.gpus):
+            claim *= 30.0
+            if state.group is None:
+                self.urgent.append(state)
+        self.order[name] = claim
+        self.claim[name] = claim * work
+
+    def _is_urgent(self, state: JobState, alone_s: float, left_s: float) -> bool:
+        """Has waited for a good part of its patience, or would be late if it waited much longer."""
+        waited = state.waited(self.now)
+        if waited > self.settings.urgent * PATIENCE * alone_s:
+            return True
+        deadline = state.job.deadline_s
+        return deadline is not None and self.now < deadline < self.now + 1.5 * left_s + 120.0
+
+    def _bar(self) -> None:
+        """Remembers the earliest job whose patience is at its end: nothing later of its weight may start before it."""
+        self.barred = [
+            one for one in self.urgent if one.waited(self.now) > 0.98 * PATIENCE * self._alone_s(one)
+        ]
+
+    def _alone_s(self, state: JobState) -> float:
+        for kind, most in self.sizes:
+            if rate := self.rates.best_alone(state.job, kind, most):
+                return rate.step_s * state.job.steps
+        return float("inf")
+
+    def _may_start(self, name: str, placed: set[str]) -> bool:
+        one = self.state.jobs[name]
+        if one.group is not None or not self.barred:
+            return True
+        return not any(
+            other.job.arrival_s < one.job.arrival_s and other.job.weight >= one.job.weight and other.job.name not in placed
+            for other in self.barred
+            if other.job.name != name
+        )
+
+    def _backlog(self) -> dict[str, list[str]]:
+        """Waiting jobs of every base, most valuable first."""
+        found: dict[str, list[str]] = {}
+        for state in self.draft.waiting():
+            found.setdefault(state.job.base_name, []).append(state.job.name)
+        for names in found.values():
+            names.sort(key=lambda name: (-self.order[name], name))
+        return found
+
+    # --- groups
+
+    def _rate(self, names: Sequence[str], kind: Kind, gpus: int) -> GroupRate | None:
+        if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
+            return None
+        rate = self.rates.group([self.state.jobs[name].job for name in names], kind, gpus)
+        return rate if rate is not None and (rate.within_bounds or len(names) == 1) else None
+
+    def _worth(self, names: Sequence[str], rate: GroupRate) -> float:
+        return sum(self.claim[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
+
+    def _value(self, group: DraftGroup) -> float:
+        """U of a group as it is in the draft."""
+        if group.name not in self.values:
+            jobs = [self.state.jobs[name].job for name in group.members]
+            rate = self.rates.on_mesh(jobs, self.draft.kind(group), group.mesh) if jobs else None
+            self.values[group.name] = self._worth(group.members, rate) if rate else 0.0
+        return self.values[group.name]
+
+    def _tolerates(self, names: Iterable[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
+        """Whether every running member stays within its bound to its end, with this stop and all before."""
+        slowdown = dict(zip(members, rate.slowdowns, strict=True))
+        steps = dict(zip(members, rate.steps_per_s, strict=True))
+        for name in names:
+            if name not in steps:
+                continue
+            mine = self.state.jobs[name]
+            ahead = mine.left_steps(self.now) / steps[name]
+            since = max(0.0, self.now - mine.at_s)
+            before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown[name])
+            if before + stall_s + ahead > mine.job.max_slowdown * (alone + ahead / slowdown[name]) and stall_s > 0:
+                return False
+        return True
+
+    def _pack(self, base: str, kind: Kind, gpus: int, start: Sequence[str], waiting: Sequence[str]):
+        """Adds waiting jobs to a group, most valuable first, while that raises its worth: (members, rate, worth)."""
+        members, rate = list(start), self._rate(start, kind, gpus) if start else None
+        if start and rate is None:
+            return None
+        worth = self._worth(members, rate) if rate else 0.0
+        misses = 0
+        for name in waiting:
+            if misses >= self.settings.candidates or (members and not self.settings.grouping):
+                break
+            if not self._may_start(name, {*members}):
+                continue
+            tried = self._rate([*members, name], kind, gpus)
+            value = self._worth([*members, name], tried) if tried else 0.0
+            if tried is not None and value > worth * (1.0 if members else 0.0):
+                members, rate, worth, misses = [*members, name], tried, value, 0
+                if not self.settings.residual and len(members) >= 4:
+                    break
+            else:
+                misses += 1
+        return (members, rate, worth) if rate else None
+
+    def _take(self, group: DraftGroup, members: Sequence[str], rate: GroupRate, why: str) -> None:
+        for name in set(members) - set(group.members):
+            self.backlog[group.base].remove(name)
+        for name in set(group.members) - set(members):
+            self._return(name)
+        group.members, group.mesh = list(members), rate.mesh
+        group.why.append(why)
+        self.values[group.name] = self._worth(members, rate)
+
+    def _return(self, name: str) -> None:
+        names = self.backlog.setdefault(self.state.jobs[name].job.base_name, [])
+        names.append(name)
+        names.sort(key=lambda one: (-self.order[one], one))
+
+    def _reason(self, members: Sequence[str], rate: GroupRate, before: float) -> str:
+        jobs = [self.state.jobs[name].job for name in members]
+        gain = rate.tokens_per_s - before
+        return (
+            f"{len(jobs)} jobs at {rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
+            f"slowdowns up to {max(rate.slowdowns):.2f}"
+        )
+
+    # --- moves
+
+    def _repair(self) -> None:
+        """Gives groups whose members have left a mesh that suits the rest."""
+        self.backlog = {}
+        for group in list(self.draft.groups.values()):
+            if not group.members:
+                continue
+            kind, size = self.draft.kind(group), len(group.gpus)
+            jobs = [self.state.jobs[name].job for name in group.members]
+            now = self.rates.on_mesh(jobs, kind, group.mesh)
+            best = self._rate(group.members, kind, size)
+            while best is None and len(group.members) > 1:
+                members = sorted(group.members, key=lambda name: self.claim[name])
+                group.members.remove(members[0])
+                group.why.append(f"{members[0]} leaves, the rest would be too slow")
+                best = self._rate(group.members, kind, size)
+            if best is None or best.mesh == group.mesh:
+                continue
+            slow = now is None or not now.within_bounds
+            if slow or self._worth(group.members, best) > 1.05 * self._value(group):
+                group.mesh = best.mesh
+                group.why.append("another capacity suits who is left: " + self._reason(group.members, best, 0.0))
+                self.values.pop(group.name, None)
+
+    def _fill_free(self) -> bool:
+        """Opens a group on free GPUs for the base whose waiting jobs are worth most there."""
+        best = None
+        for base, waiting in self.backlog.items():
+            if not waiting:
+                continue
+            for size in (8, 4, 2, 1) if self.settings.elasticity else self._alone_sizes(waiting):
+                block = self.draft.block(base, size)
+                if block is None:
+                    continue
+                found = self._pack(base, self.state.workers[block[0]].kind, size, [], waiting)
+                if found and (best is None or found[2] / size**0.5 > best[0]):
+                    best = found[2] / size**0.5, base, block, found
+                break
+        if best is None:
+            return False
+        _, base, block, (members, rate, worth) = best
+        group = self.draft.open(base, block, rate.mesh, [], "")
+        group.why.pop()
+        self._take(group, members, rate, "GPUs are free: " + self._reason(members, rate, 0.0))
+        return True
+
+    def _alone_sizes(self, waiting: Sequence[str]) -> list[int]:
+        found = (self.rates.best_alone(self.state.jobs[waiting[0]].job, kind, most) for kind, most in self.sizes)
+        return [rate.mesh.gpus for rate in found if rate][:1]
+
+    def _join_or_swap(self) -> bool:
+        """Lets waiting jobs into running groups, beside the members or instead of the one that has longest to go."""
+        best = None
+        for group in self.draft.groups.values():
+            waiting = self.backlog.get(group.base)
+            if not waiting or not group.members:
+                continue
+            for members, rate in self._with_one_more(group, waiting[: self.settings.candidates]):
+                gain = self._worth(members, rate) - self._value(group)
+                stall = self.rates.changes.change_s * self._value(group)
+                if gain * self.settings.horizon_s > stall and (best is None or gain > best[0]):
+                    stays = [name for name in members if name in group.members]
+                    if self._tolerates(stays, rate, members, self.rates.changes.change_s):
+                        best = gain, group, members, rate
+        if best is None:
+            return False
+        _, group, members, rate = best
+        jobs = [self.state.jobs[name].job for name in group.members]
+        before = self.rates.on_mesh(jobs, self.draft.kind(group), group.mesh)
+        joins = ", ".join(name for name in members if name not in group.members)
+        leaves = ", ".join(name for name in group.members if name not in members)
+        said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "") + ": "
+        self._take(group, members, rate, said + self._reason(members, rate, before.tokens_per_s if before else 0.0))
+        return True
+
+    def _with_one_more(self, group: DraftGroup, waiting: Sequence[str]):
+        kind, size = self.draft.kind(group), len(group.gpus)
+        last = min(group.members, key=lambda name: self.order[name])
+        for name in waiting:
+            if not self._may_start(name, set(group.members)):
+                continue
+            if self.settings.grouping and (self.settings.residual or len(group.members) < 4):
+                members = [*group.members, name]
+                if rate := self._rate(members, kind, size):
+                    yield members, rate
+            if self.settings.preemption and self.order[name] > (1 + self.settings.margin) * self.order[last]:
+                members = [one for one in group.members if one != last] + [name]
+                if rate := self._rate(members, kind, size):
+                    yield members, rate
+
+    def _evict(self) -> bool:
+        """Gives the GPUs of the group that is worth least to a base whose waiting jobs are worth more there."""
+        if not self.settings.preemption:
+            return False
+        best = None
+        for base, waiting in self.backlog.items():
+            if not waiting:
+                continue
+            victims = sorted(
+                (group for group in self.draft.groups.values() if group.members and group.base != base and not group.is_new),
+                key=lambda group: (self._value(group) / len(group.gpus), group.name),
+            )
+            for group in victims[:3]:
+                found = self._pack(base, self.draft.kind(group), len(group.gpus), [], waiting)
+                if found is None:
+                    continue
+                lost = self._value(group)
+                open_s = self.rates.changes.open_s(self.state.jobs[found[0][0]].job.shape)
+                gain = found[2] * (1 - open_s / self.settings.horizon_s) - lost * (1 + self.settings.margin)
+                if gain > 0 and (best is None or gain > best[0]):
+                    best = gain, group, base, found
+        if best is None:
+            return False
+        _, group, base, (members, rate, _) = best
+        self._replace(group, base, members, rate)
+        return True
+
+    def _replace(self, group: DraftGroup, base: str, members: Sequence[str], rate: GroupRate) -> None:
+        block = group.worker, group.gpus[0]
+        for name in group.members:
+            self._return(name)
+        old_base = group.base
+        self.draft.close(group)
+        self.values.pop(group.name, None)
+        opened = self.draft.open(base, block, rate.mesh, [], "")
+        opened.why.pop()
+        self._take(opened, members, rate, f"worth more here than {old_base}: " + self._reason(members, rate, 0.0))
+
+    def _place_urgent(self) -> None:
+        """Jobs near the end of their patience start now, wherever that costs least."""
+        for state in self.urgent:
+            name, base = state.job.name, state.job.base_name
+            if name not in self.backlog.get(base, ()) or not self._may_start(name, set()):
+                continue
+            if not self._urgent_join(state) and not self._urgent_open(state):
+                continue
+
+    def _urgent_join(self, state: JobState) -> bool:
+        name, base = state.job.name, state.job.base_name
+        best = None
+        for group in self.draft.groups.values():
+            if group.base != base or not group.members:
+                continue
+            kind, size = self.draft.kind(group), len(group.gpus)
+            others = [one for one in group.members if self.order[one] < self.order[name]]
+            last = min(others, key=lambda one: self.order[one]) if others else None
+            for left_out in (None, last):
+                members = [one for one in group.members if one != left_out] + [name]
+                rate = self._rate(members, kind, size)
+                if rate is not None:
+                    gain = self._worth(members, rate) - self._value(group)
+                    if best is None or gain > best[0]:
+                        best = gain, group, members, rate
+                if last is None:
+                    break
+        if best is None:
+            return False
+        _, group, members, rate = best
+        self._take(group, members, rate, f"{name} has waited long: " + self._reason(members, rate, 0.0))
+        return True
+
+    def _urgent_open(self, state: JobState) -> bool:
+        name, base = state.job.name, state.job.base_name
+        sizes = self._alone_sizes([name])
+        if not sizes:
+            return False
+        block = self.draft.block(base, sizes[0])
+        if block is None:
+            block = self._clear(sizes[0], self.order[name])
+        if block is None:
+            return False
+        rate = self._rate([name], self.state.workers[block[0]].kind, sizes[0])
+        if rate is None:
+            return False
+        group = self.draft.open(base, block, rate.mesh, [], "")
+        group.why.pop()
+        self._take(group, [name], rate, f"{name} has waited long: " + self._reason([name], rate, 0.0))
+        return True
+
+    def _clear(self, size: int, order: float) -> tuple[str, int] | None:
+        """Frees the block of this size whose groups are worth least, if all their members come after `order`."""
+        best = None
+        for worker in self.state.workers.values():
+            for first in range(0, worker.gpus - size + 1, size):
+                inside = set(range(first, first + size))
+                there = [g for g in self.draft.groups.values() if g.worker == worker.name and g.members and inside & set(g.gpus)]
+                if any(self.order[name] >= order for group in there for name in group.members):
+                    continue
+                worth = sum(map(self._value, there))
+                if best is None or worth < best[0]:
+                    best = worth, (worker.name, first), there
+        if best is None:
+            return None
+        for group in best[2]:
+            for name in group.members:
+                self._return(name)
+            self.draft.close(group)
+            self.values.pop(group.name, None)
+        return best[1]
+
+    def _grow(self) -> bool:
+        """Gives a group the free half beside it, or merges it with its neighbour of the same base."""
+        best = None
+        for group in self.draft.groups.values():
+            size = len(group.gpus)
+            if not group.members or group.is_new or size >= 8 or group.gpus[0] % (2 * size):
+                pass
+            first = group.gpus[0] // (2 * size) * 2 * size
+            worker = self.state.workers[group.worker]
+            if not group.members or size >= 8 or first + 2 * size > worker.gpus:
+                continue
+            around = range(first, first + 2 * size)
+            there = [g for g in self.draft.groups.values() if g.worker == group.worker and g.members and set(g.gpus) & set(around)]
+            if any(g.base != group.base or not set(g.gpus) <= set(around) for g in there):
+                continue
+            if any(g is not group and g.name < group.name for g in there):
+                continue
+            members = [name for g in there for name in g.members]
+            rate = self._rate(members, self.draft.kind(group), 2 * size)
+            if rate is None:
+                continue
+            before, now = sum(map(self._value, there)), self._worth(members, rate)
+            open_s = self.rates.changes.open_s(self.state.jobs[members[0]].job.shape)
+            left_s = max(self.state.jobs[name].left_steps(self.now) / s for name, s in zip(members, rate.steps_per_s, strict=True))
+            lasts = min(self.settings.horizon_s * 2, left_s)
+            if now * (lasts - open_s) > before * lasts * (1 + self.settings.margin) and self._tolerates(members, rate, members, open_s):
+                gain = now - before
+                if best is None or gain > best[0]:
+                    best = gain, group, there, members, rate, first
+        if best is None:
+            return False
+        _, group, there, members, rate, first = best
+        base, worker = group.base, group.worker
+        for one in there:
+            self.draft.close(one)
+            self.values.pop(one.name, None)
+        opened = self.draft.open(base, (worker, first), rate.mesh, list(members), "")
+        opened.why[:] = [f"{len(rate.steps_per_s)} jobs take {len(opened.gpus)} GPUs: " + self._reason(members, rate, 0.0)]
+        return True

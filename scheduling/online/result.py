@@ -1,0 +1,105 @@
+"""What came of a simulated cluster, in figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from scheduling.online.types import Job
+
+if TYPE_CHECKING:
+    from scheduling.online.ledger import Accounts
+
+
+class Span(NamedTuple):
+    """A job that trained in a group for some time."""
+
+    job: str
+    group: str
+    start_s: float
+    end_s: float
+    steps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterResult:
+    """A simulated run.
+
+    Args:
+        jobs: in order of arrival.
+        finish_s, start_s: seconds since 0, per job; a job starts when it first trains.
+        slowdown: per job, its time in groups over its time alone on its fair share of the same GPUs.
+        preemptions: how often a running job was sent back to wait.
+        decisions: (seconds, text) of every change.
+        spans: what every job trained when.
+        accounts: totals of the cluster.
+    """
+
+    policy: str
+    jobs: tuple[Job, ...]
+    gpus: int
+    finish_s: dict[str, float]
+    start_s: dict[str, float]
+    slowdown: dict[str, float]
+    preemptions: int
+    decisions: tuple[tuple[float, str], ...]
+    spans: tuple[Span, ...]
+    accounts: Accounts
+
+    @cached_property
+    def jct_s(self) -> dict[str, float]:
+        """Job completion times: finish − arrival."""
+        return {job.name: self.finish_s[job.name] - job.arrival_s for job in self.jobs}
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From the first arrival to the last finish."""
+        return max(self.finish_s.values(), default=0.0) - min((job.arrival_s for job in self.jobs), default=0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all jobs over the makespan."""
+        return sum(job.tokens for job in self.jobs) / self.makespan_s if self.makespan_s else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of GPU time in groups that train, while jobs wait; of all time if none ever does."""
+        of = self.accounts
+        if of.waiting_gpu_s:
+            return of.waiting_busy_s / of.waiting_gpu_s
+        return self.overall_utilisation
+
+    @property
+    def overall_utilisation(self) -> float:
+        """The same over the whole run, with the times when there is too little work."""
+        return self.accounts.busy_s / self.accounts.gpu_s if self.accounts.gpu_s else 0.0
+
+    @property
+    def fairness(self) -> float:
+        """Mean over windows of Jain's index of weighted work over the users with jobs waiting; 1 if none ever wait."""
+        indices = [index for _, index in self.accounts.fairness]
+        return float(np.mean(indices)) if indices else 1.0
+
+    def summary(self) -> dict[str, float]:
+        """The figures of a table's row."""
+        jct = np.array(list(self.jct_s.values())) if self.jobs else np.zeros(1)
+        slow = np.array(list(self.slowdown.values())) if self.slowdown else np.ones(1)
+        deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.jobs if job.deadline_s is not None]
+        return {
+            "jct_mean_s": float(jct.mean()),
+            "jct_p50_s": float(np.percentile(jct, 50)),
+            "jct_p95_s": float(np.percentile(jct, 95)),
+            "jct_p99_s": float(np.percentile(jct, 99)),
+            "makespan_s": self.makespan_s,
+            "tokens_per_s": self.tokens_per_s,
+            "utilisation": self.utilisation,
+            "overall_utilisation": self.overall_utilisation,
+            "slowdown_p99": float(np.percentile(slow, 99)),
+            "slowdown_max": float(slow.max()),
+            "fairness": self.fairness,
+            "preemptions": float(self.preemptions),
+            "deadlines_met": float(np.mean(deadlines)) if deadlines else 1.0,
+        }

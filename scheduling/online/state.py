@@ -1,0 +1,163 @@
+"""What a policy sees and what it says: the state of a cluster, and decisions about groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from scheduling.errors import PlanError
+from scheduling.online.rates import Mesh
+from scheduling.online.types import Job, User, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """An unfinished job.
+
+    Args:
+        done_steps: optimizer steps taken until `at_s`.
+        at_s: since then it has trained at `steps_per_s`.
+        steps_per_s: 0 while it waits.
+        group: name of its group; None while it waits.
+        waited_s: without a group, until `at_s`.
+        in_groups_s: in groups, until `at_s`.
+        alone_s: what its steps so far would have taken alone on its fair share of its groups' GPUs.
+        speed: measured over predicted steps per second, where a live run has reported any.
+    """
+
+    job: Job
+    done_steps: float = 0.0
+    at_s: float = 0.0
+    steps_per_s: float = 0.0
+    group: str | None = None
+    waited_s: float = 0.0
+    in_groups_s: float = 0.0
+    alone_s: float = 0.0
+    speed: float = 1.0
+
+    def left_steps(self, now: float) -> float:
+        done = self.done_steps + self.steps_per_s * max(0.0, now - self.at_s)
+        return max(0.0, self.job.steps - done)
+
+    def waited(self, now: float) -> float:
+        """Seconds without a group since its arrival."""
+        return self.waited_s + (now - self.at_s if self.group is None else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """Jobs that share a session on some GPUs of a worker.
+
+    Args:
+        members: names of jobs, in the order of their places; none: the session is idle, its base still loaded.
+        ready_s: when it trains, or trains again.
+    """
+
+    name: str
+    base: str
+    worker: str
+    gpus: tuple[int, ...]
+    mesh: Mesh
+    members: tuple[str, ...]
+    ready_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UserState:
+    """A user's account: GPU-seconds that its jobs got, and that a max–min fair cluster would have given them."""
+
+    user: User
+    got: float = 0.0
+    entitled: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    """Everything that a decision depends on, besides the time.
+
+    Args:
+        time_s: latest time that the state knows of.
+        workers: those that can be used now.
+        jobs: that have arrived and are unfinished, in order of arrival.
+    """
+
+    time_s: float
+    workers: Mapping[str, Worker]
+    jobs: Mapping[str, JobState]
+    groups: Mapping[str, GroupState] = field(default_factory=dict)
+    users: Mapping[str, UserState] = field(default_factory=dict)
+
+    def check_clock(self, now: float) -> None:
+        """Refuses a time before the state's own.
+
+        Raises:
+            PlanError: `online.clock`.
+        """
+        if not now >= self.time_s:
+            raise PlanError(
+                "online.clock",
+                f"the clock stepped back: it is {now!r} s and the state is of {self.time_s!r} s",
+                fix="use a monotonic clock",
+            )
+
+
+Kind = Literal["open", "change", "close"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One change of one group. All decisions of one moment take effect together.
+
+    Args:
+        kind: "open" starts a session; "change" gives one other members, another mesh or other GPUs of its worker;
+            "close" ends one. A member that no group names any more waits, with its progress saved.
+        why: the reason, in one line.
+    """
+
+    kind: Kind
+    group: str
+    base: str = ""
+    worker: str = ""
+    gpus: tuple[int, ...] = ()
+    mesh: Mesh | None = None
+    members: tuple[str, ...] = ()
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "close":
+            return f"close {self.group}: {self.why}"
+        assert self.mesh is not None
+        on = f"{self.mesh.stages} stages × {self.mesh.replicas} × {self.mesh.capacity_tokens}"
+        return f"{self.kind} {self.group} {self.base} on {on}: {', '.join(self.members) or 'idle'}; {self.why}"
+
+
+class Policy(Protocol):
+    """Who decides. Pure: equal states and times give equal decisions.
+
+    Attributes:
+        name: shown in tables.
+        mixes: microbatches of a group may hold samples of several jobs.
+        promises: rules beyond capacity that the checker holds it to: "bounds", "no starvation".
+    """
+
+    name: str
+    mixes: bool
+    promises: frozenset[str]
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]: ...
+
+
+def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, GroupState]:
+    """The groups once these decisions have taken effect, without times."""
+    groups = dict(state.groups)
+    for decision in decisions:
+        if decision.kind == "close":
+            groups.pop(decision.group, None)
+    for decision in decisions:
+        if decision.kind != "close":
+            assert decision.mesh is not None
+            groups[decision.group] = GroupState(
+                decision.group, decision.base, decision.worker, decision.gpus, decision.mesh, decision.members
+            )
+    return groups
