@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scheduling.errors import PlanError
-from scheduling.online.rates import MESHES, Rates, memory_gib
+from scheduling.online.rates import MESHES, Rates
 from scheduling.online.state import ClusterState, Decision, GroupState, Policy, after
 
 PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
@@ -99,7 +99,7 @@ def _group(state: ClusterState, group: GroupState, rates: Rates, bounded: bool) 
     if not group.members:
         return
     kind, jobs = state.workers[group.worker].kind, [state.jobs[name].job for name in group.members]
-    needed = memory_gib(jobs, kind, group.mesh)
+    needed = rates.memory_gib(jobs, kind, group.mesh)
     if needed is None:
         yield f"{group.name} needs more than {kind[1]:g} GiB a GPU"
         return

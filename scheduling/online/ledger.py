@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from scheduling.online.rates import GroupRate, Rates, fair_shares
+from scheduling.online.rates import Rates
+from scheduling.online.sharing import GroupRate, fair_shares
 from scheduling.online.state import GroupState, UserState
 from scheduling.online.types import Job, Worker
 

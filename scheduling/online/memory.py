@@ -6,7 +6,6 @@ T tokens of a microbatch · D model width · F MLP width · S stages
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -55,12 +54,3 @@ def trainable_bytes(shape: ModelShape, num_stages: int, rank: int, targets: tupl
     """One adapter's weights, gradient and optimizer state on a stage."""
     sizes = (sum(shape.linear(target)) for target in targets)
     return COPIES * FLOAT32 * rank * sum(sizes) * ceil(shape.num_layers / num_stages)
-
-
-def adapters_bytes(shape: ModelShape, num_stages: int, adapters: Iterable[tuple[int, tuple[str, ...]]]) -> float:
-    """(rank, targets) of all members; each is padded to the largest rank of the group in its weights and sums."""
-    listed = list(adapters)
-    widest = max((rank for rank, _ in listed), default=0)
-    own = sum(trainable_bytes(shape, num_stages, rank, targets) for rank, targets in listed)
-    padded = sum(trainable_bytes(shape, num_stages, widest, targets) for _, targets in listed)
-    return (own + padded) / 2  # half of the copies are padded

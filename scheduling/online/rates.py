@@ -1,86 +1,23 @@
-"""How quickly jobs train: alone on a mesh, and together in a group.
-
-A group's slots are shared like a fluid. Per slot, job i takes at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i
-tokens fills n_i slots, and S - 1 more pass before its next batch may start. What all want, x = Σ cap_i / room, fills
-the slots to  x · (1 + (x / full)^p)^(-1/p)  of their room, and is dealt max–min fairly by weight.
-`benchmarks/online.py rates` compares this with plans of `make_plan`, played by `simulate`.
-"""
+"""How quickly jobs train, alone on a mesh and together in a group; every answer is remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from scheduling.online.costs import ChangeCosts, slot_cost
-from scheduling.online.memory import GIB, adapters_bytes, stage_bytes
+from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
+from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
-from scheduling.online.shapes import ModelShape
+from scheduling.online.sharing import AloneRate, GroupRate, Members, Mesh, share, take_turns
 from scheduling.online.types import Job
 
 MESHES = (1, 2, 4, 8)  # GPUs of a group
 USUAL_CAPACITY = 8192  # larger microbatches are hardly cheaper per token
-EMPTY = 0.5  # density
-FULL = 0.97  # of a slot's room that the planner fills when there is always a sample that fits
-SHARPNESS = 5.0  # p
+EMPTY = 0.5  # density below which larger microbatches are not tried
 Kind = tuple[str, float]  # of a worker: device, GiB of a GPU
 
 
-class Mesh(NamedTuple):
-    """How a group uses its GPUs."""
-
-    stages: int
-    replicas: int
-    capacity_tokens: int
-
-    @property
-    def gpus(self) -> int:
-        return self.stages * self.replicas
-
-
-class AloneRate(NamedTuple):
-    """A job alone on its best mesh of some GPUs."""
-
-    step_s: float
-    mesh: Mesh
-
-    def gpu_s(self, steps: float) -> float:
-        return self.step_s * steps * self.mesh.gpus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRate:
-    """A group on a mesh.
-
-    Args:
-        steps_per_s: of each member, in the order given.
-        tokens_per_s: of all members.
-        slowdowns: of each member, against it alone on its fair share of the GPUs.
-        density: real tokens over room.
-        excess: largest slowdown over its bound; up to 1 all bounds hold.
-    """
-
-    mesh: Mesh
-    steps_per_s: tuple[float, ...]
-    tokens_per_s: float
-    slowdowns: tuple[float, ...]
-    density: float
-    excess: float
-
-    @property
-    def within_bounds(self) -> bool:
-        return self.excess <= 1.0
-
-    def better_than(self, other: GroupRate) -> bool:
-        """More tokens within all bounds; beyond them, nearer to the bounds."""
-        if self.within_bounds and other.within_bounds:
-            return self.tokens_per_s > other.tokens_per_s
-        return self.excess < other.excess
-
-
 class Rates:
-    """Predicts rates and remembers them; every answer follows from its arguments alone.
+    """Predicts rates; every answer follows from its arguments alone.
 
     Args:
         changes: what starting and changing groups costs.
@@ -88,13 +25,12 @@ class Rates:
 
     def __init__(self, changes: ChangeCosts | None = None):
         self.changes = changes or ChangeCosts()
+        self._numbers: dict[tuple, int] = {}
+        self._keys: dict[str, tuple[Job, int]] = {}
         self._profiles: dict[int, Profile] = {}
-        self._alone: dict[tuple, AloneRate | None] = {}
+        self._known: dict[tuple, object] = {}
         self._groups: dict[tuple, GroupRate | None] = {}
         self._fair: dict[tuple, float] = {}
-        self._best: dict[tuple, AloneRate | None] = {}
-        self._keys: dict[str, tuple[Job, int]] = {}
-        self._numbers: dict[tuple, int] = {}
 
     def key(self, job: Job) -> int:
         """A number for what a job's rates depend on; jobs of one number are interchangeable."""
@@ -113,18 +49,16 @@ class Rates:
 
     def alone(self, job: Job, kind: Kind, gpus: int) -> AloneRate | None:
         """The quickest mesh of exactly so many GPUs; None if none holds the job."""
-        key = (self.key(job), kind, gpus)
-        if key not in self._alone:
-            self._alone[key] = self._search_alone(job, kind, gpus)
-        return self._alone[key]
+        return self._once(("alone", self.key(job), kind, gpus), lambda: self._search_alone(job, kind, gpus))
 
     def best_alone(self, job: Job, kind: Kind, most_gpus: int = 8) -> AloneRate | None:
         """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if none holds the job."""
-        key = (self.key(job), kind, most_gpus)
-        if key not in self._best:
+
+        def search() -> AloneRate | None:
             found = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.alone(job, kind, gpus))]
-            self._best[key] = min(found, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
-        return self._best[key]
+            return min(found, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
+
+        return self._once(("best", self.key(job), kind, most_gpus), search)
 
     def fair_steps_per_s(self, job: Job, kind: Kind, share: float) -> float:
         """Steps per second alone on a share of GPUs, at least the smallest mesh that holds the job.
@@ -137,84 +71,59 @@ class Rates:
         return self._fair[key]
 
     def group(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
-        """The best mesh of so many GPUs for these jobs of one base: most tokens within every bound, if there is one.
+        """The best mesh of so many GPUs for jobs of one base: most tokens within every bound, or nearest to the bounds.
 
         Returns None if no mesh holds them.
         """
-        if len(members) == 1:
-            rate = self.alone(members[0], kind, gpus)
-            return self.on_mesh(members, kind, rate.mesh) if rate else None
-        keys = [self.key(job) for job in members]
-        key = (*sorted(keys), *kind, gpus)
+        keys = tuple(map(self.key, members))
+        asked = (keys, kind, gpus)
+        if asked in self._groups:
+            return self._groups[asked]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        key = (tuple(keys[i] for i in order), kind, gpus)
         if key not in self._groups:
-            found = self._search_group(sorted(members, key=self.key), kind, gpus)
-            self._groups[key] = found
+            self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
         rate = self._groups[key]
-        if rate is None or all(one <= next_one for one, next_one in pairwise(keys)):
-            return rate
-        place = sorted(range(len(keys)), key=sorted(range(len(keys)), key=keys.__getitem__).__getitem__)
-        return replace(
-            rate,
-            steps_per_s=tuple(rate.steps_per_s[p] for p in place),
-            slowdowns=tuple(rate.slowdowns[p] for p in place),
-        )
+        if rate is not None and key != asked:
+            rate = self._groups[asked] = rate.reordered(sorted(range(len(order)), key=order.__getitem__))
+        return rate
 
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """These jobs on this very mesh; None if it does not hold them."""
-        recompute = _recompute(members, kind, mesh)
-        if recompute is None or max(self.profile(job).longest for job in members) > mesh.capacity_tokens:
-            return None
-        return self._share(members, kind, mesh, recompute)
+        return self._on_mesh(share, members, kind, mesh)
 
     def in_turn(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """Jobs that take turns, a batch each, and never share a microbatch; the quickest mesh of so many GPUs."""
-        best = None
-        for stages in _divisors(gpus, members[0].shape):
-            for recompute, most in _rooms(members, kind, stages):
-                for tokens in LADDER:
-                    if max(self.profile(job).longest for job in members) <= tokens <= most:
-                        found = self._turns(members, kind, Mesh(stages, gpus // stages, tokens), recompute)
-                        if best is None or found.tokens_per_s > best.tokens_per_s:
-                            best = found
-        return best
+        meshes = self._meshes(members, kind, gpus)
+        rates = [take_turns(self._members(members, kind, gpus), mesh, cost) for mesh, cost in meshes]
+        return max(rates, key=lambda rate: rate.tokens_per_s, default=None)
 
     def turns_on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """Jobs that take turns on this very mesh; None if it does not hold them."""
-        recompute = _recompute(members, kind, mesh)
-        return None if recompute is None else self._turns(members, kind, mesh, recompute)
+        return self._on_mesh(take_turns, members, kind, mesh)
 
-    def _turns(self, members: Sequence[Job], kind: Kind, mesh: Mesh, recompute: bool) -> GroupRate:
-        profiles = [self.profile(job) for job in members]
-        slots = [profile.slots_at(mesh.capacity_tokens, mesh.replicas) for profile in profiles]
-        cycle = max(sum(slots), max(slots) + mesh.stages - 1)
-        tokens = sum(profile.batch_tokens for profile in profiles)
-        squares = sum(profile.batch_tokens * profile.squares for profile in profiles) / tokens
-        cost, capacity = slot_cost(members[0].shape, kind[0], mesh.stages, recompute), mesh.capacity_tokens
-        cycle_s = cycle * cost.seconds(capacity, capacity * squares) + cost.update_s * len(members)
-        share = mesh.gpus / sum(job.weight for job in members)
-        slowdowns = tuple(self.fair_steps_per_s(job, kind, share * job.weight) * cycle_s for job in members)
-        return GroupRate(
-            mesh=mesh,
-            steps_per_s=(1 / cycle_s,) * len(members),
-            tokens_per_s=tokens / cycle_s,
-            slowdowns=slowdowns,
-            density=tokens / (cycle * mesh.replicas * capacity),
-            excess=max(slowdown / job.max_slowdown for slowdown, job in zip(slowdowns, members, strict=True)),
-        )
+    def memory_gib(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> float | None:
+        """GiB on each GPU of the fullest stage; None if the mesh does not hold these jobs."""
+        adapters = self._adapters(members, mesh.stages)
+        for recompute in (False, True):
+            stage = self._stage(members[0], mesh.stages, recompute)
+            if stage.room(kind[1], adapters) >= mesh.capacity_tokens:
+                return stage.total(mesh.capacity_tokens, adapters) / GIB
+        return None
+
+    def _once(self, key: tuple, search: Callable):
+        if key not in self._known:
+            self._known[key] = search()
+        return self._known[key]
 
     def _search_alone(self, job: Job, kind: Kind, gpus: int) -> AloneRate | None:
         profile, best = self.profile(job), None
-        for stages in _divisors(gpus, job.shape):
-            replicas = gpus // stages
-            for recompute, most in _rooms([job], kind, stages):
-                cost = slot_cost(job.shape, kind[0], stages, recompute)
-                for place, tokens in enumerate(profile.capacities):
-                    if tokens > most:
-                        break
-                    slots = profile.slots(place, replicas) + stages - 1
-                    step_s = slots * cost.seconds(tokens, tokens * profile.squares) + cost.update_s
-                    if best is None or step_s < best.step_s:
-                        best = AloneRate(step_s, Mesh(stages, replicas, tokens))
+        for mesh, cost in self._meshes([job], kind, gpus, profile.capacities):
+            slots = profile.slots_at(mesh.capacity_tokens, mesh.replicas) + mesh.stages - 1
+            tokens = mesh.capacity_tokens
+            step_s = slots * cost.seconds(tokens, tokens * profile.squares) + cost.update_s
+            if best is None or step_s < best.step_s:
+                best = AloneRate(step_s, mesh)
         return best
 
     def _interpolate(self, job: Job, kind: Kind, share: float) -> float:
@@ -233,104 +142,76 @@ class Rates:
         return points[-1][1]
 
     def _search_group(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
-        longest = max(self.profile(job).longest for job in members)
-        ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
-        best = None
-        for stages in _divisors(gpus, members[0].shape):
-            for recompute, most in _rooms(members, kind, stages):
-                last = 0.0
-                for tokens in ladder:
-                    if tokens > most:
-                        break
-                    found = self._share(members, kind, Mesh(stages, gpus // stages, tokens), recompute)
-                    if best is None or found.better_than(best):
-                        best = found
-                    if found.tokens_per_s < last or found.density < EMPTY:
-                        break  # larger microbatches are emptier still
-                    last = found.tokens_per_s
-                if most >= ladder[-1]:
-                    return best  # more stages would make no room that is needed
+        if len(members) == 1:
+            alone = self.alone(members[0], kind, gpus)
+            return self.on_mesh(members, kind, alone.mesh) if alone else None
+        known, best, last = self._members(members, kind, gpus), None, None
+        for mesh, cost in self._meshes(members, kind, gpus):
+            if last is not None and last.mesh.stages == mesh.stages and last.density < EMPTY:
+                continue
+            found = share(known, mesh, cost)
+            if best is None or found.better_than(best):
+                best = found
+            last = found
         return best
 
-    def _share(self, members: Sequence[Job], kind: Kind, mesh: Mesh, recompute: bool) -> GroupRate:
-        profiles = [self.profile(job) for job in members]
-        wanted = [profile.wanted(*mesh) for profile in profiles]
-        weights = [job.weight for job in members]
-        room, all_wanted = mesh.replicas * mesh.capacity_tokens, sum(tokens for tokens, _ in wanted)
-        all_padded = sum(padded for _, padded in wanted)
-        squares = sum(tokens * p.squares for (tokens, _), p in zip(wanted, profiles, strict=True)) / all_wanted
-        filled = _filled(all_padded / room) * room * all_wanted / all_padded if len(members) > 1 else all_wanted
-        tokens = fair_shares([tokens for tokens, _ in wanted], weights, filled)
-        per_slot = [share / profile.batch_tokens for share, profile in zip(tokens, profiles, strict=True)]
-        cost, capacity = slot_cost(members[0].shape, kind[0], mesh.stages, recompute), mesh.capacity_tokens
-        slot_s = cost.seconds(capacity, capacity * squares) + cost.update_s * sum(per_slot)
-        gpus_per_weight = mesh.gpus / sum(weights)
-        slowdowns = tuple(
-            self.fair_steps_per_s(job, kind, gpus_per_weight * job.weight) * slot_s / steps
-            for job, steps in zip(members, per_slot, strict=True)
-        )
-        return GroupRate(
-            mesh=mesh,
-            steps_per_s=tuple(steps / slot_s for steps in per_slot),
-            tokens_per_s=sum(tokens) / slot_s,
-            slowdowns=slowdowns,
-            density=sum(tokens) / room,
-            excess=max(slowdown / job.max_slowdown for slowdown, job in zip(slowdowns, members, strict=True)),
-        )
-
-
-def _filled(wanted: float) -> float:
-    """Share of a slot's room that is used when jobs want `wanted` times its room."""
-    return wanted * (1 + (wanted / FULL) ** SHARPNESS) ** (-1 / SHARPNESS)
-
-
-def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) -> list[float]:
-    """Max–min fair shares: in proportion to weights, nobody above its cap, room used up if caps allow.
-
-    >>> fair_shares([1.0, 5.0, 9.0], [1.0, 1.0, 1.0], 9.0)
-    [1.0, 4.0, 4.0]
-    """
-    shares = [0.0] * len(caps)
-    order = sorted(range(len(caps)), key=lambda i: caps[i] / weights[i])
-    weight_left = sum(weights)
-    for i in order:
-        shares[i] = min(caps[i], room * weights[i] / weight_left)
-        room -= shares[i]
-        weight_left -= weights[i]
-    return shares
-
-
-def _divisors(gpus: int, shape: ModelShape) -> list[int]:
-    return [stages for stages in (1, 2, 4, 8) if gpus % stages == 0 and stages <= min(gpus, shape.num_layers)]
-
-
-def _rooms(members: Sequence[Job], kind: Kind, stages: int) -> list[tuple[bool, int]]:
-    """(recompute, tokens of the largest microbatch) that fit; recomputing only where it makes room."""
-    shape, rooms, before = members[0].shape, [], 0
-    adapters = adapters_bytes(shape, stages, ((job.rank, job.targets) for job in members))
-    for recompute in (False, True):
-        most = min(LARGEST_CAPACITY, stage_bytes(shape, stages, recompute).room(kind[1], adapters))
-        if most >= TILE and most > before and before < 4096:
-            rooms.append((recompute, most))
-            before = most
-    return rooms
-
-
-def _recompute(members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool | None:
-    """Whether backward has to run the forward once more to fit; None if even that does not fit."""
-    shape = members[0].shape
-    adapters = adapters_bytes(shape, mesh.stages, ((job.rank, job.targets) for job in members))
-    for recompute in (False, True):
-        if stage_bytes(shape, mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
-            return recompute
-    return None
-
-
-def memory_gib(members: Sequence[Job], kind: Kind, mesh: Mesh) -> float | None:
-    """GiB on each GPU of the fullest stage; None if the mesh does not hold these jobs."""
-    recompute = _recompute(members, kind, mesh)
-    if recompute is None:
+    def _on_mesh(self, how: Callable, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        if max(self.profile(job).longest for job in members) > mesh.capacity_tokens:
+            return None
+        adapters = self._adapters(members, mesh.stages)
+        for recompute in (False, True):
+            if self._stage(members[0], mesh.stages, recompute).room(kind[1], adapters) >= mesh.capacity_tokens:
+                cost = self._cost(members[0], kind, mesh.stages, recompute)
+                return how(self._members(members, kind, mesh.gpus), mesh, cost)
         return None
-    shape = members[0].shape
-    adapters = adapters_bytes(shape, mesh.stages, ((job.rank, job.targets) for job in members))
-    return stage_bytes(shape, mesh.stages, recompute).total(mesh.capacity_tokens, adapters) / GIB
+
+    def _members(self, members: Sequence[Job], kind: Kind, gpus: int) -> Members:
+        weights = [job.weight for job in members]
+        each = gpus / sum(weights)
+        return Members(
+            profiles=[self.profile(job) for job in members],
+            weights=weights,
+            fair=[self.fair_steps_per_s(job, kind, round(each * job.weight, 6)) for job in members],
+            bounds=[job.max_slowdown for job in members],
+        )
+
+    def _meshes(
+        self, members: Sequence[Job], kind: Kind, gpus: int, capacities: Sequence[int] | None = None
+    ) -> list[tuple[Mesh, SlotCost]]:
+        """Meshes of so many GPUs that hold these jobs, by stages and capacity; more stages only if they make room."""
+        longest = max(self.profile(job).longest for job in members)
+        ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
+        found = []
+        for stages in MESHES:
+            if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
+                continue
+            adapters, before = self._adapters(members, stages), 0
+            for recompute in (False, True):
+                room = min(LARGEST_CAPACITY, self._stage(members[0], stages, recompute).room(kind[1], adapters))
+                if recompute and before >= longest + 4 * TILE:
+                    break
+                cost = self._cost(members[0], kind, stages, recompute) if room > before else None
+                if cost is not None:
+                    fitting = (tokens for tokens in capacities or ladder if before < tokens <= room)
+                    found += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
+                before = room
+            if before >= USUAL_CAPACITY >= longest:
+                break
+        return found
+
+    def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
+        key = ("cost", job.base_name, kind[0], stages, recompute)
+        return self._once(key, lambda: slot_cost(job.shape, kind[0], stages, recompute))
+
+    def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
+        key = ("stage", job.base_name, stages, recompute)
+        return self._once(key, lambda: stage_bytes(job.shape, stages, recompute))
+
+    def _adapters(self, members: Sequence[Job], stages: int) -> float:
+        """Trainable bytes of all members; weights and sums, half of them, are padded to the largest rank."""
+        widest, total = max(job.rank for job in members), 0.0
+        for job in members:
+            key = ("adapter", job.base_name, stages, job.rank, job.targets)
+            own = self._once(key, lambda job=job: trainable_bytes(job.shape, stages, job.rank, job.targets))
+            total += own * (1 + widest / job.rank) / 2
+        return total

@@ -127,4 +127,5 @@ def base_name(base: Any) -> str:
     if isinstance(base, str):
         return base
     shape = resolve_base(base)
-    return f"{shape.parameters / 1e9:.3g}B-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}"
+    sizes = "x".join(str(getattr(shape, field.name)) for field in fields(shape))
+    return f"{shape.parameters / 1e9:.3g}B-{sizes}"

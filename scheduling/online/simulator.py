@@ -11,8 +11,9 @@ from typing import NamedTuple
 from scheduling.errors import PlanError
 from scheduling.online.check import check_decisions
 from scheduling.online.ledger import Ledger
-from scheduling.online.rates import GroupRate, Rates
+from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult, Span
+from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, UserState
 from scheduling.online.types import Fault, Job, User, Worker, check_input
 

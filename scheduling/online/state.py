@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from scheduling.errors import PlanError
-from scheduling.online.rates import Mesh
+from scheduling.online.sharing import Mesh
 from scheduling.online.types import Job, User, Worker
 
 

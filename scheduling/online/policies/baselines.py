@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduling.online.policies.draft import Draft, DraftGroup
-from scheduling.online.rates import MESHES, AloneRate, GroupRate, Kind, Rates
+from scheduling.online.rates import MESHES, Kind, Rates
+from scheduling.online.sharing import AloneRate, GroupRate
 from scheduling.online.state import ClusterState, Decision, JobState
 from scheduling.online.types import Job
 

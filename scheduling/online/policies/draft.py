@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduling.online.rates import Kind, Mesh
+from scheduling.online.rates import Kind
+from scheduling.online.sharing import Mesh
 from scheduling.online.state import ClusterState, Decision, JobState
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from scheduling.online.check import PATIENCE
 from scheduling.online.policies.draft import Draft, DraftGroup
-from scheduling.online.rates import GroupRate, Kind, Mesh, Rates
+from scheduling.online.rates import Kind, Rates
+from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, JobState
 
 
@@ -78,7 +79,7 @@ class _Search:
         self.order: dict[str, float] = {}  # U of a GPU-second of work per second: who goes first
         self.urgent: list[JobState] = []
         self.values: dict[str, float] = {}  # U of each group of the draft
-        self.barred_after: tuple[float, float] | None = None
+        self.options: dict[str, tuple] = {}
         for name, job in state.jobs.items():
             self._weigh(name, job)
         self.urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
@@ -221,6 +222,7 @@ class _Search:
         group.members, group.mesh = list(members), rate.mesh
         group.why.append(why)
         self.values[group.name] = self._worth(members, rate)
+        self.options.pop(group.name, None)
 
     def _return(self, name: str) -> None:
         names = self.backlog.setdefault(self.state.jobs[name].job.base_name, [])
@@ -288,21 +290,21 @@ class _Search:
 
     def _join_or_swap(self) -> bool:
         """Lets waiting jobs into running groups, beside the members or instead of the one that has longest to go."""
-        best = None
+        best, best_group = None, None
         for group in self.draft.groups.values():
             waiting = self.backlog.get(group.base)
             if not waiting or not group.members:
                 continue
-            for members, rate in self._with_one_more(group, waiting[: self.settings.candidates]):
-                gain = self._worth(members, rate) - self._value(group)
-                stall = self.rates.changes.change_s * self._value(group)
-                if gain * self.settings.horizon_s > stall and (best is None or gain > best[0]):
-                    stays = [name for name in members if name in group.members]
-                    if self._tolerates(stays, rate, members, self.rates.changes.change_s):
-                        best = gain, group, members, rate
-        if best is None:
+            shown = tuple(waiting[: self.settings.candidates])
+            known = self.options.get(group.name)
+            if known is None or known[0] != shown:
+                known = self.options[group.name] = (shown, self._best_option(group, shown))
+            if known[1] is not None and (best is None or known[1][0] > best[0]):
+                best, best_group = known[1], group
+        if best is None or best_group is None:
             return False
-        _, group, members, rate = best
+        _, members, rate = best
+        group = best_group
         jobs = [self.state.jobs[name].job for name in group.members]
         before = self.rates.on_mesh(jobs, self.draft.kind(group), group.mesh)
         joins = ", ".join(name for name in members if name not in group.members)
@@ -310,6 +312,17 @@ class _Search:
         said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "") + ": "
         self._take(group, members, rate, said + self._reason(members, rate, before.tokens_per_s if before else 0.0))
         return True
+
+    def _best_option(self, group: DraftGroup, waiting: Sequence[str]):
+        """(gain, members, rate) of the best join or swap that pays; None if none does."""
+        best, value, change_s = None, self._value(group), self.rates.changes.change_s
+        for members, rate in self._with_one_more(group, waiting):
+            gain = self._worth(members, rate) - value
+            if gain * self.settings.horizon_s > change_s * value and (best is None or gain > best[0]):
+                stays = [name for name in members if name in group.members]
+                if self._tolerates(stays, rate, members, change_s):
+                    best = gain, members, rate
+        return best
 
     def _with_one_more(self, group: DraftGroup, waiting: Sequence[str]):
         kind, size = self.draft.kind(group), len(group.gpus)

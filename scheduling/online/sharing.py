@@ -1,0 +1,162 @@
+"""How a group's slots are shared: like a fluid, max–min fairly by weight.
+
+Per slot, job i takes at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i tokens fills n_i slots, and S - 1 more
+pass before its next batch may start. What all want, x = Σ cap_i / room, fills the slots to
+x · (1 + (x / FULL)^p)^(-1/p)  of their room. `benchmarks/online.py rates` compares this with plans of `make_plan`,
+played by `simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduling.online.costs import SlotCost
+from scheduling.online.profile import Profile
+
+FULL = 0.97  # of a slot's room that the planner fills when there is always a sample that fits
+SHARPNESS = 5.0  # p
+
+
+class Mesh(NamedTuple):
+    """How a group uses its GPUs."""
+
+    stages: int
+    replicas: int
+    capacity_tokens: int
+
+    @property
+    def gpus(self) -> int:
+        return self.stages * self.replicas
+
+
+class AloneRate(NamedTuple):
+    """A job alone on its best mesh of some GPUs."""
+
+    step_s: float
+    mesh: Mesh
+
+    def gpu_s(self, steps: float) -> float:
+        return self.step_s * steps * self.mesh.gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRate:
+    """A group on a mesh.
+
+    Args:
+        steps_per_s: of each member, in the order given.
+        tokens_per_s: of all members.
+        slowdowns: of each member, against it alone on its fair share of the GPUs.
+        density: real tokens over room.
+        excess: largest slowdown over its bound; up to 1 all bounds hold.
+    """
+
+    mesh: Mesh
+    steps_per_s: tuple[float, ...]
+    tokens_per_s: float
+    slowdowns: tuple[float, ...]
+    density: float
+    excess: float
+
+    @property
+    def within_bounds(self) -> bool:
+        return self.excess <= 1.0
+
+    def better_than(self, other: GroupRate) -> bool:
+        """More tokens within all bounds; beyond them, nearer to the bounds."""
+        if self.within_bounds and other.within_bounds:
+            return self.tokens_per_s > other.tokens_per_s
+        return self.excess < other.excess
+
+    def reordered(self, places: Sequence[int]) -> GroupRate:
+        """The same for members in another order."""
+        return GroupRate(
+            mesh=self.mesh,
+            steps_per_s=tuple(self.steps_per_s[place] for place in places),
+            tokens_per_s=self.tokens_per_s,
+            slowdowns=tuple(self.slowdowns[place] for place in places),
+            density=self.density,
+            excess=self.excess,
+        )
+
+
+class Members(NamedTuple):
+    """What sharing needs to know of a group's jobs.
+
+    Attributes:
+        fair: steps per second of each alone on its fair share.
+        bounds: on slowdowns.
+    """
+
+    profiles: Sequence[Profile]
+    weights: Sequence[float]
+    fair: Sequence[float]
+    bounds: Sequence[float]
+
+
+def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
+    """Jobs that share microbatches: each slot takes from every job what fits."""
+    profiles, weights, fair, bounds = members
+    room = mesh.replicas * mesh.capacity_tokens
+    caps, padded, squares = [], 0.0, 0.0
+    for profile in profiles:
+        cap, with_padding = profile.wanted(*mesh)
+        caps.append(cap)
+        padded += with_padding
+        squares += cap * profile.squares
+    wanted = sum(caps)
+    tokens = wanted
+    if len(caps) > 1:
+        caps = fair_shares(caps, weights, filled(padded / room) * room * wanted / padded)
+        tokens = sum(caps)
+    per_slot = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
+    slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted) + cost.update_s * sum(per_slot)
+    return _rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
+
+
+def take_turns(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
+    """Jobs that never share a microbatch: a batch of each in turn, all in the pipeline at once."""
+    profiles, _, fair, bounds = members
+    slots = [profile.slots_at(mesh.capacity_tokens, mesh.replicas) for profile in profiles]
+    cycle = max(sum(slots), max(slots) + mesh.stages - 1)
+    tokens = sum(profile.batch_tokens for profile in profiles)
+    squares = sum(profile.batch_tokens * profile.squares for profile in profiles) / tokens
+    capacity = mesh.capacity_tokens
+    cycle_s = cycle * cost.seconds(capacity, capacity * squares) + cost.update_s * len(profiles)
+    density = tokens / (cycle * mesh.replicas * capacity)
+    return _rate(mesh, [1 / cycle_s] * len(profiles), tokens / cycle_s, fair, bounds, density)
+
+
+def _rate(mesh: Mesh, steps: list[float], tokens_per_s: float, fair, bounds, density: float) -> GroupRate:
+    slowdowns = tuple(alone / here for alone, here in zip(fair, steps, strict=True))
+    return GroupRate(
+        mesh=mesh,
+        steps_per_s=tuple(steps),
+        tokens_per_s=tokens_per_s,
+        slowdowns=slowdowns,
+        density=density,
+        excess=max(slowdown / bound for slowdown, bound in zip(slowdowns, bounds, strict=True)),
+    )
+
+
+def filled(wanted: float) -> float:
+    """Share of a slot's room that is used when jobs want `wanted` times its room."""
+    return wanted * (1 + (wanted / FULL) ** SHARPNESS) ** (-1 / SHARPNESS)
+
+
+def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) -> list[float]:
+    """Max–min fair shares: in proportion to weights, nobody above its cap, room used up if caps allow.
+
+    >>> fair_shares([1.0, 5.0, 9.0], [1.0, 1.0, 1.0], 9.0)
+    [1.0, 4.0, 4.0]
+    """
+    shares = [0.0] * len(caps)
+    weight_left = sum(weights)
+    for ratio, i in sorted((cap / weight, i) for i, (cap, weight) in enumerate(zip(caps, weights, strict=True))):
+        level = min(ratio, room / weight_left)
+        shares[i] = level * weights[i]
+        room -= shares[i]
+        weight_left -= weights[i]
+    return shares
