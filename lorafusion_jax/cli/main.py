@@ -25,6 +25,7 @@ from lorafusion_jax.cli import (
     plan,
     profile,
     resume,
+    simulate,
     status,
     timeline,
     train,
@@ -44,7 +45,22 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Trains several LoRA adapters of one base model together. Start with: lorafusion demo",
 )
-for command in (demo, init, check, plan, train, resume, status, timeline, export, verify, profile, tune, doctor):
+for command in (
+    demo,
+    init,
+    check,
+    plan,
+    train,
+    resume,
+    status,
+    timeline,
+    export,
+    verify,
+    profile,
+    tune,
+    doctor,
+    simulate,
+):
     app.command(command.NAME)(command.command)
 app.add_typer(data.app, name="data")
 

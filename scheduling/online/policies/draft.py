@@ -99,6 +99,12 @@ class Draft:
         group.why.append(why)
         self._mark(group, True)
 
+    def halve(self, group: DraftGroup) -> None:
+        """Frees the second half of a group's GPUs."""
+        self._mark(group, True)
+        group.gpus = group.gpus[: len(group.gpus) // 2]
+        self._mark(group, False)
+
     def close(self, group: DraftGroup) -> None:
         self._mark(group, True)
         del self.groups[group.name]

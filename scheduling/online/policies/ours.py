@@ -18,6 +18,9 @@ from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, JobState
 
 
+OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What the policy weighs; the switches take one idea away each, to show what it brings.
@@ -31,12 +34,16 @@ class Settings:
         most_members: places of a session.
     """
 
-    sharpness: float = 0.8
+    sharpness: float = 0.5
+    thrift: float = 0.5
+    split_from: int = 8
+    split_margin: float = 0.1
     start_work_s: float = 120.0
     horizon_s: float = 900.0
     margin: float = 0.1
     urgent: float = 0.4
     most_members: int = 12
+    fairness: float = 1.0
     candidates: int = 4
     moves: int = 12
     grouping: bool = True
@@ -80,6 +87,7 @@ class _Search:
         self.urgent: list[JobState] = []
         self.values: dict[str, float] = {}  # U of each group of the draft
         self.options: dict[str, tuple] = {}
+        self.packs: dict[tuple, tuple | None] = {}
         for name, job in state.jobs.items():
             self._weigh(name, job)
         self.urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
@@ -90,7 +98,7 @@ class _Search:
         self.backlog = self._backlog()
         self._place_urgent()
         for _ in range(self.settings.moves):
-            if not (self._fill_free() or self._join_or_swap() or self._evict()):
+            if not (self._fill_free() or self._join_or_swap() or self._split() or self._evict()):
                 break
         if self.settings.elasticity:
             for _ in range(self.settings.moves):
@@ -111,7 +119,8 @@ class _Search:
         claim = 100.0**job.priority / (left + settings.start_work_s) ** settings.sharpness
         user = self.state.users.get(job.user)
         if user is not None:
-            claim *= user.user.weight
+            owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
+            claim *= min(20.0, max(0.05, owed**settings.fairness))
         if settings.urgency and self._is_urgent(state, best.step_s * job.steps, left / best.mesh.gpus):
             claim *= 30.0
             if state.group is None:
@@ -263,26 +272,35 @@ class _Search:
                 self.values.pop(group.name, None)
 
     def _fill_free(self) -> bool:
-        """Opens a group on free GPUs for the base whose waiting jobs are worth most there."""
+        """Opens a group on free GPUs, for the base and of the size whose waiting jobs are worth most there.
+
+        While more wait than fits, what counts is the worth of each GPU.
+        """
+        if not any(self.backlog.values()) or not self.draft.free_gpus():
+            return False
+        power = self.settings.thrift if self._crowded() else 0.25
         best = None
         for base, waiting in self.backlog.items():
-            if not waiting:
-                continue
-            for size in (8, 4, 2, 1) if self.settings.elasticity else self._alone_sizes(waiting):
+            sizes = (8, 4, 2, 1) if self.settings.elasticity else self._alone_sizes(waiting)
+            for size in sizes if waiting else ():
                 block = self.draft.block(base, size)
-                if block is None:
-                    continue
-                found = self._pack(base, self.state.workers[block[0]].kind, size, [], waiting)
-                if found and (best is None or found[2] / size**0.5 > best[0]):
-                    best = found[2] / size**0.5, base, block, found
-                break
+                found = self._pack(base, self.state.workers[block[0]].kind, size, [], waiting) if block else None
+                if found and (best is None or found[2] / size**power > best[0]):
+                    best = found[2] / size**power, base, block, found
         if best is None:
             return False
-        _, base, block, (members, rate, worth) = best
+        _, base, block, (members, rate, _) = best
+        self._open(base, block, members, rate, "GPUs are free")
+        return True
+
+    def _open(self, base: str, block: tuple[str, int], members: Sequence[str], rate: GroupRate, why: str) -> None:
         group = self.draft.open(base, block, rate.mesh, [], "")
         group.why.pop()
-        self._take(group, members, rate, "GPUs are free: " + self._reason(members, rate, 0.0))
-        return True
+        self._take(group, members, rate, f"{why}: {self._reason(members, rate, 0.0)}")
+
+    def _crowded(self) -> bool:
+        """Whether jobs wait that free GPUs cannot all take."""
+        return sum(map(len, self.backlog.values())) > self.draft.free_gpus()
 
     def _alone_sizes(self, waiting: Sequence[str]) -> list[int]:
         found = (self.rates.best_alone(self.state.jobs[waiting[0]].job, kind, most) for kind, most in self.sizes)
@@ -366,16 +384,54 @@ class _Search:
         self._replace(group, base, members, rate)
         return True
 
+    def _split(self) -> bool:
+        """Takes half of its GPUs from a group that fills them badly, and gives them to waiting jobs."""
+        if not self.settings.elasticity or not any(self.backlog.values()):
+            return False
+        best = None
+        for group in self.draft.groups.values():
+            size = len(group.gpus)
+            if size < self.settings.split_from or not group.members or group.is_new or group.ready_s > self.now:
+                continue
+            old = self._value(group)
+            rate = self._rate(group.members, self.draft.kind(group), size // 2)
+            if rate is None or self._worth(group.members, rate) < 0.5 * old:
+                continue
+            pack = self._best_pack(self.draft.kind(group), size // 2)
+            if pack is None:
+                continue
+            base, found = pack
+            half = self._worth(group.members, rate)
+            open_s = self.rates.changes.open_s(self.state.jobs[group.members[0]].job.shape)
+            gain = (half + found[2]) * (1 - open_s / self.settings.horizon_s) - old * (1 + self.settings.split_margin)
+            if gain > 0 and (best is None or gain > best[0]) and self._tolerates(group.members, rate, group.members, open_s):
+                best = gain, group, rate, base, found
+        if best is None:
+            return False
+        _, group, rate, base, (members, pack_rate, _) = best
+        self.draft.halve(group)
+        group.mesh = rate.mesh
+        group.why.append("half of its GPUs do nearly as well: " + self._reason(group.members, rate, 0.0))
+        self.values.pop(group.name, None)
+        self.options.pop(group.name, None)
+        block = group.worker, group.gpus[-1] + 1
+        self._open(base, block, members, pack_rate, f"half of {group.name}'s GPUs are worth more here")
+        return True
+
+    def _best_pack(self, kind: Kind, size: int):
+        """(base, pack) of the waiting jobs that are worth most on so many GPUs."""
+        key = (kind, size, *((base, *names[: self.settings.candidates]) for base, names in self.backlog.items()))
+        if key not in self.packs:
+            packs = ((base, self._pack(base, kind, size, [], names)) for base, names in self.backlog.items() if names)
+            self.packs[key] = max(((b, f) for b, f in packs if f), key=lambda one: one[1][2], default=None)
+        return self.packs[key]
+
     def _replace(self, group: DraftGroup, base: str, members: Sequence[str], rate: GroupRate) -> None:
-        block = group.worker, group.gpus[0]
         for name in group.members:
             self._return(name)
-        old_base = group.base
         self.draft.close(group)
         self.values.pop(group.name, None)
-        opened = self.draft.open(base, block, rate.mesh, [], "")
-        opened.why.pop()
-        self._take(opened, members, rate, f"worth more here than {old_base}: " + self._reason(members, rate, 0.0))
+        self._open(base, (group.worker, group.gpus[0]), members, rate, f"worth more here than {group.base}")
 
     def _place_urgent(self) -> None:
         """Jobs near the end of their patience start now, wherever that costs least."""
@@ -423,9 +479,7 @@ class _Search:
         rate = self._rate([name], self.state.workers[block[0]].kind, sizes[0])
         if rate is None:
             return False
-        group = self.draft.open(base, block, rate.mesh, [], "")
-        group.why.pop()
-        self._take(group, [name], rate, f"{name} has waited long: " + self._reason([name], rate, 0.0))
+        self._open(base, block, [name], rate, f"{name} has waited long")
         return True
 
     def _clear(self, size: int, order: float) -> tuple[str, int] | None:

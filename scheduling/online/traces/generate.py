@@ -41,6 +41,12 @@ class TraceShape:
     spread: float = 1.6
     longest_hours: float = 72.0
 
+    @property
+    def sweep_rate(self) -> float:
+        """Probability that a submission is a sweep, so that sweeps bring their share of the jobs."""
+        mean = sum(self.sweep_jobs) / 2
+        return self.sweep / mean / (self.sweep / mean + 1 - self.sweep)
+
 
 TRACES = {
     "steady": TraceShape(),
@@ -76,34 +82,41 @@ def generate_trace(
     bases = bases or BASES
     activity = 1 / np.arange(1, users + 1) ** 0.8
     drawn: list[Job] = []
-    starts: list[float] = []
+    gaps: list[float] = []
     while len(drawn) < jobs:
-        size = 1
-        if rng.random() < shape.sweep / np.mean(shape.sweep_jobs) / (shape.sweep / np.mean(shape.sweep_jobs) + 1 - shape.sweep):
-            size = int(rng.integers(shape.sweep_jobs[0], shape.sweep_jobs[1] + 1))
-        first = _draw(rng, shape, bases, activity, workers, rates, len(drawn))
-        gap = rng.exponential() * size
-        starts += [gap] + [0.0] * (size - 1)
-        drawn += [replace(first, name=f"{first.name}.{i}", rank=int(rng.choice([8, 16, 32]))) for i in range(size)] if size > 1 else [first]
-    drawn, starts = drawn[:jobs], starts[:jobs]
+        user = f"user{rng.choice(users, p=activity / activity.sum()):02d}"
+        first = draw_job(rng, shape, bases, rates, workers, name=f"j{len(drawn):05d}", user=user)
+        size = int(rng.integers(*shape.sweep_jobs, endpoint=True)) if rng.random() < shape.sweep_rate else 1
+        gaps += [rng.exponential() * size] + [0.0] * (size - 1)
+        drawn += [first] if size == 1 else [_variant(first, i, int(rng.choice([8, 16, 32]))) for i in range(size)]
+    drawn, gaps = drawn[:jobs], gaps[:jobs]
     if at_start:
         return drawn
-    work = sum(_gpu_s(job, workers, rates) for job in drawn)
-    span_s = work / (load * sum(worker.gpus for worker in workers))
-    uniform = np.cumsum(starts)
-    uniform *= span_s / uniform[-1]
-    times = _warp(uniform, shape.day)
+    work = sum(gpu_seconds(job, workers, rates) for job in drawn)
+    evenly = np.cumsum(gaps)
+    evenly *= work / (load * sum(worker.gpus for worker in workers)) / evenly[-1]
+    times = _warp(evenly, shape.day)
     return [replace(job, arrival_s=round(float(time), 3)) for job, time in zip(drawn, times, strict=True)]
 
 
-def _draw(rng, shape: TraceShape, bases: dict[str, float], activity, workers, rates: Rates, number: int) -> Job:
+def draw_job(
+    rng: np.random.Generator,
+    shape: TraceShape,
+    bases: dict[str, float],
+    rates: Rates,
+    workers: Sequence[Worker],
+    *,
+    name: str,
+    user: str,
+) -> Job:
+    """Draws base, data, batch, rank and steps of a job that arrives at 0."""
     mean, spread = DATA[str(rng.choice(list(DATA)))]
     sigma = np.sqrt(np.log(1 + (spread / mean) ** 2))
     lengths = np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 64), *LENGTHS).astype(int)
     popularity = np.array(list(bases.values()))
     job = Job(
-        name=f"j{number:05d}",
-        user=f"user{rng.choice(len(activity), p=activity / activity.sum()):02d}",
+        name=name,
+        user=user,
         base=str(rng.choice(list(bases), p=popularity / popularity.sum())),
         arrival_s=0.0,
         lengths=lengths,
@@ -112,12 +125,17 @@ def _draw(rng, shape: TraceShape, bases: dict[str, float], activity, workers, ra
         rank=int(rng.choice([8, 16, 32, 64], p=[0.2, 0.5, 0.2, 0.1])),
     )
     hours = min(shape.longest_hours, max(0.02, shape.hours * np.exp(shape.spread * rng.standard_normal())))
-    return replace(job, steps=max(4, round(hours * 3600 / _gpu_s(job, workers, rates))))
+    return replace(job, steps=max(4, round(hours * 3600 / gpu_seconds(job, workers, rates))))
 
 
-def _gpu_s(job: Job, workers: Sequence[Worker], rates: Rates) -> float:
+def gpu_seconds(job: Job, workers: Sequence[Worker], rates: Rates) -> float:
+    """GPU-seconds of all of a job's steps, alone on its best mesh; infinite if no worker holds it."""
     found = (rates.best_alone(job, worker.kind, worker.gpus) for worker in workers)
-    return next(rate.gpu_s(job.steps) for rate in found if rate)
+    return next((rate.gpu_s(job.steps) for rate in found if rate), float("inf"))
+
+
+def _variant(job: Job, number: int, rank: int) -> Job:
+    return replace(job, name=f"{job.name}.{number}", rank=rank)
 
 
 def _warp(times: np.ndarray, day: float) -> np.ndarray:

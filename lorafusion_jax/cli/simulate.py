@@ -1,0 +1,66 @@
+"""lorafusion simulate: plays a trace of jobs on a cluster, under one policy or several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.cli.common import Json, ends_in, next_command, out, plain_table, say
+from lorafusion_jax.errors import ConfigError
+from scheduling.online import POLICIES, ClusterResult, Rates, Worker, read_trace, simulate_cluster
+from scheduling.online.plots import completion_svg
+from scheduling.online.replay import COLUMNS, format_figure, replay_html
+
+NAME = "simulate"
+HOST_GPUS = 8
+
+
+def command(
+    trace: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="CSV: our columns, or those of Philly, Helios or ACME")
+    ],
+    also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the cluster, in hosts of eight")] = 64,
+    memory_gib: Annotated[float, typer.Option(help="of each GPU")] = 140.0,
+    policy: Annotated[list[str] | None, typer.Option(help=f"some of {', '.join(POLICIES)}")] = None,
+    to: Annotated[Path, typer.Option("--out", "-o", help="an .html page to replay the runs")] = Path("simulate.html"),
+    seed: Annotated[int, typer.Option(help="for bases and data, which public traces do not name")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Plays jobs that arrive over time on a cluster, and compares policies: a table, a plot and a page to replay.
+
+    Example: lorafusion simulate trace.csv --gpus 64 --policy ours fifo
+    """
+    ends_in(to, ".html")
+    names = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise ConfigError("simulate.policy", f"no policy {unknown[0]!r}.", fix=f"some of {', '.join(POLICIES)}")
+    workers = [
+        Worker(f"host{first // HOST_GPUS}", min(HOST_GPUS, gpus - first), memory_gib)
+        for first in range(0, gpus, HOST_GPUS)
+    ]
+    rates = Rates()
+    jobs = read_trace(trace.read_text(encoding="utf-8"), workers=workers, seed=seed, rates=rates, where=str(trace))
+    results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(replay_html(results, title=f"{trace.name}: {len(jobs)} jobs on {gpus} GPUs"), encoding="utf-8")
+    plot = to.with_suffix(".svg")
+    plot.write_text(completion_svg(results), encoding="utf-8")
+    if as_json:
+        rows = {result.policy: result.summary() for result in results}
+        print(json.dumps({"jobs": len(jobs), "gpus": gpus, "policies": rows, "files": [str(to), str(plot)]}))
+        return
+    _show(results)
+    say(out(), f"completion times drawn in {plot}")
+    next_command(out(), f"open {to}")
+
+
+def _show(results: list[ClusterResult]) -> None:
+    table = plain_table(("policy",), tuple(title for title, _ in COLUMNS))
+    for result in results:
+        summary = result.summary()
+        table.add_row(result.policy, *(format_figure(name, summary[name]) for _, name in COLUMNS))
+    out().print(table)

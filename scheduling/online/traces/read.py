@@ -1,0 +1,140 @@
+"""Arrival traces from CSV: our own columns, or those of the public Philly, Helios and ACME traces.
+
+Public traces say when a job came, for how long it ran and on how many GPUs, not what it trained. A base and data are
+drawn for it with a seed, and steps so that alone it takes the GPU time that the trace says.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling.errors import PlanError
+from scheduling.online.rates import Rates
+from scheduling.online.traces.generate import BASES, TRACES, draw_job, gpu_seconds
+from scheduling.online.types import Job, Worker
+
+OWN = ("name", "user", "base", "arrival_s", "lengths", "global_batch", "steps")
+OPTIONAL = {"rank": int, "weight": float, "deadline_s": float, "max_slowdown": float, "priority": int}
+
+
+class Columns(NamedTuple):
+    """Which columns of a public trace say what."""
+
+    name: str
+    user: str
+    submitted: str
+    duration: str
+    gpus: str
+
+
+FORMATS = {
+    "philly": Columns("jobid", "user", "submitted_time", "duration", "gpus"),
+    "helios": Columns("job_id", "user", "submit_time", "duration", "gpu_num"),
+    "acme": Columns("job_id", "user", "submit_time", "duration", "gpu_num"),
+}
+
+
+def read_trace(
+    text: str,
+    *,
+    workers: Sequence[Worker],
+    seed: int = 0,
+    rates: Rates | None = None,
+    bases: Mapping[str, float] | None = None,
+    where: str = "",
+) -> list[Job]:
+    """Reads a trace; the header tells which columns it has. Jobs without GPUs are left out.
+
+    Own columns: name, user, base, arrival_s, lengths (numbers with spaces between), global_batch, steps, and where
+    wanted rank, weight, deadline_s, max_slowdown, priority.
+
+    Raises:
+        PlanError: `online.trace`, with the line; or what a job is refused for.
+    """
+    rows = csv.DictReader(io.StringIO(text))
+    header = [name.strip() for name in rows.fieldnames or ()]
+    rows.fieldnames = header
+    if set(OWN) <= set(header):
+        return [_own(row, f"{where} line {line}".strip()) for line, row in enumerate(rows, 2)]
+    for columns in FORMATS.values():
+        if set(columns) <= set(header):
+            return _public(rows, columns, workers, seed, rates or Rates(), dict(bases or BASES), where)
+    raise PlanError(
+        "online.trace",
+        f"no trace has these columns: {', '.join(header) or 'none'}",
+        where=where,
+        fix=f"columns {', '.join(OWN)}; or those of {', '.join(FORMATS)}, e.g. {', '.join(FORMATS['helios'])}",
+    )
+
+
+def write_trace(jobs: Sequence[Job]) -> str:
+    """Writes jobs in our own columns; `read_trace` reads them back."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    names = [*OWN, *OPTIONAL]
+    table.writerow(names)
+    for job in jobs:
+        values = {name: getattr(job, name) for name in names} | {"lengths": " ".join(map(str, job.lengths))}
+        table.writerow(["" if values[name] is None else values[name] for name in names])
+    return text.getvalue()
+
+
+def _own(row: Mapping[str, str], where: str) -> Job:
+    try:
+        more = {name: kind(row[name]) for name, kind in OPTIONAL.items() if row.get(name)}
+        return Job(
+            name=row["name"],
+            user=row["user"],
+            base=row["base"],
+            arrival_s=float(row["arrival_s"]),
+            lengths=[int(tokens) for tokens in row["lengths"].split()],
+            global_batch=int(row["global_batch"]),
+            steps=int(row["steps"]),
+            **more,
+        )
+    except PlanError as error:
+        raise PlanError(error.code, error.what, where=where, why=error.why, fix=error.fix) from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError("online.trace", "a line is no job", where=where, why=str(error)) from None
+
+
+def _public(
+    rows: csv.DictReader,
+    columns: Columns,
+    workers: Sequence[Worker],
+    seed: int,
+    rates: Rates,
+    bases: dict[str, float],
+    where: str,
+) -> list[Job]:
+    rng, found = np.random.default_rng(seed), []
+    for line, row in enumerate(rows, 2):
+        try:
+            gpus, duration_s = float(row[columns.gpus] or 0), float(row[columns.duration] or 0)
+            submitted_s = _seconds(row[columns.submitted])
+        except (ValueError, TypeError) as error:
+            raise PlanError("online.trace", "a line is no job", where=f"{where} line {line}", why=str(error)) from None
+        if gpus <= 0 or duration_s <= 0:
+            continue
+        job = draw_job(rng, TRACES["steady"], bases, rates, workers, name=row[columns.name], user=row[columns.user] or "?")
+        steps = max(1, round(gpus * duration_s / gpu_seconds(replace(job, steps=1), workers, rates)))
+        found.append((submitted_s, replace(job, steps=steps)))
+    if not found:
+        raise PlanError("online.trace", "no job in this trace uses a GPU", where=where)
+    first = min(submitted_s for submitted_s, _ in found)
+    return [replace(job, arrival_s=submitted_s - first) for submitted_s, job in sorted(found, key=lambda one: one[0])]
+
+
+def _seconds(text: str) -> float:
+    """Seconds or a date, as traces have both."""
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text.strip().replace("/", "-")).timestamp()
