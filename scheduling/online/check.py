@@ -123,7 +123,9 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
         if one.job.name in running or one.group is not None:
             continue
         if one.waited(now) > PATIENCE * time_alone(one, rates, state):
-            later = next((s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight), None)
+            later = next(
+                (s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight), None
+            )
             if later is not None:
                 yield f"{later.job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
                 return

@@ -15,7 +15,7 @@ TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of that length
 
 
 class SlotCost(NamedTuple):
-    """Seconds of a slot on the slowest stage: fixed + token · tokens + square · Σ length² + update · optimizer steps."""
+    """Seconds of a slot on the slowest stage: fixed + token · tokens + square · Σ length² + update · steps."""
 
     fixed_s: float
     token_s: float
@@ -83,7 +83,8 @@ def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, .
     """Whole layers of each stage; the last one has fewer, because it has the head."""
     parts = cost_parts(shape, device)
     layer, head = (
-        part.forward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2) + part.backward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
+        part.forward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
+        + part.backward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
         for part in (parts.layer, parts.head)
     )
     counts = [1] * num_stages

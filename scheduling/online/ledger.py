@@ -11,8 +11,6 @@ from scheduling.online.sharing import GroupRate, fair_shares
 from scheduling.online.state import GroupState, UserState
 from scheduling.online.types import Job, Worker
 
-WINDOW_S = 6 * 3600.0  # of the fairness index
-
 
 class GroupSpan(NamedTuple):
     """A group with the same members for some time."""
@@ -40,7 +38,7 @@ class Accounts:
         useful_s: busy time, counted in full slots.
         lost_tokens: trained again after faults.
         user_got: GPU-seconds of work, measured alone on the best mesh, of every user.
-        fairness: (start of a window, Jain's index of weighted work over the users that had jobs waiting in it).
+        user_entitled: the same in a cluster without groups that is max–min fair at every moment.
         groups: every stretch of every group.
     """
 
@@ -51,7 +49,7 @@ class Accounts:
     useful_s: float
     lost_tokens: float
     user_got: dict[str, float]
-    fairness: tuple[tuple[float, float], ...]
+    user_entitled: dict[str, float]
     groups: tuple[GroupSpan, ...]
 
 
@@ -65,9 +63,7 @@ class _Running(NamedTuple):
 class Ledger:
     """Adds up as time advances; a policy reads the users' accounts."""
 
-    def __init__(
-        self, workers: Sequence[Worker], rates: Rates, users: dict[str, UserState], jobs: Mapping[str, Job]
-    ):
+    def __init__(self, workers: Sequence[Worker], rates: Rates, users: dict[str, UserState], jobs: Mapping[str, Job]):
         self.rates, self.users, self.jobs = rates, users, jobs
         self.kinds = list(dict.fromkeys((worker.kind, worker.gpus) for worker in workers))
         self.gpus_up = sum(worker.gpus for worker in workers)
@@ -84,17 +80,7 @@ class Ledger:
         self.entitled: dict[str, float] = dict.fromkeys(users, 0.0)
         self.shares: dict[str, float] | None = None
         self.work_rate: dict[str, float] = {}
-        self.window_end, self.window_got, self.window_backlogged = WINDOW_S, dict(self.got), dict.fromkeys(users, 0.0)
-        self.fairness: list[tuple[float, float]] = []
         self.spans: list[GroupSpan] = []
-
-    def advance(self, start: float, end: float) -> None:
-        while end > start:
-            stop = min(end, self.window_end)
-            self._advance(start, stop)
-            if stop >= self.window_end:
-                self._close_window()
-            start = stop
 
     def arrive(self, job: Job) -> None:
         self._count(job, 1)
@@ -148,7 +134,7 @@ class Ledger:
         for name in list(self.running):
             self.drop_group(name, now)
         return Accounts(
-            **self.totals, user_got=dict(self.got), fairness=tuple(self.fairness), groups=tuple(self.spans)
+            **self.totals, user_got=dict(self.got), user_entitled=dict(self.entitled), groups=tuple(self.spans)
         )
 
     def _count(self, job: Job, sign: int) -> None:
@@ -163,7 +149,8 @@ class Ledger:
     def _step_work(self, job: Job) -> float:
         return self._best(job).gpu_s(1)
 
-    def _advance(self, start: float, end: float) -> None:
+    def advance(self, start: float, end: float) -> None:
+        """Accounts for the time between two events."""
         seconds = end - start
         busy = useful = 0.0
         for group in self.running.values():
@@ -175,11 +162,7 @@ class Ledger:
             useful += gpu_s * group.rate.density
             for user, rate in group.work.items():
                 self.got[user] += rate * training
-        waits = False
-        for user, present in self.present.items():
-            if present > self.placed.get(user, 0):
-                waits = True
-                self.window_backlogged[user] += seconds
+        waits = any(present > self.placed.get(user, 0) for user, present in self.present.items())
         totals = self.totals
         totals["gpu_s"] += seconds * self.gpus_up
         totals["busy_s"] += busy
@@ -198,18 +181,6 @@ class Ledger:
         weights = [self.users[user].user.weight for user in names]
         caps = [min(self.demand[user], self.users[user].user.max_gpus or float("inf")) for user in names]
         return dict(zip(names, fair_shares(caps, weights, float(self.gpus_up)), strict=True))
-
-    def _close_window(self) -> None:
-        window = [
-            (self.got[user] - self.window_got[user]) / self.users[user].user.weight
-            for user, seconds in self.window_backlogged.items()
-            if seconds > 0.9 * WINDOW_S
-        ]
-        if len(window) > 1 and any(window):
-            self.fairness.append((self.window_end - WINDOW_S, jain(window)))
-        self.window_end += WINDOW_S
-        self.window_got = dict(self.got)
-        self.window_backlogged = dict.fromkeys(self.window_backlogged, 0.0)
 
 
 def jain(values: Sequence[float]) -> float:

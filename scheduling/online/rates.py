@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
 from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
@@ -28,7 +30,7 @@ class Rates:
         self._numbers: dict[tuple, int] = {}
         self._keys: dict[str, tuple[Job, int]] = {}
         self._profiles: dict[int, Profile] = {}
-        self._known: dict[tuple, object] = {}
+        self._known: dict[tuple, Any] = {}
         self._groups: dict[tuple, GroupRate | None] = {}
         self._fair: dict[tuple, float] = {}
 
@@ -111,7 +113,12 @@ class Rates:
                 return stage.total(mesh.capacity_tokens, adapters) / GIB
         return None
 
-    def _once(self, key: tuple, search: Callable):
+    def recomputes(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool:
+        """Whether backward runs the forward once more, so that the mesh holds these jobs."""
+        adapters = self._adapters(members, mesh.stages)
+        return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
+
+    def _once(self, key: tuple, search: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = search()
         return self._known[key]
@@ -136,7 +143,7 @@ class Rates:
             return 0.0
         if share <= points[0][0]:
             return points[0][1]
-        for (below, low), (above, high) in zip(points, points[1:], strict=False):
+        for (below, low), (above, high) in pairwise(points):
             if share <= above:
                 return low + (high - low) * (share - below) / (above - below)
         return points[-1][1]

@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster replay") -> str:
-    """Draws one or several runs of the same jobs: a row per GPU, colours for bases, the queue below, decisions beside."""
+    """Draws one or several runs of the same jobs: a row per GPU, a colour per base, the queue, and decisions."""
     from importlib.resources import files  # slow to import, and few runs draw
 
     template = files("scheduling.online").joinpath("replay.html").read_text("utf-8")
@@ -81,7 +81,9 @@ def _run(result: ClusterResult, bases: list[str]) -> dict:
 def _queue(result: ClusterResult, points: int = 600) -> list[int]:
     """Jobs that wait for their first start, at evenly spaced times."""
     end = max(result.finish_s.values(), default=1.0)
-    changes = sorted([(job.arrival_s, 1) for job in result.jobs] + [(start_s, -1) for start_s in result.start_s.values()])
+    changes = sorted(
+        [(job.arrival_s, 1) for job in result.jobs] + [(start_s, -1) for start_s in result.start_s.values()]
+    )
     found, waiting, position = [], 0, 0
     for point in range(points):
         while position < len(changes) and changes[position][0] <= end * point / points:

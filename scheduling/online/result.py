@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from scheduling.online.ledger import Accounts, jain
 from scheduling.online.types import Job
-
-if TYPE_CHECKING:
-    from scheduling.online.ledger import Accounts
 
 
 class Span(NamedTuple):
@@ -79,9 +77,12 @@ class ClusterResult:
 
     @property
     def fairness(self) -> float:
-        """Mean over windows of Jain's index of weighted work over the users with jobs waiting; 1 if none ever wait."""
-        indices = [index for _, index in self.accounts.fairness]
-        return float(np.mean(indices)) if indices else 1.0
+        """Jain's index, over users, of the work they got over the work that max–min fair shares would have given them.
+
+        Work is tokens times what they cost alone; shares follow the users' weights, while they have unfinished jobs.
+        """
+        got, entitled = self.accounts.user_got, self.accounts.user_entitled
+        return jain([got[user] / entitled[user] for user in got if entitled[user] > 0])
 
     def summary(self) -> dict[str, float]:
         """The figures of a table's row."""

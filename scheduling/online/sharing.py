@@ -1,7 +1,7 @@
 """How a group's slots are shared: like a fluid, max–min fairly by weight.
 
-Per slot, job i takes at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i tokens fills n_i slots, and S - 1 more
-pass before its next batch may start. What all want, x = Σ cap_i / room, fills the slots to
+Per slot, job i takes at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i tokens fills n_i slots, and S - 1
+more pass before its next batch may start. What all want, x = Σ cap_i / room, fills the slots to
 x · (1 + (x / FULL)^p)^(-1/p)  of their room. `benchmarks/online.py rates` compares this with plans of `make_plan`,
 played by `simulate`.
 """
@@ -16,7 +16,7 @@ from scheduling.online.costs import SlotCost
 from scheduling.online.profile import Profile
 
 FULL = 0.97  # of a slot's room that the planner fills when there is always a sample that fits
-SHARPNESS = 5.0  # p
+SHARPNESS = 5.0  # p for many jobs; few leave larger holes
 
 
 class Mesh(NamedTuple):
@@ -109,7 +109,7 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     wanted = sum(caps)
     tokens = wanted
     if len(caps) > 1:
-        caps = fair_shares(caps, weights, filled(padded / room) * room * wanted / padded)
+        caps = fair_shares(caps, weights, filled(padded / room, len(caps)) * room * wanted / padded)
         tokens = sum(caps)
     per_slot = [cap / profile.batch_tokens for cap, profile in zip(caps, profiles, strict=True)]
     slot_s = cost.seconds(mesh.capacity_tokens, mesh.capacity_tokens * squares / wanted) + cost.update_s * sum(per_slot)
@@ -141,9 +141,10 @@ def _rate(mesh: Mesh, steps: list[float], tokens_per_s: float, fair, bounds, den
     )
 
 
-def filled(wanted: float) -> float:
-    """Share of a slot's room that is used when jobs want `wanted` times its room."""
-    return wanted * (1 + (wanted / FULL) ** SHARPNESS) ** (-1 / SHARPNESS)
+def filled(wanted: float, jobs: int) -> float:
+    """Share of a slot's room that is used when so many jobs want `wanted` times its room."""
+    sharpness = min(SHARPNESS, 3 + jobs / 2)
+    return wanted * (1 + (wanted / FULL) ** sharpness) ** (-1 / sharpness)
 
 
 def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) -> list[float]:

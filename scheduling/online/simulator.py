@@ -151,7 +151,11 @@ class Simulator:
 
     def _finish(self, live: _Live) -> bool:
         self._settle(live)
-        done = [name for name in live.state.members if self.waiting[name].left_steps(self.now) <= 1e-6 * self.jobs[name].steps]
+        done = [
+            name
+            for name in live.state.members
+            if self.waiting[name].left_steps(self.now) <= 1e-6 * self.jobs[name].steps
+        ]
         for name in done:
             state = self.waiting.pop(name)
             self.finish_s[name] = self.now
@@ -299,7 +303,8 @@ class Simulator:
         moving = any(live.rate for live in self.groups.values()) or any(event.order < FINISH for event in self.events)
         if self.waiting and not moving:
             raise PlanError(
-                "online.stuck", f"{self.policy.name} lets {len(self.waiting)} jobs wait while no job runs and none comes"
+                "online.stuck",
+                f"{self.policy.name} lets {len(self.waiting)} jobs wait while no job runs and none comes",
             )
 
     def _result(self) -> ClusterResult:

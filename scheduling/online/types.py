@@ -68,7 +68,9 @@ class Job:
         for name in ("global_batch", "steps", "rank"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise PlanError("online.job", f"{self.name}: {name} must be a whole number of at least 1, not {value!r}")
+                raise PlanError(
+                    "online.job", f"{self.name}: {name} must be a whole number of at least 1, not {value!r}"
+                )
         self._check_number("arrival_s", 0.0, "give times in seconds since the start of the trace")
         self._check_number("weight", 0.0, "weight: 1.0 (hold a job back instead of giving it no weight)", strict=True)
         self._check_number("max_slowdown", 1.0, "max_slowdown: 1.3")
@@ -76,7 +78,9 @@ class Job:
             self._check_number("deadline_s", self.arrival_s, "a deadline lies after the arrival")
         unknown = [target for target in self.targets if target not in LINEARS]
         if unknown or not self.targets:
-            raise PlanError("online.job", f"{self.name}: unknown targets {unknown}", fix=f"some of {', '.join(LINEARS)}")
+            raise PlanError(
+                "online.job", f"{self.name}: unknown targets {unknown}", fix=f"some of {', '.join(LINEARS)}"
+            )
         object.__setattr__(self, "lengths", tuple(lengths.tolist()))
         object.__setattr__(self, "shape", resolve_base(self.base))
         object.__setattr__(self, "base_name", base_name(self.base))
@@ -113,7 +117,9 @@ class Worker:
         if not isinstance(self.name, str) or not self.name:
             raise PlanError("online.worker", f"a worker's name must be a non-empty string, not {self.name!r}")
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, (int, np.integer)) or self.gpus < 1:
-            raise PlanError("online.worker", f"{self.name}: gpus must be a whole number of at least 1, not {self.gpus!r}")
+            raise PlanError(
+                "online.worker", f"{self.name}: gpus must be a whole number of at least 1, not {self.gpus!r}"
+            )
         if not (isinstance(self.memory_gib, (int, float)) and math.isfinite(self.memory_gib) and self.memory_gib > 0):
             raise PlanError("online.worker", f"{self.name}: memory_gib must be positive, not {self.memory_gib!r}")
 
@@ -163,7 +169,9 @@ class Fault:
         if not (math.isfinite(self.start_s) and self.start_s >= 0 and math.isfinite(self.duration_s)):
             raise PlanError("online.fault", f"fault of {self.worker}: start_s must be at least 0, not {self.start_s!r}")
         if self.duration_s <= 0:
-            raise PlanError("online.fault", f"fault of {self.worker}: duration_s must be above 0, not {self.duration_s!r}")
+            raise PlanError(
+                "online.fault", f"fault of {self.worker}: duration_s must be above 0, not {self.duration_s!r}"
+            )
 
 
 def check_input(jobs: Sequence[Job], workers: Sequence[Worker], faults: Sequence[Fault] = ()) -> None:

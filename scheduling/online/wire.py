@@ -45,7 +45,9 @@ def state_from_json(text: str) -> ClusterState:
         workers = [Worker(**worker) for worker in data["workers"]]
         jobs = [JobState(**(job | {"job": job_from_dict(job["job"])})) for job in data["jobs"]]
         groups = [
-            GroupState(**(group | {name: tuple(group[name]) for name in ("gpus", "members")} | {"mesh": Mesh(*group["mesh"])}))
+            GroupState(
+                **(group | {name: tuple(group[name]) for name in ("gpus", "members")} | {"mesh": Mesh(*group["mesh"])})
+            )
             for group in data["groups"]
         ]
         users = [UserState(**(user | {"user": User(**user["user"])})) for user in data["users"]]

@@ -84,7 +84,9 @@ class Srtf(_Baseline):
         for worker in draft.state.workers.values():
             for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
                 inside = set(range(first, first + rate.mesh.gpus))
-                there = [g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)]
+                there = [
+                    g for g in draft.groups.values() if g.members and g.worker == worker.name and inside & set(g.gpus)
+                ]
                 shortest = min((left[name] for group in there for name in group.members), default=0.0)
                 if shortest > best_left and all(set(group.gpus) <= inside for group in there):
                     best, best_left = there, shortest
@@ -115,7 +117,9 @@ class Mlora(_Baseline):
             if found is None or block is None:
                 break
             names = [job.name for job in jobs]
-            draft.open(first.base_name, block, found.mesh, names, f"batch of {len(jobs)}, {first.name} has waited longest")
+            draft.open(
+                first.base_name, block, found.mesh, names, f"batch of {len(jobs)}, {first.name} has waited longest"
+            )
             waiting = [one for one in waiting if one.job.name not in names]
         return draft.decisions()
 

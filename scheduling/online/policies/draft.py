@@ -84,9 +84,9 @@ class Draft:
     def warm_block(self, base: str, size: int) -> tuple[str, int] | None:
         """A free block with an idle session of this base and size."""
         for group in self.groups.values():
-            if not group.members and group.base == base and len(group.gpus) == size:
-                if all(self.free[group.worker][gpu] for gpu in group.gpus):
-                    return group.worker, group.gpus[0]
+            idle = not group.members and all(self.free[group.worker][gpu] for gpu in group.gpus)
+            if idle and group.base == base and len(group.gpus) == size:
+                return group.worker, group.gpus[0]
         return None
 
     def block(self, base: str, size: int) -> tuple[str, int] | None:
@@ -115,8 +115,7 @@ class Draft:
         for name, before in self.state.groups.items():
             now = self.groups.get(name)
             if now is None or now.is_new:
-                why = "its GPUs are needed" if now is None or not now.why else now.why[-1]
-                found.append(Decision(kind="close", group=name, why=why))
+                found.append(Decision(kind="close", group=name, why="its GPUs go to other jobs"))
             elif (before.members, before.gpus, before.mesh) != (tuple(now.members), now.gpus, now.mesh):
                 found.append(self._decision("change", now))
         return found + [self._decision("open", group) for group in self.groups.values() if group.is_new]
@@ -130,7 +129,7 @@ class Draft:
             gpus=group.gpus,
             mesh=group.mesh,
             members=tuple(group.members),
-            why=", ".join(group.why),
+            why=group.why[-1] if group.why else "",
         )
 
     def _mark(self, group: DraftGroup, free: bool) -> None:

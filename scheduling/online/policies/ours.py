@@ -1,22 +1,21 @@
 """Our policy: groups that fill their GPUs, the jobs that finish soonest first, nobody slowed beyond its bound.
 
-What a configuration is worth:  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and what is left
-are in GPU-seconds of work alone. α = 1 would run the shortest job on all GPUs, α = 0 would only fill them; in between,
-jobs share GPUs as long as that raises what all of them together achieve. A move is made when what it wins over
+What a configuration is worth:  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and what is
+left are in GPU-seconds of work alone. α = 1 would run the shortest job on all GPUs, α = 0 would only fill them; in
+between, jobs share GPUs as long as that raises what all of them together achieve. A move is made when what it wins over
 `HORIZON_S` exceeds what everybody loses while groups stop for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduling.online.check import PATIENCE
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.rates import Kind, Rates
 from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, JobState
-
 
 OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
 
@@ -138,9 +137,7 @@ class _Search:
 
     def _bar(self) -> None:
         """Remembers the earliest job whose patience is at its end: nothing later of its weight may start before it."""
-        self.barred = [
-            one for one in self.urgent if one.waited(self.now) > 0.98 * PATIENCE * self._alone_s(one)
-        ]
+        self.barred = [one for one in self.urgent if one.waited(self.now) > 0.98 * PATIENCE * self._alone_s(one)]
 
     def _alone_s(self, state: JobState) -> float:
         for kind, most in self.sizes:
@@ -153,7 +150,9 @@ class _Search:
         if one.group is not None or not self.barred:
             return True
         return not any(
-            other.job.arrival_s < one.job.arrival_s and other.job.weight >= one.job.weight and other.job.name not in placed
+            other.job.arrival_s < one.job.arrival_s
+            and other.job.weight >= one.job.weight
+            and other.job.name not in placed
             for other in self.barred
             if other.job.name != name
         )
@@ -366,7 +365,11 @@ class _Search:
             if not waiting:
                 continue
             victims = sorted(
-                (group for group in self.draft.groups.values() if group.members and group.base != base and not group.is_new),
+                (
+                    group
+                    for group in self.draft.groups.values()
+                    if group.members and group.base != base and not group.is_new
+                ),
                 key=lambda group: (self._value(group) / len(group.gpus), group.name),
             )
             for group in victims[:3]:
@@ -404,7 +407,11 @@ class _Search:
             half = self._worth(group.members, rate)
             open_s = self.rates.changes.open_s(self.state.jobs[group.members[0]].job.shape)
             gain = (half + found[2]) * (1 - open_s / self.settings.horizon_s) - old * (1 + self.settings.split_margin)
-            if gain > 0 and (best is None or gain > best[0]) and self._tolerates(group.members, rate, group.members, open_s):
+            if (
+                gain > 0
+                and (best is None or gain > best[0])
+                and self._tolerates(group.members, rate, group.members, open_s)
+            ):
                 best = gain, group, rate, base, found
         if best is None:
             return False
@@ -488,7 +495,11 @@ class _Search:
         for worker in self.state.workers.values():
             for first in range(0, worker.gpus - size + 1, size):
                 inside = set(range(first, first + size))
-                there = [g for g in self.draft.groups.values() if g.worker == worker.name and g.members and inside & set(g.gpus)]
+                there = [
+                    g
+                    for g in self.draft.groups.values()
+                    if g.worker == worker.name and g.members and inside & set(g.gpus)
+                ]
                 if any(self.order[name] >= order for group in there for name in group.members):
                     continue
                 worth = sum(map(self._value, there))
@@ -515,7 +526,11 @@ class _Search:
             if not group.members or size >= 8 or first + 2 * size > worker.gpus:
                 continue
             around = range(first, first + 2 * size)
-            there = [g for g in self.draft.groups.values() if g.worker == group.worker and g.members and set(g.gpus) & set(around)]
+            there = [
+                g
+                for g in self.draft.groups.values()
+                if g.worker == group.worker and g.members and set(g.gpus) & set(around)
+            ]
             if any(g.base != group.base or not set(g.gpus) <= set(around) for g in there):
                 continue
             if any(g is not group and g.name < group.name for g in there):
@@ -526,9 +541,14 @@ class _Search:
                 continue
             before, now = sum(map(self._value, there)), self._worth(members, rate)
             open_s = self.rates.changes.open_s(self.state.jobs[members[0]].job.shape)
-            left_s = max(self.state.jobs[name].left_steps(self.now) / s for name, s in zip(members, rate.steps_per_s, strict=True))
+            left_s = max(
+                self.state.jobs[name].left_steps(self.now) / s
+                for name, s in zip(members, rate.steps_per_s, strict=True)
+            )
             lasts = min(self.settings.horizon_s * 2, left_s)
-            if now * (lasts - open_s) > before * lasts * (1 + self.settings.margin) and self._tolerates(members, rate, members, open_s):
+            if now * (lasts - open_s) > before * lasts * (1 + self.settings.margin) and self._tolerates(
+                members, rate, members, open_s
+            ):
                 gain = now - before
                 if best is None or gain > best[0]:
                     best = gain, group, there, members, rate, first
@@ -540,5 +560,7 @@ class _Search:
             self.draft.close(one)
             self.values.pop(one.name, None)
         opened = self.draft.open(base, (worker, first), rate.mesh, list(members), "")
-        opened.why[:] = [f"{len(rate.steps_per_s)} jobs take {len(opened.gpus)} GPUs: " + self._reason(members, rate, 0.0)]
+        opened.why[:] = [
+            f"{len(rate.steps_per_s)} jobs take {len(opened.gpus)} GPUs: " + self._reason(members, rate, 0.0)
+        ]
         return True

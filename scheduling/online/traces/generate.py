@@ -112,7 +112,7 @@ def draw_job(
     """Draws base, data, batch, rank and steps of a job that arrives at 0."""
     mean, spread = DATA[str(rng.choice(list(DATA)))]
     sigma = np.sqrt(np.log(1 + (spread / mean) ** 2))
-    lengths = np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 64), *LENGTHS).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 64), *LENGTHS).astype(int).tolist()
     popularity = np.array(list(bases.values()))
     job = Job(
         name=name,

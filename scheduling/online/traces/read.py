@@ -123,7 +123,9 @@ def _public(
             raise PlanError("online.trace", "a line is no job", where=f"{where} line {line}", why=str(error)) from None
         if gpus <= 0 or duration_s <= 0:
             continue
-        job = draw_job(rng, TRACES["steady"], bases, rates, workers, name=row[columns.name], user=row[columns.user] or "?")
+        job = draw_job(
+            rng, TRACES["steady"], bases, rates, workers, name=row[columns.name], user=row[columns.user] or "?"
+        )
         steps = max(1, round(gpus * duration_s / gpu_seconds(replace(job, steps=1), workers, rates)))
         found.append((submitted_s, replace(job, steps=steps)))
     if not found:

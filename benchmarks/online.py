@@ -1,0 +1,256 @@
+"""The online scheduler against its targets: one command, a table per claim, plots beside them.
+
+    python benchmarks/online.py                    # everything that is missing, on two cores, at low priority
+    python benchmarks/online.py table --seeds 1    # one part: table loads ablation throughput rates speed
+
+Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the
+tables and plots from the rows alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from scheduling import AdapterJob, make_plan, simulate  # noqa: E402
+from scheduling.online import (  # noqa: E402
+    TRACES,
+    Job,
+    Ours,
+    Rates,
+    Settings,
+    Worker,
+    generate_trace,
+    simulate_cluster,
+)
+from scheduling.online.costs import stage_costs  # noqa: E402
+from scheduling.online.traces.generate import BASES, draw_job  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "online_2026-11-23"
+PARTS = ("table", "loads", "ablation", "throughput", "rates", "speed")
+POLICIES = ("ours", "fifo", "srtf", "mlora", "packing", "tlora")
+WITHOUT = {
+    "without grouping": {"grouping": False},
+    "without residual capacity": {"residual": False},
+    "without urgency": {"urgency": False},
+    "without elasticity": {"elasticity": False},
+    "without fairness": {"fairness": 0.0},
+}
+FIELDS = (
+    "part", "trace", "seed", "load", "jobs", "gpus", "policy", "jct_mean_s", "jct_p50_s", "jct_p95_s", "jct_p99_s",
+    "makespan_s", "tokens_per_s", "utilisation", "overall_utilisation", "density", "slowdown_p99", "slowdown_max",
+    "fairness", "preemptions", "longest_wait", "deadlines_met", "cpu_s",
+)  # fmt: skip
+KIND = ("h200", 140.0)
+
+
+class Task(NamedTuple):
+    """Runs of several policies on one trace."""
+
+    part: str
+    trace: str
+    seed: int
+    load: float
+    policies: tuple[str, ...]
+    jobs: int = 2000
+    hosts: int = 8
+    base: str = ""  # all jobs of that one base, and there at the start
+
+
+def tasks(part: str, seeds: int) -> list[Task]:
+    """What a part has to run."""
+    if part == "table":
+        return [
+            Task(part, trace, seed, load, POLICIES)
+            for load in (1.0, 1.2, 0.7)
+            for seed in range(seeds)
+            for trace in TRACES
+        ]
+    if part == "loads":
+        loads = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5)
+        return [Task(part, "day-night", 0, load, ("ours", "srtf", "fifo"), jobs=1000) for load in loads]
+    if part == "ablation":
+        return [Task(part, trace, 0, 1.0, ("ours", *WITHOUT)) for trace in TRACES]
+    if part == "throughput":
+        bases = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
+        return [Task(part, "steady", seed, 1.0, ("ours", "fifo"), 300, 8, base) for base in bases for seed in range(3)]
+    return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 32)] if part == "speed" else []
+
+
+def run(task: Task, done: frozenset[tuple]) -> list[dict]:
+    """Rows of one task that are not done yet."""
+    os.nice(10)
+    left = [policy for policy in task.policies if key(task._asdict() | {"policy": label(task, policy)}) not in done]
+    if not left:
+        return []
+    workers = [Worker(f"host{host}", 8) for host in range(task.hosts)]
+    rates, rows = Rates(), []
+    bases = {task.base: 1.0} if task.base else None
+    jobs = generate_trace(
+        task.trace, jobs=task.jobs, workers=workers, load=task.load, seed=task.seed, rates=rates, bases=bases,
+        at_start=bool(task.base),
+    )  # fmt: skip
+    for policy in left:
+        began = time.process_time()
+        who = Ours(rates, Settings(**WITHOUT[policy]), policy) if policy in WITHOUT else policy
+        result = simulate_cluster(jobs, workers, policy=who, rates=rates)
+        accounts = result.accounts
+        rows.append(
+            task._asdict()
+            | result.summary()
+            | {
+                "gpus": result.gpus,
+                "policy": label(task, policy),
+                "density": accounts.useful_s / accounts.busy_s,
+                "longest_wait": longest_wait(jobs, result.start_s, rates),
+                "cpu_s": time.process_time() - began,
+            }
+        )
+    return rows
+
+
+def label(task: Task, policy: str) -> str:
+    return f"{policy}, {task.base}" if task.base else policy
+
+
+def longest_wait(jobs: Iterable[Job], start_s: dict[str, float], rates: Rates) -> float:
+    """Wait for the first start over the job's own time alone, the largest of all jobs."""
+    return max(
+        (start_s[job.name] - job.arrival_s) / (best.step_s * job.steps)
+        for job in jobs
+        if (best := rates.best_alone(job, KIND))
+    )
+
+
+def key(row: dict) -> tuple:
+    return tuple(str(row[name]) for name in ("part", "trace", "seed", "load", "policy"))
+
+
+def read_rows() -> list[dict]:
+    path = RESULTS / "rows.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def add_rows(rows: Sequence[dict]) -> None:
+    path = RESULTS / "rows.csv"
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        table = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
+        if new:
+            table.writeheader()
+        for row in rows:
+            table.writerow({name: f"{v:.6g}" if isinstance(v := row[name], float) else v for name in FIELDS})
+            print(" ".join(f"{name}={row[name]}" for name in ("part", "trace", "seed", "load", "policy")), flush=True)
+
+
+# --- the rate model and full plans
+
+
+def compare_rates(count: int = 60, seed: int = 0) -> list[dict]:
+    """Random groups: the rate model's tokens per second, and those of a full plan played by `simulate`."""
+    rng, rates, rows = np.random.default_rng(seed), Rates(), []
+    workers = [Worker("host0", 8)]
+    while len(rows) < count:
+        base, size = str(rng.choice(list(BASES))), int(rng.integers(2, 9))
+        jobs = [
+            draw_job(rng, TRACES["steady"], {base: 1.0}, rates, workers, name=f"j{i}", user="u") for i in range(size)
+        ]
+        jobs = [replace(job, weight=float(rng.choice([1.0, 1.0, 2.0]))) for job in jobs]
+        gpus = int(rng.choice([2, 4, 8] if base.endswith("70b") else [1, 2, 4, 8]))
+        rate = rates.group(jobs, KIND, gpus)
+        if rate is not None:
+            rows.append(compare_group(jobs, gpus, rate, rates))
+    return rows
+
+
+def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
+    """Plans about fifty steps of every job and plays them; rates are counted until the first job ends."""
+    seconds = 50 / float(np.mean(rate.steps_per_s))
+    planned = [
+        AdapterJob(
+            job.name,
+            np.resize(job.lengths, max(3, round(seconds * steps)) * job.global_batch).tolist(),
+            job.global_batch,
+            weight=job.weight * (1 + 1e-6 * place),  # unequal weights: shares are kept
+        )
+        for place, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
+    ]
+    stages, replicas, capacity = rate.mesh
+    plan = make_plan(planned, capacity_tokens=capacity, num_stages=stages, data_parallel=replicas, time_limit_s=0)
+    recompute = rates.recomputes(jobs, KIND, rate.mesh)
+    timeline = simulate(plan, stage_costs(jobs[0].shape, KIND[0], stages, recompute))
+    steps: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for span in timeline.spans:
+        if span.kind == "update" and span.stage == 0:
+            for name in span.adapters:
+                steps[name].append(span.end_s)
+    until = min(timeline.finish_s.values())
+    tokens = sum(sum(end <= until for end in steps[job.name]) * job.tokens / job.steps for job in jobs)
+    own = [
+        mine / (len(steps[job.name]) / max(steps[job.name])) - 1
+        for job, mine in zip(jobs, rate.steps_per_s, strict=True)
+    ]
+    return {
+        "base": jobs[0].base_name, "jobs": len(jobs), "stages": stages, "replicas": replicas,
+        "capacity_tokens": capacity,
+        "modelled_tokens_per_s": round(rate.tokens_per_s), "planned_tokens_per_s": round(tokens / until),
+        "error": round(rate.tokens_per_s * until / tokens - 1, 4), "own_error_worst": round(max(own, key=abs), 4),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs what is asked for and missing, then reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[*PARTS, "report"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="policies")
+    parser.add_argument("--cores", type=int, default=2)
+    asked = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "conditions.txt").write_text(
+        f"{date.today()} · Python {platform.python_version()} · numpy {np.__version__} · {platform.machine()}, "
+        f"{os.cpu_count()} cores shared with other work; simulated H200s, default rates of scheduling.rates\n"
+    )
+    if "rates" in asked.parts:
+        write_csv("rates.csv", compare_rates())
+    wanted = [task for part in asked.parts for task in tasks(part, asked.seeds)]
+    if asked.only:
+        wanted = [task._replace(policies=tuple(p for p in task.policies if p in asked.only)) for task in wanted]
+    done = frozenset(key(row) for row in read_rows())
+    with ProcessPoolExecutor(asked.cores) as pool:
+        for rows in pool.map(run, wanted, [done] * len(wanted)):
+            add_rows(rows)
+    if "report" in asked.parts:
+        report()
+
+
+def write_csv(name: str, rows: Sequence[dict]) -> None:
+    with (RESULTS / name).open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def report() -> None:
+    """Tables as Markdown, and plots where there is matplotlib."""
+    from benchmarks.online_report import write_report
+
+    write_report(RESULTS)
+
+
+if __name__ == "__main__":
+    main()
