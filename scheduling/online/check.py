@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from scheduling.errors import PlanError
 from scheduling.online.rates import MESHES, Rates
-from scheduling.online.state import ClusterState, Decision, GroupState, Policy, after
+from scheduling.online.state import ClusterState, Decision, GroupState, Policy, after, held_gpus
 
 PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
 BOUND_SLACK = 1e-6
@@ -20,7 +20,8 @@ def check_decisions(
     Rules: groups are opened once and changed or closed only while they exist; each job is in one group, of its own
     base; each GPU is in one group, of one worker that is up; meshes are of 1, 2, 4 or 8 GPUs, with memory for all
     members and room for their longest samples. Promises: every member's predicted slowdown is within its bound; no
-    job that has waited ten times its own time alone sees a later one of its weight or less start.
+    job that has waited ten times its own time alone sees a later one of its weight or less start; no user gets GPUs
+    beyond its quota.
 
     Raises:
         PlanError: `online.decision`, with every violation.
@@ -37,6 +38,8 @@ def check_decisions(
                 problems += _group(state, groups[name], rates, "bounds" in policy.promises)
         if "no starvation" in policy.promises and not problems:
             problems += _starvation(state, groups, rates, now)
+        if "quotas" in policy.promises and not problems:
+            problems += _quotas(state, groups)
     if problems:
         raise PlanError(
             "online.decision", f"{policy.name} decided what cannot be: {problems[0]}", problems=tuple(problems)
@@ -129,6 +132,19 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
             if later is not None:
                 yield f"{later.job.name} starts while {one.job.name} has waited {one.waited(now):.0f} s"
                 return
+
+
+def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]:
+    quotas = {name: user.user.max_gpus for name, user in state.users.items() if user.user.max_gpus is not None}
+    if not quotas:
+        return
+    before, now = (
+        held_gpus(((len(group.gpus), group.members) for group in of.values()), state.jobs)
+        for of in (state.groups, groups)
+    )
+    for user, most in quotas.items():
+        if now.get(user, 0.0) > max(most, before.get(user, 0.0)) + BOUND_SLACK:
+            yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
 
 
 def time_alone(one, rates: Rates, state: ClusterState) -> float:

@@ -101,7 +101,8 @@ def slot_cost(shape: ModelShape, device: str, num_stages: int, recompute: bool) 
     def of_stage(stage: int) -> SlotCost:
         cost = stage_costs(shape, device, num_stages, recompute).stage(stage)
         names = ("fixed_s", "token_s", "square_s")
-        return SlotCost(*(getattr(cost.forward, name) + getattr(cost.backward, name) for name in names), cost.update_s)
+        both = {name: getattr(cost.forward, name) + getattr(cost.backward, name) for name in names}
+        return SlotCost(**both, update_s=cost.update_s)
 
     typical = 4 * TYPICAL_SAMPLE, 4 * TYPICAL_SAMPLE**2
     return max(map(of_stage, range(num_stages)), key=lambda cost: cost.seconds(*typical))

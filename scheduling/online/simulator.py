@@ -228,12 +228,11 @@ class Simulator:
             ready = self.now + (changes.open_s(any_job.shape) if any_job else 0.0)
         if live is None:
             live = self.groups[decision.group] = _Live(state, None, self.now)
-        training = live.rate is not None
         for name in decision.members:
             mine = self.waiting[name]
             if mine.group is None:
                 mine = replace(mine, waited_s=mine.waited_s + self.now - mine.at_s, at_s=ready)
-            stalled = ready - trained_until if name in was_in or training else 0.0  # opening costs a job alone the same
+            stalled = ready - trained_until if name in was_in else 0.0  # starting costs a job alone as much
             self.waiting[name] = replace(
                 mine, group=decision.group, at_s=max(ready, self.now), in_groups_s=mine.in_groups_s + max(0.0, stalled)
             )

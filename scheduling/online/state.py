@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -138,7 +138,7 @@ class Policy(Protocol):
     Attributes:
         name: shown in tables.
         mixes: microbatches of a group may hold samples of several jobs.
-        promises: rules beyond capacity that the checker holds it to: "bounds", "no starvation".
+        promises: rules beyond capacity that the checker holds it to: "bounds", "no starvation", "quotas".
     """
 
     name: str
@@ -161,3 +161,14 @@ def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, Group
                 decision.group, decision.base, decision.worker, decision.gpus, decision.mesh, decision.members
             )
     return groups
+
+
+def held_gpus(groups: Iterable[tuple[int, Sequence[str]]], jobs: Mapping[str, JobState]) -> dict[str, float]:
+    """GPUs that groups of (GPUs, members) hold on each user's behalf: a member's share of the group's weights."""
+    held: dict[str, float] = {}
+    for gpus, members in groups:
+        weights = [jobs[name].job.weight for name in members]
+        for name, weight in zip(members, weights, strict=True):
+            user = jobs[name].job.user
+            held[user] = held.get(user, 0.0) + gpus * weight / sum(weights)
+    return held

@@ -25,24 +25,21 @@ class _Baseline:
             largest[worker.kind] = max(largest.get(worker.kind, 0), worker.gpus)
         return list(largest.items())
 
-    def _best_alone(self, draft: Draft, job: Job) -> AloneRate | None:
-        found = (self.rates.best_alone(job, kind, gpus) for kind, gpus in self._sizes(draft))
-        return min((rate for rate in found if rate), key=lambda rate: rate.gpu_s(1), default=None)
+    def _alone(self, draft: Draft, job: Job) -> list[tuple[AloneRate, Kind]]:
+        """The job's best mesh on every kind of worker that holds it, fewest GPU-seconds first."""
+        found = [(rate, kind) for kind, most in self._sizes(draft) if (rate := self.rates.best_alone(job, kind, most))]
+        return sorted(found, key=lambda one: one[0].gpu_s(1))
 
     def _left_s(self, draft: Draft, state: JobState, now: float) -> float:
-        rate = self._best_alone(draft, state.job)
-        return state.left_steps(now) * rate.step_s if rate else float("inf")
+        found = self._alone(draft, state.job)
+        return state.left_steps(now) * found[0][0].step_s if found else float("inf")
 
     def _open_alone(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
         """Opens the mesh with the fewest GPU-seconds for a job; None if no block of that size is free."""
-        rate = self._best_alone(draft, state.job)
-        block = draft.block(state.job.base_name, rate.mesh.gpus) if rate else None
-        if rate is None or block is None:
-            return None
-        here = self.rates.alone(state.job, draft.state.workers[block[0]].kind, rate.mesh.gpus)
-        if here is None:
-            return None
-        return draft.open(state.job.base_name, block, here.mesh, [state.job.name], why)
+        for rate, kind in self._alone(draft, state.job):
+            if block := draft.block(state.job.base_name, rate.mesh.gpus, kind):
+                return draft.open(state.job.base_name, block, rate.mesh, [state.job.name], why)
+        return None
 
 
 class Fifo(_Baseline):
@@ -69,19 +66,23 @@ class Srtf(_Baseline):
         draft = Draft(state)
         left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
         for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
-            rate = self._best_alone(draft, job.job)
-            if rate is None:
+            if not self._alone(draft, job.job):
                 continue
-            if draft.block(job.job.base_name, rate.mesh.gpus) is None and not self._make_room(draft, job, rate, left):
-                break
-            self._open_alone(draft, job, f"{left[job.job.name]:.0f} s left, the least of all that wait")
+            why = f"{left[job.job.name]:.0f} s left, the least of all that wait"
+            if self._open_alone(draft, job, why) is None:
+                if not self._make_room(draft, job, left):
+                    break
+                self._open_alone(draft, job, why)
         return draft.decisions()
 
-    def _make_room(self, draft: Draft, job: JobState, rate: AloneRate, left: dict[str, float]) -> bool:
+    def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
         """Frees the block whose shortest job is longest, if all there have more left than this one and its start."""
         own = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
         best, best_left = None, own
+        rate, kind = self._alone(draft, job.job)[0]
         for worker in draft.state.workers.values():
+            if worker.kind != kind:
+                continue
             for first in range(0, worker.gpus - rate.mesh.gpus + 1, rate.mesh.gpus):
                 inside = set(range(first, first + rate.mesh.gpus))
                 there = [
@@ -112,25 +113,26 @@ class Mlora(_Baseline):
         while waiting:
             first = waiting[0].job
             jobs = [one.job for one in waiting if one.job.base_name == first.base_name][: self.batch]
-            found = self._best_turns(draft, jobs)
-            block = draft.block(first.base_name, found.mesh.gpus) if found else None
-            if found is None or block is None:
+            opened = False
+            for rate, kind in self._turns(draft, jobs):
+                if block := draft.block(first.base_name, rate.mesh.gpus, kind):
+                    why = f"batch of {len(jobs)}, {first.name} has waited longest"
+                    draft.open(first.base_name, block, rate.mesh, [job.name for job in jobs], why)
+                    opened = True
+                    break
+            if not opened:
                 break
-            names = [job.name for job in jobs]
-            draft.open(
-                first.base_name, block, found.mesh, names, f"batch of {len(jobs)}, {first.name} has waited longest"
-            )
-            waiting = [one for one in waiting if one.job.name not in names]
+            waiting = [one for one in waiting if one.job not in jobs]
         return draft.decisions()
 
-    def _best_turns(self, draft: Draft, jobs: Sequence[Job]) -> GroupRate | None:
-        found = [
-            rate
-            for kind, most in self._sizes(draft)
-            for gpus in MESHES
-            if gpus <= most and (rate := self.rates.in_turn(jobs, kind, gpus))
-        ]
-        return max(found, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus, default=None)
+    def _turns(self, draft: Draft, jobs: Sequence[Job]) -> list[tuple[GroupRate, Kind]]:
+        """The batch's best mesh on every kind of worker that holds it, most tokens per GPU first."""
+        found = []
+        for kind, most in self._sizes(draft):
+            rates = [rate for gpus in MESHES if gpus <= most and (rate := self.rates.in_turn(jobs, kind, gpus))]
+            if rates:
+                found.append((max(rates, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus), kind))
+        return sorted(found, key=lambda one: -one[0].tokens_per_s / one[0].mesh.gpus)
 
 
 class Packing(_Baseline):

@@ -55,9 +55,10 @@ class Draft:
     def kind(self, group: DraftGroup) -> Kind:
         return self.state.workers[group.worker].kind
 
-    def blocks(self, size: int) -> Iterator[tuple[str, int]]:
-        """(worker, first GPU) of free aligned blocks, on the fullest workers first."""
-        order = sorted(self.free, key=lambda name: (sum(self.free[name]), name))
+    def blocks(self, size: int, kind: Kind) -> Iterator[tuple[str, int]]:
+        """(worker, first GPU) of free aligned blocks on workers of a kind, on the fullest first."""
+        fitting = (name for name in self.free if self.state.workers[name].kind == kind)
+        order = sorted(fitting, key=lambda name: (sum(self.free[name]), name))
         for worker in order:
             free = self.free[worker]
             for first in range(0, len(free) - size + 1, size):
@@ -81,17 +82,17 @@ class Draft:
         self._mark(group, False)
         return group
 
-    def warm_block(self, base: str, size: int) -> tuple[str, int] | None:
+    def warm_block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
         """A free block with an idle session of this base and size."""
         for group in self.groups.values():
             idle = not group.members and all(self.free[group.worker][gpu] for gpu in group.gpus)
-            if idle and group.base == base and len(group.gpus) == size:
+            if idle and group.base == base and len(group.gpus) == size and self.kind(group) == kind:
                 return group.worker, group.gpus[0]
         return None
 
-    def block(self, base: str, size: int) -> tuple[str, int] | None:
+    def block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
         """Where a group of this size would be opened: a warm session if there is one, else the tightest fit."""
-        return self.warm_block(base, size) or next(self.blocks(size), None)
+        return self.warm_block(base, size, kind) or next(self.blocks(size, kind), None)
 
     def empty(self, group: DraftGroup, why: str) -> None:
         """Sends all members of a group to wait; its session stays idle."""

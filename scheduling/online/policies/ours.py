@@ -8,15 +8,19 @@ between, jobs share GPUs as long as that raises what all of them together achiev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from scheduling.online.check import PATIENCE
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.rates import Kind, Rates
 from scheduling.online.sharing import GroupRate
-from scheduling.online.state import ClusterState, Decision, JobState
+from scheduling.online.state import ClusterState, Decision, JobState, held_gpus
+from scheduling.online.types import Job
 
+REPAIR_GAIN = 1.05  # a group stops for another mesh if that makes it worth so much more
+URGENT = 30.0  # times a job's claim
 OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
 
 
@@ -61,43 +65,65 @@ class Ours:
     """
 
     mixes = True
-    promises = frozenset({"bounds", "no starvation"})
+    promises = frozenset({"bounds", "no starvation", "quotas"})
 
     def __init__(self, rates: Rates, settings: Settings | None = None, name: str = "ours"):
         self.rates, self.settings, self.name = rates, settings or Settings(), name
+        self._known: dict[str, tuple] = {}  # answers, asked for again at every decision
 
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         """What to change now; empty if nothing pays."""
         state.check_clock(now)
         if not state.jobs or not state.workers:
             return []
-        return _Search(self.rates, self.settings, state, now).run()
+        return _Search(self.rates, self.settings, self._figures, state, now).run()
+
+    def _figures(self, job: Job, sizes: tuple[tuple[Kind, int], ...]) -> tuple[float, float]:
+        known = self._known.get(job.name)
+        if known is None or known[0] is not job or known[1] != sizes:
+            rates = (self.rates.best_alone(job, kind, most) for kind, most in sizes)
+            best = next((rate for rate in rates if rate), None)
+            figures = (best.step_s * best.mesh.gpus, best.step_s) if best else (0.0, 0.0)
+            known = self._known[job.name] = (job, sizes, figures)
+        return known[2]
 
 
 class _Search:
-    """One decision: a draft of the cluster, improved move by move."""
+    """One decision: a draft of the cluster, improved move by move.
 
-    def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float):
+    Args:
+        figures: of a job on workers of some kinds, (GPU-seconds of a step alone, seconds of a step alone).
+    """
+
+    def __init__(self, rates: Rates, settings: Settings, figures: Callable, state: ClusterState, now: float):
+        self.figures = figures
         self.rates, self.settings, self.state, self.now = rates, settings, state, now
         self.draft = Draft(state)
         self.sizes = tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))
+        self.kinds = tuple(dict.fromkeys(kind for kind, _ in self.sizes))
         self.claim: dict[str, float] = {}  # U of a step per second
         self.order: dict[str, float] = {}  # U of a GPU-second of work per second: who goes first
         self.urgent: list[JobState] = []
+        self.protected: set[str] = set()  # placed because they have waited long
         self.values: dict[str, float] = {}  # U of each group of the draft
         self.options: dict[str, tuple] = {}
         self.packs: dict[tuple, tuple | None] = {}
+        self.user_claims = self._user_claims()
+        self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
         for name, job in state.jobs.items():
             self._weigh(name, job)
         self.urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
-        self._bar()
+        # The patience of these is at its end: nothing later of their weight may start before them.
+        self.barred = [one for one in self.urgent if one.waited(now) > 0.98 * self._patience_s(one.job)]
 
     def run(self) -> list[Decision]:
         self._repair()
         self.backlog = self._backlog()
         self._place_urgent()
         for _ in range(self.settings.moves):
-            if not (self._fill_free() or self._join_or_swap() or self._split() or self._evict()):
+            while self._fill_free():
+                pass
+            if not (self._join_or_swap() or self._split() or self._evict()):
                 break
         if self.settings.elasticity:
             for _ in range(self.settings.moves):
@@ -108,53 +134,40 @@ class _Search:
     # --- what jobs are worth
 
     def _weigh(self, name: str, state: JobState) -> None:
-        job, settings = state.job, self.settings
-        best = next(rate for kind, most in self.sizes if (rate := self.rates.best_alone(job, kind, most)) or True)
-        if best is None:  # its kind of worker is down
+        job, settings, now = state.job, self.settings, self.now
+        work, alone_s = self.figures(job, self.sizes)
+        if not work:  # no worker that is up holds it
             self.claim[name] = self.order[name] = 0.0
             return
-        work = best.step_s * best.mesh.gpus
-        left = state.left_steps(self.now) * work
-        claim = 100.0**job.priority / (left + settings.start_work_s) ** settings.sharpness
-        user = self.state.users.get(job.user)
-        if user is not None:
-            owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
-            claim *= min(20.0, max(0.05, owed**settings.fairness))
-        if settings.urgency and self._is_urgent(state, best.step_s * job.steps, left / best.mesh.gpus):
-            claim *= 30.0
-            if state.group is None:
-                self.urgent.append(state)
+        left = state.left_steps(now)
+        claim = self.user_claims.get(job.user, 1.0) / (left * work + settings.start_work_s) ** settings.sharpness
+        if job.priority:
+            claim *= 100.0**job.priority
+        if settings.urgency:
+            waited = state.waited_s + (now - state.at_s if state.group is None else 0.0)
+            late = job.deadline_s is not None and now < job.deadline_s < now + 1.5 * left * alone_s + 120.0
+            if late or waited > settings.urgent * PATIENCE * alone_s * job.steps:
+                claim *= URGENT
+                if state.group is None:
+                    self.urgent.append(state)
         self.order[name] = claim
         self.claim[name] = claim * work
 
-    def _is_urgent(self, state: JobState, alone_s: float, left_s: float) -> bool:
-        """Has waited for a good part of its patience, or would be late if it waited much longer."""
-        waited = state.waited(self.now)
-        if waited > self.settings.urgent * PATIENCE * alone_s:
-            return True
-        deadline = state.job.deadline_s
-        return deadline is not None and self.now < deadline < self.now + 1.5 * left_s + 120.0
+    def _user_claims(self) -> dict[str, float]:
+        """Users that got less than a max–min fair share of the cluster go before those that got more."""
+        found = {}
+        for name, user in self.state.users.items():
+            owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
+            found[name] = min(20.0, max(0.05, owed**self.settings.fairness))
+        return found
 
-    def _bar(self) -> None:
-        """Remembers the earliest job whose patience is at its end: nothing later of its weight may start before it."""
-        self.barred = [one for one in self.urgent if one.waited(self.now) > 0.98 * PATIENCE * self._alone_s(one)]
+    def _patience_s(self, job: Job) -> float:
+        return PATIENCE * self.figures(job, self.sizes)[1] * job.steps
 
-    def _alone_s(self, state: JobState) -> float:
-        for kind, most in self.sizes:
-            if rate := self.rates.best_alone(state.job, kind, most):
-                return rate.step_s * state.job.steps
-        return float("inf")
-
-    def _may_start(self, name: str, placed: set[str]) -> bool:
+    def _may_start(self, name: str) -> bool:
         one = self.state.jobs[name]
-        if one.group is not None or not self.barred:
-            return True
-        return not any(
-            other.job.arrival_s < one.job.arrival_s
-            and other.job.weight >= one.job.weight
-            and other.job.name not in placed
-            for other in self.barred
-            if other.job.name != name
+        return one.group is not None or not any(
+            other.job.arrival_s < one.job.arrival_s and other.job.weight >= one.job.weight for other in self.barred
         )
 
     def _backlog(self) -> dict[str, list[str]]:
@@ -172,7 +185,17 @@ class _Search:
         if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
             return None
         rate = self.rates.group([self.state.jobs[name].job for name in names], kind, gpus)
-        return rate if rate is not None and (rate.within_bounds or len(names) == 1) else None
+        if rate is None or not (rate.within_bounds or len(names) == 1):
+            return None
+        return rate if not self.quotas or self._within_quotas(names, gpus) else None
+
+    def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
+        """Whether a group of these, beside all groups that share none of them, keeps its users within their quotas."""
+        here = set(names)
+        rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not here & set(g.members)]
+        held = held_gpus([*rest, (gpus, names)], self.state.jobs)
+        users = {self.state.jobs[name].job.user for name in names} & self.quotas.keys()
+        return all(held[user] <= self.quotas[user] for user in users)
 
     def _worth(self, names: Sequence[str], rate: GroupRate) -> float:
         return sum(self.claim[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
@@ -210,7 +233,7 @@ class _Search:
         for name in waiting:
             if misses >= self.settings.candidates or (members and not self.settings.grouping):
                 break
-            if not self._may_start(name, {*members}):
+            if not self._may_start(name):
                 continue
             tried = self._rate([*members, name], kind, gpus)
             value = self._worth([*members, name], tried) if tried else 0.0
@@ -225,6 +248,8 @@ class _Search:
     def _take(self, group: DraftGroup, members: Sequence[str], rate: GroupRate, why: str) -> None:
         for name in set(members) - set(group.members):
             self.backlog[group.base].remove(name)
+            self._changed(group.base)
+        self.barred = [one for one in self.barred if one.job.name not in members]
         for name in set(group.members) - set(members):
             self._return(name)
         group.members, group.mesh = list(members), rate.mesh
@@ -233,9 +258,15 @@ class _Search:
         self.options.pop(group.name, None)
 
     def _return(self, name: str) -> None:
-        names = self.backlog.setdefault(self.state.jobs[name].job.base_name, [])
+        base = self.state.jobs[name].job.base_name
+        self._changed(base)
+        names = self.backlog.setdefault(base, [])
         names.append(name)
         names.sort(key=lambda one: (-self.order[one], one))
+
+    def _changed(self, base: str) -> None:
+        for key in [key for key in self.packs if key[0] == base]:
+            del self.packs[key]
 
     def _reason(self, members: Sequence[str], rate: GroupRate, before: float) -> str:
         jobs = [self.state.jobs[name].job for name in members]
@@ -248,26 +279,26 @@ class _Search:
     # --- moves
 
     def _repair(self) -> None:
-        """Gives groups whose members have left a mesh that suits the rest."""
-        self.backlog = {}
-        for group in list(self.draft.groups.values()):
+        """Gives groups whose members have left a mesh that suits the rest; who would be too slow in any leaves."""
+        self.backlog: dict[str, list[str]] = {}
+        for group in self.draft.groups.values():
             if not group.members:
                 continue
-            kind, size = self.draft.kind(group), len(group.gpus)
-            jobs = [self.state.jobs[name].job for name in group.members]
-            now = self.rates.on_mesh(jobs, kind, group.mesh)
-            best = self._rate(group.members, kind, size)
-            while best is None and len(group.members) > 1:
-                members = sorted(group.members, key=lambda name: self.claim[name])
-                group.members.remove(members[0])
-                group.why.append(f"{members[0]} leaves, the rest would be too slow")
-                best = self._rate(group.members, kind, size)
-            if best is None or best.mesh == group.mesh:
+            kind, members = self.draft.kind(group), list(group.members)
+            best = self._rate(members, kind, len(group.gpus))
+            while best is None and len(members) > 1:
+                members.remove(min(members, key=lambda name: self.claim[name]))
+                best = self._rate(members, kind, len(group.gpus))
+            if best is None or (best.mesh == group.mesh and members == group.members):
                 continue
+            now = self.rates.on_mesh([self.state.jobs[name].job for name in group.members], kind, group.mesh)
             slow = now is None or not now.within_bounds
-            if slow or self._worth(group.members, best) > 1.05 * self._value(group):
-                group.mesh = best.mesh
-                group.why.append("another capacity suits who is left: " + self._reason(group.members, best, 0.0))
+            pays = slow or self._worth(members, best) > REPAIR_GAIN * self._value(group)
+            if pays and self._tolerates(members, best, members, self.rates.changes.change_s):
+                leave = [name for name in group.members if name not in members]
+                group.members, group.mesh = members, best.mesh
+                said = f"{', '.join(leave)} leaves, too slow here" if leave else "another mesh suits who is left"
+                group.why.append(f"{said}: {self._reason(members, best, 0.0)}")
                 self.values.pop(group.name, None)
 
     def _fill_free(self) -> bool:
@@ -281,10 +312,10 @@ class _Search:
         best = None
         for base, waiting in self.backlog.items():
             sizes = (8, 4, 2, 1) if self.settings.elasticity else self._alone_sizes(waiting)
-            for size in sizes if waiting else ():
-                block = self.draft.block(base, size)
-                found = self._pack(base, self.state.workers[block[0]].kind, size, [], waiting) if block else None
-                if found and (best is None or found[2] / size**power > best[0]):
+            for size, kind in product(sizes if waiting else (), self.kinds):
+                block = self.draft.block(base, size, kind)
+                found = self._first_pack(base, kind, size) if block else None
+                if block and found and (best is None or found[2] / size**power > best[0]):
                     best = found[2] / size**power, base, block, found
         if best is None:
             return False
@@ -343,15 +374,19 @@ class _Search:
 
     def _with_one_more(self, group: DraftGroup, waiting: Sequence[str]):
         kind, size = self.draft.kind(group), len(group.gpus)
-        last = min(group.members, key=lambda name: self.order[name])
+        last = min(group.members, key=lambda name: (name in self.protected, self.order[name]))
         for name in waiting:
-            if not self._may_start(name, set(group.members)):
+            if not self._may_start(name):
                 continue
             if self.settings.grouping and (self.settings.residual or len(group.members) < 4):
                 members = [*group.members, name]
                 if rate := self._rate(members, kind, size):
                     yield members, rate
-            if self.settings.preemption and self.order[name] > (1 + self.settings.margin) * self.order[last]:
+            if (
+                self.settings.preemption
+                and last not in self.protected
+                and self.order[name] > (1 + self.settings.margin) * self.order[last]
+            ):
                 members = [one for one in group.members if one != last] + [name]
                 if rate := self._rate(members, kind, size):
                     yield members, rate
@@ -373,7 +408,7 @@ class _Search:
                 key=lambda group: (self._value(group) / len(group.gpus), group.name),
             )
             for group in victims[:3]:
-                found = self._pack(base, self.draft.kind(group), len(group.gpus), [], waiting)
+                found = self._first_pack(base, self.draft.kind(group), len(group.gpus))
                 if found is None:
                     continue
                 lost = self._value(group)
@@ -427,11 +462,14 @@ class _Search:
 
     def _best_pack(self, kind: Kind, size: int):
         """(base, pack) of the waiting jobs that are worth most on so many GPUs."""
-        key = (kind, size, *((base, *names[: self.settings.candidates]) for base, names in self.backlog.items()))
-        if key not in self.packs:
-            packs = ((base, self._pack(base, kind, size, [], names)) for base, names in self.backlog.items() if names)
-            self.packs[key] = max(((b, f) for b, f in packs if f), key=lambda one: one[1][2], default=None)
-        return self.packs[key]
+        packs = ((base, self._first_pack(base, kind, size)) for base, names in self.backlog.items() if names)
+        return max(((base, found) for base, found in packs if found), key=lambda one: one[1][2], default=None)
+
+    def _first_pack(self, base: str, kind: Kind, size: int):
+        """What `_pack` makes of a base's waiting jobs, remembered until they change."""
+        if (base, kind, size) not in self.packs:
+            self.packs[base, kind, size] = self._pack(base, kind, size, [], self.backlog[base])
+        return self.packs[base, kind, size]
 
     def _replace(self, group: DraftGroup, base: str, members: Sequence[str], rate: GroupRate) -> None:
         for name in group.members:
@@ -444,10 +482,10 @@ class _Search:
         """Jobs near the end of their patience start now, wherever that costs least."""
         for state in self.urgent:
             name, base = state.job.name, state.job.base_name
-            if name not in self.backlog.get(base, ()) or not self._may_start(name, set()):
+            if name not in self.backlog.get(base, ()) or not self._may_start(name):
                 continue
-            if not self._urgent_join(state) and not self._urgent_open(state):
-                continue
+            if self._urgent_join(state) or self._urgent_open(state):
+                self.protected.add(name)
 
     def _urgent_join(self, state: JobState) -> bool:
         name, base = state.job.name, state.job.base_name
@@ -456,12 +494,12 @@ class _Search:
             if group.base != base or not group.members:
                 continue
             kind, size = self.draft.kind(group), len(group.gpus)
-            others = [one for one in group.members if self.order[one] < self.order[name]]
+            others = [one for one in group.members if self.order[one] < self.order[name] and one not in self.protected]
             last = min(others, key=lambda one: self.order[one]) if others else None
             for left_out in (None, last):
                 members = [one for one in group.members if one != left_out] + [name]
-                rate = self._rate(members, kind, size)
-                if rate is not None:
+                rate, stays = self._rate(members, kind, size), members[:-1]
+                if rate is not None and self._tolerates(stays, rate, members, self.rates.changes.change_s):
                     gain = self._worth(members, rate) - self._value(group)
                     if best is None or gain > best[0]:
                         best = gain, group, members, rate
@@ -478,29 +516,24 @@ class _Search:
         sizes = self._alone_sizes([name])
         if not sizes:
             return False
-        block = self.draft.block(base, sizes[0])
-        if block is None:
-            block = self._clear(sizes[0], self.order[name])
-        if block is None:
-            return False
-        rate = self._rate([name], self.state.workers[block[0]].kind, sizes[0])
-        if rate is None:
-            return False
-        self._open(base, block, [name], rate, f"{name} has waited long")
-        return True
+        for kind in self.kinds:
+            rate = self._rate([name], kind, sizes[0])
+            if rate is None:
+                continue
+            block = self.draft.block(base, sizes[0], kind) or self._clear(sizes[0], kind, self.order[name])
+            if block is not None:
+                self._open(base, block, [name], rate, f"{name} has waited long")
+                return True
+        return False
 
-    def _clear(self, size: int, order: float) -> tuple[str, int] | None:
+    def _clear(self, size: int, kind: Kind, order: float) -> tuple[str, int] | None:
         """Frees the block of this size whose groups are worth least, if all their members come after `order`."""
         best = None
         for worker in self.state.workers.values():
-            for first in range(0, worker.gpus - size + 1, size):
-                inside = set(range(first, first + size))
-                there = [
-                    g
-                    for g in self.draft.groups.values()
-                    if g.worker == worker.name and g.members and inside & set(g.gpus)
-                ]
-                if any(self.order[name] >= order for group in there for name in group.members):
+            for first in range(0, worker.gpus - size + 1, size) if worker.kind == kind else ():
+                there = self._groups_in(worker.name, set(range(first, first + size)))
+                inside = [name for group in there for name in group.members]
+                if any(self.order[name] >= order or name in self.protected for name in inside):
                     continue
                 worth = sum(map(self._value, there))
                 if best is None or worth < best[0]:
@@ -514,23 +547,22 @@ class _Search:
             self.values.pop(group.name, None)
         return best[1]
 
+    def _groups_in(self, worker: str, gpus: set[int]) -> list[DraftGroup]:
+        """Groups with members on any of these GPUs."""
+        there = (group for group in self.draft.groups.values() if group.worker == worker and group.members)
+        return [group for group in there if gpus & set(group.gpus)]
+
     def _grow(self) -> bool:
         """Gives a group the free half beside it, or merges it with its neighbour of the same base."""
         best = None
         for group in self.draft.groups.values():
             size = len(group.gpus)
-            if not group.members or group.is_new or size >= 8 or group.gpus[0] % (2 * size):
-                pass
             first = group.gpus[0] // (2 * size) * 2 * size
             worker = self.state.workers[group.worker]
             if not group.members or size >= 8 or first + 2 * size > worker.gpus:
                 continue
             around = range(first, first + 2 * size)
-            there = [
-                g
-                for g in self.draft.groups.values()
-                if g.worker == group.worker and g.members and set(g.gpus) & set(around)
-            ]
+            there = self._groups_in(group.worker, set(around))
             if any(g.base != group.base or not set(g.gpus) <= set(around) for g in there):
                 continue
             if any(g is not group and g.name < group.name for g in there):

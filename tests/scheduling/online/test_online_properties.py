@@ -1,0 +1,117 @@
+"""For any jobs, workers and faults: nothing is used twice, every step is trained once, promises are kept."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from online_strategies import faults, jobs, workers
+
+from scheduling import PlanError
+from scheduling.online import POLICIES, Job, Rates, User, Worker, simulate_cluster
+from scheduling.online.check import PATIENCE
+
+RATES = Rates()
+SETTINGS = settings(max_examples=25, deadline=None)
+
+
+def overlaps(intervals):
+    ordered = sorted(intervals)
+    return [pair for pair in pairwise(ordered) if pair[1][0] < pair[0][1] - 1e-6]
+
+
+@SETTINGS
+@given(st.data(), jobs(), workers(), st.sampled_from(sorted(POLICIES)))
+def test_gpus_jobs_and_memory_are_conserved_at_every_instant(data, jobs, workers, policy):
+    events = data.draw(faults(workers))
+    result = simulate_cluster(jobs, workers, policy=policy, faults=events, rates=RATES)
+    by_gpu, by_job, kinds = defaultdict(list), defaultdict(list), {worker.name: worker for worker in workers}
+    for span in result.accounts.groups:
+        for gpu in span.gpus:
+            assert 0 <= gpu < kinds[span.worker].gpus
+            by_gpu[span.worker, gpu].append((span.start_s, span.end_s))
+        for name in span.members:
+            by_job[name].append((span.start_s, span.end_s))
+        for fault in events:
+            if fault.worker == span.worker:
+                assert span.end_s <= fault.start_s or span.start_s >= fault.start_s + fault.duration_s
+    assert not [found for of in (by_gpu, by_job) for intervals in of.values() if (found := overlaps(intervals))]
+
+
+@SETTINGS
+@given(st.data(), jobs(), workers(), st.sampled_from(sorted(POLICIES)))
+def test_every_step_of_every_job_is_trained_once(data, jobs, workers, policy):
+    events = data.draw(faults(workers))
+    result = simulate_cluster(jobs, workers, policy=policy, faults=events, rates=RATES)
+    trained, by_job = defaultdict(float), {job.name: job for job in jobs}
+    for span in result.spans:
+        trained[span.job] += span.steps
+        assert by_job[span.job].arrival_s <= span.start_s <= span.end_s <= result.finish_s[span.job]
+    wasted = result.accounts.lost_tokens
+    tokens = sum(steps * by_job[name].tokens / by_job[name].steps for name, steps in trained.items())
+    assert tokens == pytest.approx(sum(job.tokens for job in jobs) + wasted, rel=1e-5)
+    for job in jobs:
+        assert trained[job.name] >= job.steps * (1 - 1e-5)
+        if not events:
+            assert trained[job.name] == pytest.approx(job.steps, rel=1e-5)
+
+
+@SETTINGS
+@given(jobs(), workers())
+def test_runs_are_deterministic_whatever_was_asked_before(jobs, workers):
+    first = simulate_cluster(jobs, workers, rates=RATES)
+    again = simulate_cluster(list(reversed(jobs)), workers, rates=Rates())
+    assert first.decisions == again.decisions
+    assert first.finish_s == again.finish_s
+
+
+@SETTINGS
+@given(jobs(most_jobs=14, bases=("llama-3.1-8b",)))
+def test_groups_keep_every_members_bound(jobs):
+    """The checker stops decisions that break a bound; what stops for changes add stays within a few percent."""
+    result = simulate_cluster(jobs, [Worker("one", 8)], rates=RATES)
+    for job in jobs:
+        assert result.slowdown[job.name] <= max(1.5, 1.15 * job.max_slowdown)
+
+
+@SETTINGS
+@given(jobs(most_jobs=14, bases=("llama-3.1-8b",)))
+def test_nobody_starves_while_later_jobs_start(jobs):
+    result = simulate_cluster(jobs, [Worker("small", 1)], rates=RATES)
+    for one in jobs:
+        best = RATES.best_alone(one, ("h200", 140.0), 1)
+        patience_s = PATIENCE * best.step_s * one.steps + RATES.changes.open_s(one.shape)
+        for later in jobs:
+            if later.arrival_s > one.arrival_s and later.weight <= one.weight:
+                overtakes = result.start_s[later.name] < result.start_s[one.name]
+                assert not overtakes or result.start_s[later.name] <= one.arrival_s + patience_s
+
+
+@SETTINGS
+@given(st.integers(2, 5), st.floats(1.5, 6.0))
+def test_a_user_with_more_weight_is_served_no_later(count, weight):
+    """Two users with equal jobs: raising one's weight never lengthens its mean completion time beyond the other's."""
+    jobs = [
+        Job(f"{user}{i}", user, "llama-3.1-8b", 0.0, [900, 400], 8, 4000)
+        for i in range(count)
+        for user in ("ann", "bob")
+    ]
+    result = simulate_cluster(jobs, [Worker("one", 1)], rates=RATES, users=[User("ann", weight), User("bob", 1.0)])
+    mean = {user: sum(result.jct_s[f"{user}{i}"] for i in range(count)) for user in ("ann", "bob")}
+    assert mean["ann"] <= mean["bob"] * (1 + 1e-9)
+
+
+@SETTINGS
+@given(st.integers(1, 4), st.integers(1, 6))
+def test_a_quota_bounds_what_a_user_starts_with(count, quota):
+    """Another user's jobs are there all the time, so nothing is left to the one with the quota by finishing."""
+    jobs = [Job(f"ann{i}", "ann", "llama-3.2-1b", 0.0, [900, 400], 8, 2000) for i in range(count)]
+    result = simulate_cluster(jobs, [Worker("one", 8)], rates=RATES, users=[User("ann", max_gpus=quota)])
+    first = [span for span in result.accounts.groups if span.members and span.start_s == 0.0]
+    assert 0 < sum(len(span.gpus) for span in first) <= quota
+
+
+def test_a_job_that_fits_nowhere_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"tall fits nowhere"):
+        simulate_cluster([Job("tall", "ann", "llama-3.1-70b", 0.0, [512], 8, 10)], [Worker("small", 1, 80.0)])
