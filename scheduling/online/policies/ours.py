@@ -484,7 +484,7 @@ class _Search:
             name, base = state.job.name, state.job.base_name
             if name not in self.backlog.get(base, ()) or not self._may_start(name):
                 continue
-            if self._urgent_join(state) or self._urgent_open(state):
+            if self._urgent_open(state) or self._urgent_join(state) or self._urgent_open(state, clear=True):
                 self.protected.add(name)
 
     def _urgent_join(self, state: JobState) -> bool:
@@ -511,7 +511,7 @@ class _Search:
         self._take(group, members, rate, f"{name} has waited long: " + self._reason(members, rate, 0.0))
         return True
 
-    def _urgent_open(self, state: JobState) -> bool:
+    def _urgent_open(self, state: JobState, *, clear: bool = False) -> bool:
         name, base = state.job.name, state.job.base_name
         sizes = self._alone_sizes([name])
         if not sizes:
@@ -520,7 +520,9 @@ class _Search:
             rate = self._rate([name], kind, sizes[0])
             if rate is None:
                 continue
-            block = self.draft.block(base, sizes[0], kind) or self._clear(sizes[0], kind, self.order[name])
+            block = self.draft.block(base, sizes[0], kind)
+            if block is None and clear:
+                block = self._clear(sizes[0], kind, self.order[name])
             if block is not None:
                 self._open(base, block, [name], rate, f"{name} has waited long")
                 return True

@@ -1,0 +1,158 @@
+"""The checker catches every broken decision, states travel as JSON, and a policy depends on them alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from scheduling import PlanError
+from scheduling.online import (
+    POLICIES,
+    ClusterState,
+    Decision,
+    GroupState,
+    Job,
+    JobState,
+    Mesh,
+    Ours,
+    Rates,
+    User,
+    UserState,
+    Worker,
+    check_decisions,
+    decisions_from_json,
+    decisions_to_json,
+    make_policy,
+    state_from_json,
+    state_to_json,
+)
+
+RATES = Rates()
+OURS = Ours(RATES)
+
+
+def job(name, **changes):
+    values = {"user": "ann", "base": "llama-3.1-8b", "arrival_s": 0.0, "lengths": [900, 500, 700]}
+    return Job(**({"name": name, "global_batch": 8, "steps": 2000} | values | changes))
+
+
+def running(one, group, steps_per_s=1.0):
+    return JobState(one, at_s=50.0, steps_per_s=steps_per_s, group=group)
+
+
+@pytest.fixture
+def state():
+    """Two hosts; a, b train together on four GPUs, c waits and so does the 70B job d; e is tall and slow."""
+    jobs = [job("a"), job("b"), job("c"), job("d", base="llama-3.1-70b"), job("e", lengths=[4096], global_batch=1)]
+    states = [running(jobs[0], "h0:0"), running(jobs[1], "h0:0"), *(JobState(one) for one in jobs[2:])]
+    return ClusterState(
+        time_s=100.0,
+        workers={name: Worker(name, 8) for name in ("h0", "h1")},
+        jobs={one.job.name: one for one in states},
+        groups={"h0:0": GroupState("h0:0", "llama-3.1-8b", "h0", (0, 1, 2, 3), Mesh(1, 4, 2560), ("a", "b"))},
+        users={"ann": UserState(User("ann"))},
+    )
+
+
+def opened(**changes):
+    values = {"kind": "open", "group": "h1:0", "base": "llama-3.1-8b", "worker": "h1", "gpus": (0, 1)}
+    return Decision(**(values | {"mesh": Mesh(1, 2, 2560), "members": ("c",), "why": "test"} | changes))
+
+
+def changed(**changes):
+    values = {"kind": "change", "group": "h0:0", "base": "llama-3.1-8b", "worker": "h0", "gpus": (0, 1, 2, 3)}
+    return Decision(**(values | {"mesh": Mesh(1, 4, 2560), "members": ("a", "b", "c"), "why": "test"} | changes))
+
+
+def test_good_decisions_pass(state):
+    check_decisions(state, [opened()], RATES, OURS, 100.0)
+    check_decisions(state, [changed()], RATES, OURS, 100.0)
+    check_decisions(state, [Decision(kind="close", group="h0:0"), opened(members=("a",))], RATES, OURS, 100.0)
+
+
+MUTATIONS = {
+    "opened twice": ([opened(), opened()], "two decisions"),
+    "open already": ([opened(group="h0:0", worker="h0", gpus=(4, 5))], "open already"),
+    "changes what is not there": ([changed(group="h1:0", worker="h1")], "does not exist"),
+    "closes what is not there": ([Decision(kind="close", group="h9:0")], "does not exist"),
+    "changed and closed": ([changed(), Decision(kind="close", group="h0:0")], "changed and closed"),
+    "no mesh": ([opened(mesh=None)], "no mesh"),
+    "another base": ([changed(base="llama-3.1-70b")], "another base or worker"),
+    "worker that is down": ([opened(worker="h7")], "not up"),
+    "GPU beyond the worker": ([opened(gpus=(7, 8))], "on GPU 8"),
+    "GPU used twice": ([opened(worker="h0", group="h0:3", gpus=(3, 4))], "share GPU 3"),
+    "three GPUs": ([opened(gpus=(0, 1, 2), mesh=Mesh(1, 3, 2560))], "mesh of 3"),
+    "mesh of another size": ([opened(mesh=Mesh(1, 4, 2560))], "2 GPUs for a mesh of 4"),
+    "unknown job": ([opened(members=("z",))], "no unfinished job"),
+    "job of another base": ([opened(members=("d",))], "not on its own base"),
+    "job in two groups": ([opened(members=("a",))], "a is in"),
+    "samples longer than microbatches": ([opened(members=("e",))], "shorter than a sample"),
+    "more memory than there is": (
+        [opened(base="llama-3.1-70b", members=("d",), gpus=(0,), mesh=Mesh(1, 1, 2560))],
+        "more than 140 GiB",
+    ),
+    "a member slowed beyond its bound": ([opened(members=("c", "e"), mesh=Mesh(1, 2, 8192))], "slows"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_checker_catches(state, name):
+    decisions, said = MUTATIONS[name]
+    with pytest.raises(PlanError, match=said) as caught:
+        check_decisions(state, decisions, RATES, OURS, 100.0)
+    assert caught.value.code == "online.decision"
+
+
+def test_checker_catches_starvation(state):
+    late = replace(state, time_s=1e6, jobs={**state.jobs, "y": JobState(job("y", arrival_s=9e5), at_s=9e5)})
+    with pytest.raises(PlanError, match="y starts while c has waited"):
+        check_decisions(late, [opened(members=("y",))], RATES, OURS, 1e6)
+    check_decisions(late, [opened(members=("y",))], RATES, make_policy("fifo", RATES), 1e6)  # promises nothing
+
+
+def test_checker_catches_a_broken_quota(state):
+    tight = replace(state, users={"ann": UserState(User("ann", max_gpus=5.0))})
+    with pytest.raises(PlanError, match="quota of 5"):
+        check_decisions(tight, [opened()], RATES, OURS, 100.0)
+
+
+def test_the_clock_must_not_step_back(state):
+    for policy in POLICIES:
+        with pytest.raises(PlanError, match="stepped back") as caught:
+            make_policy(policy, RATES).decide(state, 99.0)
+        assert caught.value.code == "online.clock"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_and_decisions_travel_as_json(state, policy):
+    """A caller in another process, with rates of its own, gets the same decisions."""
+    here = make_policy(policy, RATES).decide(state, 100.0)
+    there = make_policy(policy, Rates()).decide(state_from_json(state_to_json(state)), 100.0)
+    assert here == there
+    assert here
+    assert decisions_from_json(decisions_to_json(here)) == here
+
+
+def test_deciding_changes_nothing_and_repeats_itself(state):
+    before = state_to_json(state)
+    first = OURS.decide(state, 100.0)
+    assert OURS.decide(state, 100.0) == first
+    assert state_to_json(state) == before
+
+
+def test_decisions_say_why(state):
+    for decision in OURS.decide(state, 100.0):
+        assert "\n" not in str(decision)
+        if decision.members:
+            assert "tokens/s" in decision.why
+            assert "slowdowns" in decision.why
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"schema": "lorafusion.cluster/1"}), '{"schema": "other"}']
+)
+def test_broken_json_is_refused(text):
+    for read in (state_from_json, decisions_from_json):
+        with pytest.raises(PlanError) as caught:
+            read(text)
+        assert caught.value.code == "online.format"
