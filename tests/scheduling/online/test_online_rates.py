@@ -1,0 +1,127 @@
+"""The rate model against its ground truth, full plans played by `simulate`; memory, slowdowns and shares."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling import simulate
+from scheduling.baselines import one_after_another
+from scheduling.online import SHAPES, Job, Mesh, ModelShape, Rates
+from scheduling.online.costs import stage_costs
+from scheduling.online.memory import GIB, stage_bytes
+from scheduling.online.sharing import fair_shares
+from scheduling.pipeline import one_forward_one_backward
+from scheduling.types import AdapterJob
+
+RATES = Rates()
+KIND = ("h200", 140.0)
+
+
+def job(name="law", **changes):
+    values = {"user": "ann", "base": "llama-3.1-8b", "arrival_s": 0.0, "lengths": [900, 500, 700, 1100, 300, 650]}
+    return Job(**({"name": name, "global_batch": 8, "steps": 1000} | values | changes))
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "online.py"
+    spec = importlib.util.spec_from_file_location("online_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    first, sys.path[0] = sys.path[0], sys.path[0]
+    spec.loader.exec_module(module)
+    sys.path[0] = first
+    return module
+
+
+def test_groups_train_as_quickly_as_their_plans(benchmark):
+    """The bounds of the benchmark's sixty groups, on ten of another seed."""
+    rows = benchmark.compare_rates(10, seed=5)
+    errors = [abs(row["error"]) for row in rows]
+    assert mean(errors) <= 0.05
+    assert max(errors) <= 0.12
+
+
+@pytest.mark.parametrize("base", ["llama-3.1-8b", "llama-3.1-70b"])
+def test_a_job_alone_trains_as_quickly_as_its_plan(base):
+    one = job(base=base, lengths=[900, 500, 700, 1100, 300, 650, 820, 1300] * 4)
+    rate = RATES.best_alone(one, KIND)
+    stages, replicas, capacity = rate.mesh
+    adapter = AdapterJob("law", one.lengths * 10, one.global_batch)
+    plan = one_after_another([adapter], capacity_tokens=capacity, num_stages=stages, data_parallel=replicas)
+    recompute = RATES.recomputes([one], KIND, rate.mesh)
+    costs = stage_costs(one.shape, "h200", stages, recompute)
+    timeline = simulate(plan, costs, program=one_forward_one_backward(plan, flush=True))
+    assert rate.step_s == pytest.approx(timeline.duration_s / adapter.num_batches, rel=0.05)
+
+
+def test_the_slowdown_is_against_the_fair_share_of_the_groups_gpus():
+    members = [job("a"), job("b", weight=3.0), job("c", weight=4.0)]
+    rate = RATES.group(members, KIND, 8)
+    for one, steps, slowdown in zip(members, rate.steps_per_s, rate.slowdowns, strict=True):
+        assert slowdown == pytest.approx(RATES.fair_steps_per_s(one, KIND, one.weight) / steps)
+
+
+def test_a_share_is_at_least_the_smallest_mesh_that_holds_the_job():
+    tall = job(base="llama-3.1-70b")
+    smallest = next(gpus for gpus in (1, 2, 4, 8) if RATES.alone(tall, KIND, gpus))
+    assert smallest > 1
+    assert RATES.fair_steps_per_s(tall, KIND, 0.1) == 1 / RATES.alone(tall, KIND, smallest).step_s
+
+
+def test_more_gpus_are_never_slower():
+    shares = [0.5, 1, 1.5, 2, 3, 4, 6, 8]
+    rates = [RATES.fair_steps_per_s(job(), KIND, share) for share in shares]
+    assert rates == sorted(rates)
+
+
+def test_order_of_members_does_not_matter():
+    members = [job("a"), job("b", global_batch=16), job("c", lengths=[400, 300])]
+    there, back = RATES.group(members, KIND, 4), Rates().group(members[::-1], KIND, 4)
+    assert there.steps_per_s == back.steps_per_s[::-1]
+    assert there.mesh == back.mesh
+
+
+def test_a_group_fills_what_one_job_leaves_empty():
+    """A 70B job alone empties its pipeline at every step; four of them keep it full."""
+    members = [job(name, base="llama-3.1-70b") for name in "abcd"]
+    alone = RATES.best_alone(members[0], KIND)
+    together = RATES.group(members, KIND, 4)
+    alone_per_gpu = members[0].tokens / members[0].steps / alone.step_s / alone.mesh.gpus
+    assert together.tokens_per_s / 4 >= 1.4 * alone_per_gpu
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.1, 10)), min_size=1, max_size=8), st.floats(0.01, 500))
+def test_fair_shares_use_the_room_and_exceed_no_cap(jobs, room):
+    caps, weights = zip(*jobs, strict=True)
+    shares = fair_shares(caps, weights, room)
+    assert sum(shares) == pytest.approx(min(room, sum(caps)))
+    assert all(share <= cap * (1 + 1e-9) for share, cap in zip(shares, caps, strict=True))
+    levels = [share / weight for share, weight in zip(shares, weights, strict=True)]
+    for level, share, cap in zip(levels, shares, caps, strict=True):
+        assert level >= max(levels) * (1 - 1e-9) or share == pytest.approx(cap)
+
+
+def test_memory_of_a_group_is_within_its_gpus():
+    members = [job(name, base="llama-3.1-70b") for name in "abcd"]
+    rate = RATES.group(members, KIND, 4)
+    needed = RATES.memory_gib(members, KIND, rate.mesh)
+    weights = 2 * members[0].shape.parameters / rate.mesh.stages / GIB
+    assert weights < needed <= 140
+    assert RATES.memory_gib(members, KIND, Mesh(1, 4, 2560)) is None
+    assert RATES.on_mesh(members, KIND, Mesh(1, 4, 2560)) is None
+
+
+def test_recomputing_needs_less_memory_per_token():
+    shape = SHAPES["qwen2.5-32b"]
+    assert stage_bytes(shape, 1, True).token < stage_bytes(shape, 1, False).token / 2
+
+
+def test_a_shape_and_its_name_mean_the_same():
+    shape = SHAPES["llama-3.1-8b"]
+    assert isinstance(shape, ModelShape)
+    assert Rates().best_alone(job(base=shape), KIND) == RATES.best_alone(job(), KIND)
