@@ -33,6 +33,7 @@ from scheduling.online import (  # noqa: E402
     Ours,
     Rates,
     Settings,
+    TraceShape,
     Worker,
     generate_trace,
     simulate_cluster,
@@ -56,6 +57,7 @@ FIELDS = (
     "fairness", "preemptions", "longest_wait", "deadlines_met", "cpu_s",
 )  # fmt: skip
 KIND = ("h200", 140.0)
+EVEN = TraceShape(spread=0.5)  # sizes that are alike, so that no single job decides when the last one ends
 
 
 class Task(NamedTuple):
@@ -87,7 +89,7 @@ def tasks(part: str, seeds: int) -> list[Task]:
         return [Task(part, trace, 0, 1.0, ("ours", *WITHOUT)) for trace in TRACES]
     if part == "throughput":
         bases = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
-        return [Task(part, "steady", seed, 1.0, ("ours", "fifo"), 300, 8, base) for base in bases for seed in range(3)]
+        return [Task(part, "even", seed, 1.0, ("ours", "fifo"), 300, 8, base) for base in bases for seed in range(3)]
     return [Task(part, "steady", 0, 1.0, ("ours",), 10_000, 32)] if part == "speed" else []
 
 
@@ -101,9 +103,15 @@ def run(task: Task, done: frozenset[tuple]) -> list[dict]:
     rates, rows = Rates(), []
     bases = {task.base: 1.0} if task.base else None
     jobs = generate_trace(
-        task.trace, jobs=task.jobs, workers=workers, load=task.load, seed=task.seed, rates=rates, bases=bases,
+        EVEN if task.trace == "even" else task.trace,
+        jobs=task.jobs,
+        workers=workers,
+        load=task.load,
+        seed=task.seed,
+        rates=rates,
+        bases=bases,
         at_start=bool(task.base),
-    )  # fmt: skip
+    )
     for policy in left:
         began = time.process_time()
         who = Ours(rates, Settings(**WITHOUT[policy]), policy) if policy in WITHOUT else policy

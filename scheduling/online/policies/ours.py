@@ -20,6 +20,7 @@ from scheduling.online.state import ClusterState, Decision, JobState, held_gpus
 from scheduling.online.types import Job
 
 REPAIR_GAIN = 1.05  # a group stops for another mesh if that makes it worth so much more
+SPLIT_FROM = 8  # GPUs of a group that may be cut in two
 URGENT = 30.0  # times a job's claim
 OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
 
@@ -30,23 +31,29 @@ class Settings:
 
     Args:
         sharpness: α, how much sooner short jobs go.
+        frugality: how much a group counts less that trains slowly for its GPUs, while jobs wait.
+        thrift: exponent of the GPUs by which a new group's worth is divided, while more wait than fits.
         start_work_s: START, GPU-seconds of work below which jobs count as equally short.
         horizon_s: for how long a move is expected to last.
-        margin: a job is preempted only for a gain of that share.
+        margin: a job is preempted, or a group cut in two, only for a gain of that share.
         urgent: share of the patience after which a waiting job goes first.
+        fairness: how strongly users go first that got less than their share.
         most_members: places of a session.
+        candidates: waiting jobs that are tried in a row without a gain.
+        moves: at most, in one decision, besides those onto free GPUs.
+        grouping, residual, urgency, elasticity, preemption: switches; without `residual` a group takes four jobs at
+            most, whatever capacity is left.
     """
 
     sharpness: float = 0.5
+    frugality: float = 3.0
     thrift: float = 0.5
-    split_from: int = 8
-    split_margin: float = 0.1
     start_work_s: float = 120.0
     horizon_s: float = 900.0
     margin: float = 0.1
     urgent: float = 0.4
-    most_members: int = 12
     fairness: float = 1.0
+    most_members: int = 12
     candidates: int = 4
     moves: int = 12
     grouping: bool = True
@@ -101,6 +108,7 @@ class _Search:
         self.draft = Draft(state)
         self.sizes = tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self.sizes))
+        self.work: dict[str, float] = {}  # GPU-seconds of a step alone
         self.claim: dict[str, float] = {}  # U of a step per second
         self.order: dict[str, float] = {}  # U of a GPU-second of work per second: who goes first
         self.urgent: list[JobState] = []
@@ -108,6 +116,9 @@ class _Search:
         self.values: dict[str, float] = {}  # U of each group of the draft
         self.options: dict[str, tuple] = {}
         self.packs: dict[tuple, tuple | None] = {}
+        waiting = sum(one.group is None for one in state.jobs.values())
+        gpus = sum(worker.gpus for worker in state.workers.values())
+        self.frugality = settings.frugality * min(1.0, waiting / gpus)
         self.user_claims = self._user_claims()
         self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
         for name, job in state.jobs.items():
@@ -136,6 +147,7 @@ class _Search:
     def _weigh(self, name: str, state: JobState) -> None:
         job, settings, now = state.job, self.settings, self.now
         work, alone_s = self.figures(job, self.sizes)
+        self.work[name] = work
         if not work:  # no worker that is up holds it
             self.claim[name] = self.order[name] = 0.0
             return
@@ -198,7 +210,12 @@ class _Search:
         return all(held[user] <= self.quotas[user] for user in users)
 
     def _worth(self, names: Sequence[str], rate: GroupRate) -> float:
-        return sum(self.claim[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
+        """U of a group, less where it trains slowly for its GPUs while others wait for some."""
+        worth = sum(self.claim[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
+        if not self.frugality:
+            return worth
+        work = sum(self.work[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
+        return worth * (work / rate.mesh.gpus) ** self.frugality
 
     def _value(self, group: DraftGroup) -> float:
         """U of a group as it is in the draft."""
@@ -429,7 +446,7 @@ class _Search:
         best = None
         for group in self.draft.groups.values():
             size = len(group.gpus)
-            if size < self.settings.split_from or not group.members or group.is_new or group.ready_s > self.now:
+            if size < SPLIT_FROM or not group.members or group.is_new or group.ready_s > self.now:
                 continue
             old = self._value(group)
             rate = self._rate(group.members, self.draft.kind(group), size // 2)
@@ -441,7 +458,7 @@ class _Search:
             base, found = pack
             half = self._worth(group.members, rate)
             open_s = self.rates.changes.open_s(self.state.jobs[group.members[0]].job.shape)
-            gain = (half + found[2]) * (1 - open_s / self.settings.horizon_s) - old * (1 + self.settings.split_margin)
+            gain = (half + found[2]) * (1 - open_s / self.settings.horizon_s) - old * (1 + self.settings.margin)
             if (
                 gain > 0
                 and (best is None or gain > best[0])

@@ -1,0 +1,59 @@
+"""lorafusion simulate: a trace in, a table, a plot and a page out; bad traces are refused."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lorafusion_jax.cli.main import app, run
+from scheduling.online import Worker, generate_trace, write_trace
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(write_trace(generate_trace("steady", jobs=12, workers=[Worker("host0", 8)], seed=1)))
+    return path
+
+
+def test_policies_are_compared_in_a_table_and_drawn(trace, tmp_path):
+    page = tmp_path / "new" / "replay.html"
+    told = CliRunner().invoke(app, ["simulate", str(trace), "--gpus", "8", "--policy", "ours", "fifo", "-o", str(page)])
+    assert told.exit_code == 0, told.output
+    assert [line.split()[0] for line in told.output.splitlines()[1:3]] == ["ours", "fifo"]
+    assert "12 jobs on 8 GPUs" in page.read_text()
+    assert page.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_json_has_every_figure(trace, tmp_path):
+    told = CliRunner().invoke(app, ["simulate", str(trace), "--gpus", "8", "--json", "-o", str(tmp_path / "a.html")])
+    answer = json.loads(told.output)
+    assert answer["jobs"] == 12
+    assert {"jct_mean_s", "jct_p99_s", "utilisation", "slowdown_p99", "fairness"} <= answer["policies"]["ours"].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "luck"], "simulate.policy"),
+        (["-o", "page.txt"], "output.ending"),
+        (["--gpus", "1"], "online.job-too-large"),
+    ],
+)
+def test_bad_requests_end_with_2_and_a_message(trace, tmp_path, monkeypatch, capfd, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    big = generate_trace("steady", jobs=3, workers=[Worker("host0", 8)], seed=1, bases={"llama-3.1-70b": 1.0})
+    trace.write_text(write_trace(big))
+    assert run(["simulate", str(trace), *arguments]) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_a_broken_trace_names_its_line(trace, capfd):
+    lines = trace.read_text().splitlines()
+    trace.write_text(
+        "\n".join([*lines[:2], lines[2].replace("llama", "lama").replace("qwen", "qven").replace("mis", "miss")])
+    )
+    assert run(["simulate", str(trace)]) == 2
+    told = capfd.readouterr().err
+    assert "online.unknown-base" in told
+    assert f"{trace} line 3" in told.replace("\n", "")
