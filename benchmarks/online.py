@@ -145,7 +145,7 @@ def longest_wait(jobs: Iterable[Job], start_s: dict[str, float], rates: Rates) -
 
 
 def key(row: dict) -> tuple:
-    return tuple(str(row[name]) for name in ("part", "trace", "seed", "load", "policy"))
+    return (*(str(row[name]) for name in ("part", "trace", "seed", "policy")), float(row["load"]))
 
 
 def read_rows() -> list[dict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from scheduling.errors import PlanError
 from scheduling.online.rates import MESHES, Rates
-from scheduling.online.state import ClusterState, Decision, GroupState, Policy, after, held_gpus
+from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, after, held_gpus
 
 PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
 BOUND_SLACK = 1e-6
@@ -147,7 +147,7 @@ def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]
             yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
 
 
-def time_alone(one, rates: Rates, state: ClusterState) -> float:
+def time_alone(one: JobState, rates: Rates, state: ClusterState) -> float:
     """Seconds of all of a job's steps alone on its best mesh, on the first kind of worker that holds it."""
     for worker in state.workers.values():
         if rate := rates.best_alone(one.job, worker.kind, worker.gpus):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.online.types import Job
 
@@ -36,8 +38,10 @@ class Profile:
     mean_tokens: float
     squares: float
     capacities: tuple[int, ...]
-    bins: np.ndarray
-    _known: dict = field(default_factory=dict, repr=False)  # answers, asked for again and again
+    bins: NDArray[np.int64]
+    _known: dict[tuple[int, ...], Any] = field(
+        default_factory=dict[tuple[int, ...], Any], repr=False
+    )  # answers, asked for again and again
 
     def slots(self, place: int, replicas: int) -> float:
         """Mean slots of a batch that is trained alone, at `capacities[place]` on so many replicas."""
@@ -92,7 +96,7 @@ def make_profile(job: Job) -> Profile:
     )
 
 
-def _first_fit(batches: np.ndarray, capacities: np.ndarray) -> np.ndarray:
+def _first_fit(batches: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDArray[np.int64]:
     """Microbatches of every batch at every capacity, int[batches, capacities]; samples come longest first.
 
     A microbatch of one job needs no padding between its samples, only whole tiles.

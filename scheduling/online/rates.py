@@ -27,12 +27,12 @@ class Rates:
 
     def __init__(self, changes: ChangeCosts | None = None):
         self.changes = changes or ChangeCosts()
-        self._numbers: dict[tuple, int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._keys: dict[str, tuple[Job, int]] = {}
         self._profiles: dict[int, Profile] = {}
-        self._known: dict[tuple, Any] = {}
-        self._groups: dict[tuple, GroupRate | None] = {}
-        self._fair: dict[tuple, float] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
+        self._fair: dict[tuple[int, Kind, float], float] = {}
 
     def key(self, job: Job) -> int:
         """A number for what a job's rates depend on; jobs of one number are interchangeable."""
@@ -118,7 +118,7 @@ class Rates:
         adapters = self._adapters(members, mesh.stages)
         return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
 
-    def _once(self, key: tuple, search: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple[Any, ...], search: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = search()
         return self._known[key]
@@ -134,7 +134,8 @@ class Rates:
         return best
 
     def _interpolate(self, job: Job, kind: Kind, share: float) -> float:
-        points, best = [], 0.0
+        points: list[tuple[int, float]] = []
+        best = 0.0
         for gpus in MESHES:
             if rate := self.alone(job, kind, gpus):
                 best = max(best, 1 / rate.step_s)
@@ -162,7 +163,9 @@ class Rates:
             last = found
         return best
 
-    def _on_mesh(self, how: Callable, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
+    def _on_mesh(
+        self, how: Callable[[Members, Mesh, SlotCost], GroupRate], members: Sequence[Job], kind: Kind, mesh: Mesh
+    ) -> GroupRate | None:
         if max(self.profile(job).longest for job in members) > mesh.capacity_tokens:
             return None
         adapters = self._adapters(members, mesh.stages)
@@ -188,7 +191,7 @@ class Rates:
         """Meshes of so many GPUs that hold these jobs, by stages and capacity; more stages only if they make room."""
         longest = max(self.profile(job).longest for job in members)
         ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
-        found = []
+        found: list[tuple[Mesh, SlotCost]] = []
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
                 continue

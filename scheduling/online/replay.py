@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from scheduling.online.result import ClusterResult
 
@@ -45,7 +46,7 @@ def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster repla
     return template
 
 
-def _run(result: ClusterResult, bases: list[str]) -> dict:
+def _run(result: ClusterResult, bases: list[str]) -> dict[str, Any]:
     workers = sorted({span.worker for span in result.accounts.groups})
     rows = {worker: row for row, worker in enumerate(workers)}
     width = max((gpu + 1 for span in result.accounts.groups for gpu in span.gpus), default=1)
@@ -84,7 +85,8 @@ def _queue(result: ClusterResult, points: int = 600) -> list[int]:
     changes = sorted(
         [(job.arrival_s, 1) for job in result.jobs] + [(start_s, -1) for start_s in result.start_s.values()]
     )
-    found, waiting, position = [], 0, 0
+    found: list[int] = []
+    waiting, position = 0, 0
     for point in range(points):
         while position < len(changes) and changes[position][0] <= end * point / points:
             waiting += changes[position][1]

@@ -100,7 +100,8 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     """Jobs that share microbatches: each slot takes from every job what fits."""
     profiles, weights, fair, bounds = members
     room = mesh.replicas * mesh.capacity_tokens
-    caps, padded, squares = [], 0.0, 0.0
+    caps: list[float] = []
+    padded, squares = 0.0, 0.0
     for profile in profiles:
         cap, with_padding = profile.wanted(*mesh)
         caps.append(cap)
@@ -129,7 +130,9 @@ def take_turns(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     return _rate(mesh, [1 / cycle_s] * len(profiles), tokens / cycle_s, fair, bounds, density)
 
 
-def _rate(mesh: Mesh, steps: list[float], tokens_per_s: float, fair, bounds, density: float) -> GroupRate:
+def _rate(
+    mesh: Mesh, steps: list[float], tokens_per_s: float, fair: Sequence[float], bounds: Sequence[float], density: float
+) -> GroupRate:
     slowdowns = tuple(alone / here for alone, here in zip(fair, steps, strict=True))
     return GroupRate(
         mesh=mesh,

@@ -191,7 +191,7 @@ class Simulator:
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         before = {decision.group: self.groups.get(decision.group) for decision in decisions}
-        was_in = {}
+        was_in: dict[str, str] = {}
         for live in before.values():
             if live is not None:
                 self._settle(live)

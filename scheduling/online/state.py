@@ -85,8 +85,8 @@ class ClusterState:
     time_s: float
     workers: Mapping[str, Worker]
     jobs: Mapping[str, JobState]
-    groups: Mapping[str, GroupState] = field(default_factory=dict)
-    users: Mapping[str, UserState] = field(default_factory=dict)
+    groups: Mapping[str, GroupState] = field(default_factory=dict[str, GroupState])
+    users: Mapping[str, UserState] = field(default_factory=dict[str, UserState])
 
     def check_clock(self, now: float) -> None:
         """Refuses a time before the state's own.

@@ -88,7 +88,7 @@ class Job:
 
     def _check_number(self, name: str, least: float, fix: str, *, strict: bool = False) -> None:
         value = getattr(self, name)
-        good = not isinstance(value, bool) and isinstance(value, (int, float, np.number)) and math.isfinite(value)
+        good = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
         if not good or value < least or (strict and value == least):
             raise PlanError(
                 "online.job",
@@ -114,13 +114,13 @@ class Worker:
     device: str = "h200"
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
+        if not self.name:
             raise PlanError("online.worker", f"a worker's name must be a non-empty string, not {self.name!r}")
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, (int, np.integer)) or self.gpus < 1:
+        if isinstance(self.gpus, bool) or self.gpus != int(self.gpus) or self.gpus < 1:
             raise PlanError(
                 "online.worker", f"{self.name}: gpus must be a whole number of at least 1, not {self.gpus!r}"
             )
-        if not (isinstance(self.memory_gib, (int, float)) and math.isfinite(self.memory_gib) and self.memory_gib > 0):
+        if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
             raise PlanError("online.worker", f"{self.name}: memory_gib must be positive, not {self.memory_gib!r}")
 
     @property
@@ -143,7 +143,7 @@ class User:
     max_gpus: float | None = None
 
     def __post_init__(self):
-        if not (isinstance(self.weight, (int, float)) and math.isfinite(self.weight) and self.weight > 0):
+        if not (math.isfinite(self.weight) and self.weight > 0):
             raise PlanError(
                 "online.user", f"{self.name}: weight must be above 0, not {self.weight!r}", fix="weight: 1.0"
             )

@@ -102,12 +102,12 @@ def job_to_dict(job: Job) -> dict[str, Any]:
 
 def job_from_dict(data: dict[str, Any]) -> Job:
     """The job that `job_to_dict` described."""
-    base = data["base"]
+    base: Any = data["base"]
     return Job(
         **(
             data
             | {
-                "base": ModelShape(**base) if isinstance(base, dict) else base,
+                "base": base if isinstance(base, str) else ModelShape(**base),
                 "targets": tuple(data.get("targets") or Job.__dataclass_fields__["targets"].default),
             }
         )

@@ -109,7 +109,7 @@ class Mlora(_Baseline):
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         state.check_clock(now)
         draft = Draft(state)
-        waiting = draft.waiting()
+        waiting: list[JobState] = draft.waiting()
         while waiting:
             first = waiting[0].job
             jobs = [one.job for one in waiting if one.job.base_name == first.base_name][: self.batch]
@@ -122,12 +122,13 @@ class Mlora(_Baseline):
                     break
             if not opened:
                 break
-            waiting = [one for one in waiting if one.job not in jobs]
+            names = {job.name for job in jobs}
+            waiting = [one for one in waiting if one.job.name not in names]
         return draft.decisions()
 
     def _turns(self, draft: Draft, jobs: Sequence[Job]) -> list[tuple[GroupRate, Kind]]:
         """The batch's best mesh on every kind of worker that holds it, most tokens per GPU first."""
-        found = []
+        found: list[tuple[GroupRate, Kind]] = []
         for kind, most in self._sizes(draft):
             rates = [rate for gpus in MESHES if gpus <= most and (rate := self.rates.in_turn(jobs, kind, gpus))]
             if rates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from scheduling.online.rates import Kind
 from scheduling.online.sharing import Mesh
@@ -22,7 +23,7 @@ class DraftGroup:
     name: str
     is_new: bool = True
     ready_s: float = 0.0
-    why: list[str] = field(default_factory=list)
+    why: list[str] = field(default_factory=list[str])
 
 
 class Draft:
@@ -112,7 +113,7 @@ class Draft:
 
     def decisions(self) -> list[Decision]:
         """What turns the real groups into these."""
-        found = []
+        found: list[Decision] = []
         for name, before in self.state.groups.items():
             now = self.groups.get(name)
             if now is None or now.is_new:
@@ -121,7 +122,7 @@ class Draft:
                 found.append(self._decision("change", now))
         return found + [self._decision("open", group) for group in self.groups.values() if group.is_new]
 
-    def _decision(self, kind, group: DraftGroup) -> Decision:
+    def _decision(self, kind: Literal["open", "change"], group: DraftGroup) -> Decision:
         return Decision(
             kind=kind,
             group=group.name,

@@ -8,9 +8,10 @@ between, jobs share GPUs as long as that raises what all of them together achiev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from scheduling.online.check import PATIENCE
 from scheduling.online.policies.draft import Draft, DraftGroup
@@ -23,6 +24,24 @@ REPAIR_GAIN = 1.05  # a group stops for another mesh if that makes it worth so m
 SPLIT_FROM = 8  # GPUs of a group that may be cut in two
 URGENT = 30.0  # times a job's claim
 OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
+
+Figures = Callable[[Job, tuple[tuple[Kind, int], ...]], tuple[float, float]]
+
+
+class Pack(NamedTuple):
+    """Members of a group that does not exist yet."""
+
+    members: list[str]
+    rate: GroupRate
+    worth: float
+
+
+class Option(NamedTuple):
+    """Other members for a group, and what they gain."""
+
+    gain: float
+    members: list[str]
+    rate: GroupRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +95,9 @@ class Ours:
 
     def __init__(self, rates: Rates, settings: Settings | None = None, name: str = "ours"):
         self.rates, self.settings, self.name = rates, settings or Settings(), name
-        self._known: dict[str, tuple] = {}  # answers, asked for again at every decision
+        self._known: dict[
+            str, tuple[Job, tuple[tuple[Kind, int], ...], tuple[float, float]]
+        ] = {}  # answers, asked for again at every decision
 
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
         """What to change now; empty if nothing pays."""
@@ -102,7 +123,7 @@ class _Search:
         figures: of a job on workers of some kinds, (GPU-seconds of a step alone, seconds of a step alone).
     """
 
-    def __init__(self, rates: Rates, settings: Settings, figures: Callable, state: ClusterState, now: float):
+    def __init__(self, rates: Rates, settings: Settings, figures: Figures, state: ClusterState, now: float):
         self.figures = figures
         self.rates, self.settings, self.state, self.now = rates, settings, state, now
         self.draft = Draft(state)
@@ -114,8 +135,8 @@ class _Search:
         self.urgent: list[JobState] = []
         self.protected: set[str] = set()  # placed because they have waited long
         self.values: dict[str, float] = {}  # U of each group of the draft
-        self.options: dict[str, tuple] = {}
-        self.packs: dict[tuple, tuple | None] = {}
+        self.options: dict[str, tuple[tuple[str, ...], Option | None]] = {}
+        self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
         waiting = sum(one.group is None for one in state.jobs.values())
         gpus = sum(worker.gpus for worker in state.workers.values())
         self.frugality = settings.frugality * min(1.0, waiting / gpus)
@@ -167,7 +188,7 @@ class _Search:
 
     def _user_claims(self) -> dict[str, float]:
         """Users that got less than a max–min fair share of the cluster go before those that got more."""
-        found = {}
+        found: dict[str, float] = {}
         for name, user in self.state.users.items():
             owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
             found[name] = min(20.0, max(0.05, owed**self.settings.fairness))
@@ -240,7 +261,7 @@ class _Search:
                 return False
         return True
 
-    def _pack(self, base: str, kind: Kind, gpus: int, start: Sequence[str], waiting: Sequence[str]):
+    def _pack(self, base: str, kind: Kind, gpus: int, start: Sequence[str], waiting: Sequence[str]) -> Pack | None:
         """Adds waiting jobs to a group, most valuable first, while that raises its worth: (members, rate, worth)."""
         members, rate = list(start), self._rate(start, kind, gpus) if start else None
         if start and rate is None:
@@ -260,7 +281,7 @@ class _Search:
                     break
             else:
                 misses += 1
-        return (members, rate, worth) if rate else None
+        return Pack(members, rate, worth) if rate else None
 
     def _take(self, group: DraftGroup, members: Sequence[str], rate: GroupRate, why: str) -> None:
         for name in set(members) - set(group.members):
@@ -378,7 +399,7 @@ class _Search:
         self._take(group, members, rate, said + self._reason(members, rate, before.tokens_per_s if before else 0.0))
         return True
 
-    def _best_option(self, group: DraftGroup, waiting: Sequence[str]):
+    def _best_option(self, group: DraftGroup, waiting: Sequence[str]) -> Option | None:
         """(gain, members, rate) of the best join or swap that pays; None if none does."""
         best, value, change_s = None, self._value(group), self.rates.changes.change_s
         for members, rate in self._with_one_more(group, waiting):
@@ -386,10 +407,10 @@ class _Search:
             if gain * self.settings.horizon_s > change_s * value and (best is None or gain > best[0]):
                 stays = [name for name in members if name in group.members]
                 if self._tolerates(stays, rate, members, change_s):
-                    best = gain, members, rate
+                    best = Option(gain, members, rate)
         return best
 
-    def _with_one_more(self, group: DraftGroup, waiting: Sequence[str]):
+    def _with_one_more(self, group: DraftGroup, waiting: Sequence[str]) -> Iterator[tuple[list[str], GroupRate]]:
         kind, size = self.draft.kind(group), len(group.gpus)
         last = min(group.members, key=lambda name: (name in self.protected, self.order[name]))
         for name in waiting:
@@ -477,12 +498,12 @@ class _Search:
         self._open(base, block, members, pack_rate, f"half of {group.name}'s GPUs are worth more here")
         return True
 
-    def _best_pack(self, kind: Kind, size: int):
+    def _best_pack(self, kind: Kind, size: int) -> tuple[str, Pack] | None:
         """(base, pack) of the waiting jobs that are worth most on so many GPUs."""
         packs = ((base, self._first_pack(base, kind, size)) for base, names in self.backlog.items() if names)
-        return max(((base, found) for base, found in packs if found), key=lambda one: one[1][2], default=None)
+        return max(((base, found) for base, found in packs if found), key=lambda one: one[1].worth, default=None)
 
-    def _first_pack(self, base: str, kind: Kind, size: int):
+    def _first_pack(self, base: str, kind: Kind, size: int) -> Pack | None:
         """What `_pack` makes of a base's waiting jobs, remembered until they change."""
         if (base, kind, size) not in self.packs:
             self.packs[base, kind, size] = self._pack(base, kind, size, [], self.backlog[base])

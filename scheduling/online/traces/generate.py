@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.online.rates import Rates
 from scheduling.online.types import Job, Worker
@@ -138,10 +139,10 @@ def _variant(job: Job, number: int, rank: int) -> Job:
     return replace(job, name=f"{job.name}.{number}", rank=rank)
 
 
-def _warp(times: np.ndarray, day: float) -> np.ndarray:
+def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:
     """Moves evenly spread arrivals so that their rate is 1 − day · cos(2π t / day length)."""
     if not day:
         return times
-    grid = np.linspace(0, times[-1], 20_000)
+    grid: NDArray[np.float64] = np.linspace(0, float(times[-1]), 20_000)
     arrived = grid - day * DAY_S / (2 * np.pi) * np.sin(2 * np.pi * grid / DAY_S)
-    return np.interp(times * arrived[-1] / times[-1], arrived, grid)
+    return np.asarray(np.interp(times * arrived[-1] / times[-1], arrived, grid), np.float64)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,13 @@ from scheduling.online.traces.generate import BASES, TRACES, draw_job, gpu_secon
 from scheduling.online.types import Job, Worker
 
 OWN = ("name", "user", "base", "arrival_s", "lengths", "global_batch", "steps")
-OPTIONAL = {"rank": int, "weight": float, "deadline_s": float, "max_slowdown": float, "priority": int}
+OPTIONAL: dict[str, Callable[[str], Any]] = {
+    "rank": int,
+    "weight": float,
+    "deadline_s": float,
+    "max_slowdown": float,
+    "priority": int,
+}
 
 
 class Columns(NamedTuple):
@@ -106,7 +112,7 @@ def _own(row: Mapping[str, str], where: str) -> Job:
 
 
 def _public(
-    rows: csv.DictReader,
+    rows: csv.DictReader[str],
     columns: Columns,
     workers: Sequence[Worker],
     seed: int,
@@ -114,7 +120,8 @@ def _public(
     bases: dict[str, float],
     where: str,
 ) -> list[Job]:
-    rng, found = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    found: list[tuple[float, Job]] = []
     for line, row in enumerate(rows, 2):
         try:
             gpus, duration_s = float(row[columns.gpus] or 0), float(row[columns.duration] or 0)
