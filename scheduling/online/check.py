@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from scheduling.errors import PlanError
 from scheduling.online.rates import MESHES, Rates
-from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, after, held_gpus
+from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, after, held_gpus
 
 PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
 BOUND_SLACK = 1e-6
@@ -27,6 +27,7 @@ def check_decisions(
         PlanError: `online.decision`, with every violation.
     """
     state.check_clock(now)
+    traits = Traits.of(policy)
     problems = [*_kinds(state, decisions)]
     if not problems:
         groups = after(state, decisions)
@@ -35,14 +36,14 @@ def check_decisions(
         problems += _membership(state, groups)
         if not problems:
             for name in sorted(changed & groups.keys()):
-                problems += _group(state, groups[name], rates, "bounds" in policy.promises)
-        if "no starvation" in policy.promises and not problems:
+                problems += _group(state, groups[name], rates, "bounds" in traits.promises)
+        if "no starvation" in traits.promises and not problems:
             problems += _starvation(state, groups, rates, now)
-        if "quotas" in policy.promises and not problems:
+        if "quotas" in traits.promises and not problems:
             problems += _quotas(state, groups)
     if problems:
         raise PlanError(
-            "online.decision", f"{policy.name} decided what cannot be: {problems[0]}", problems=tuple(problems)
+            "online.decision", f"{traits.name} decided what cannot be: {problems[0]}", problems=tuple(problems)
         )
 
 

@@ -30,10 +30,9 @@ def make_policy(name: str, rates: Rates) -> Policy:
 def simulate_cluster(
     jobs: Sequence[Job],
     workers: Sequence[Worker],
-    *,
     policy: str | Policy = "ours",
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | tuple[str, float, float]] = (),
     users: Sequence[User] = (),
     rates: Rates | None = None,
 ) -> ClusterResult:
@@ -42,7 +41,7 @@ def simulate_cluster(
     Args:
         policy: a name from `POLICIES`, or an object with `decide(state, now)`.
         seed: for policies that draw; none that ships does.
-        faults: workers that fail for some time.
+        faults: workers that fail for some time; tuples are (worker, start_s, duration_s).
         users: weights and quotas; users that are not named have weight 1.
         rates: predictions to use again, for several runs of the same jobs.
 
@@ -51,4 +50,5 @@ def simulate_cluster(
     """
     rates = rates or Rates()
     chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
-    return Simulator(jobs, workers, chosen, rates, users=users, faults=faults).run()
+    events = [fault if isinstance(fault, Fault) else Fault(*fault) for fault in faults]
+    return Simulator(jobs, workers, chosen, rates, users=users, faults=events).run()

@@ -14,7 +14,7 @@ from scheduling.online.ledger import Ledger
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult, Span
 from scheduling.online.sharing import GroupRate
-from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, UserState
+from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, UserState
 from scheduling.online.types import Fault, Job, User, Worker, check_input
 
 TICK_S = 600.0  # a policy is asked that often while jobs wait, also when nothing happens
@@ -60,7 +60,7 @@ class Simulator:
         faults: Sequence[Fault] = (),
     ):
         check_input(jobs, workers, faults)
-        self.rates, self.policy = rates, policy
+        self.rates, self.policy, self.traits = rates, policy, Traits.of(policy)
         self.jobs = {job.name: job for job in sorted(jobs, key=lambda job: (job.arrival_s, job.name))}
         self.workers = {worker.name: worker for worker in workers}
         self.now = 0.0
@@ -249,7 +249,7 @@ class Simulator:
         if state.members:
             jobs = [self.jobs[name] for name in state.members]
             kind = self.workers[state.worker].kind
-            how = self.rates.on_mesh if self.policy.mixes else self.rates.turns_on_mesh
+            how = self.rates.on_mesh if self.traits.mixes else self.rates.turns_on_mesh
             live.rate = how(jobs, kind, state.mesh)
             assert live.rate is not None
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
@@ -303,12 +303,12 @@ class Simulator:
         if self.waiting and not moving:
             raise PlanError(
                 "online.stuck",
-                f"{self.policy.name} lets {len(self.waiting)} jobs wait while no job runs and none comes",
+                f"{self.traits.name} lets {len(self.waiting)} jobs wait while no job runs and none comes",
             )
 
     def _result(self) -> ClusterResult:
         return ClusterResult(
-            policy=self.policy.name,
+            policy=self.traits.name,
             jobs=tuple(self.jobs.values()),
             gpus=sum(worker.gpus for worker in self.workers.values()),
             finish_s=self.finish_s,

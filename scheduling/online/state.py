@@ -135,17 +135,34 @@ class Decision:
 class Policy(Protocol):
     """Who decides. Pure: equal states and times give equal decisions.
 
-    Attributes:
+    It may have the attributes of `Traits`.
+    """
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What is known of a policy besides its decisions.
+
+    Args:
         name: shown in tables.
         mixes: microbatches of a group may hold samples of several jobs.
         promises: rules beyond capacity that the checker holds it to: "bounds", "no starvation", "quotas".
     """
 
     name: str
-    mixes: bool
-    promises: frozenset[str]
+    mixes: bool = True
+    promises: frozenset[str] = frozenset()
 
-    def decide(self, state: ClusterState, now: float) -> list[Decision]: ...
+    @staticmethod
+    def of(policy: Policy) -> Traits:
+        """A policy's attributes, where it has them."""
+        return Traits(
+            name=getattr(policy, "name", type(policy).__name__),
+            mixes=getattr(policy, "mixes", True),
+            promises=getattr(policy, "promises", frozenset[str]()),
+        )
 
 
 def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, GroupState]:

@@ -145,4 +145,5 @@ def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:
         return times
     grid: NDArray[np.float64] = np.linspace(0, float(times[-1]), 20_000)
     arrived = grid - day * DAY_S / (2 * np.pi) * np.sin(2 * np.pi * grid / DAY_S)
-    return np.asarray(np.interp(times * arrived[-1] / times[-1], arrived, grid), np.float64)
+    moved = np.interp(times * arrived[-1] / times[-1], arrived, grid)  # pyright: ignore[reportUnknownVariableType]
+    return np.asarray(moved, np.float64)  # pyright: ignore[reportUnknownArgumentType]

@@ -23,6 +23,7 @@ from scheduling.online import (
     decisions_from_json,
     decisions_to_json,
     make_policy,
+    simulate_cluster,
     state_from_json,
     state_to_json,
 )
@@ -156,3 +157,25 @@ def test_broken_json_is_refused(text):
         with pytest.raises(PlanError) as caught:
             read(text)
         assert caught.value.code == "online.format"
+
+
+def test_any_object_that_decides_is_a_policy():
+    class Patient:
+        """Opens one group for each job, an hour late."""
+
+        def decide(self, state, now):
+            if now < 3600:
+                return []
+            waiting = [one.job for one in state.jobs.values() if one.group is None]
+            free = [gpu for gpu in range(8) if all(gpu not in group.gpus for group in state.groups.values())]
+            pairs = zip(waiting, free, strict=False)
+            return [
+                opened(group=f"h1:{gpu}", gpus=(gpu,), mesh=Mesh(1, 1, 2560), members=(one.name,)) for one, gpu in pairs
+            ]
+
+    jobs = [job("a"), job("b", arrival_s=3700.0)]
+    result = simulate_cluster(jobs, [Worker("h1", 8)], Patient(), faults=[("h1", 10.0, 20.0)])
+    assert result.policy == "Patient"
+    assert result.start_s["a"] >= 3600
+    with pytest.raises(PlanError, match="wait while no job runs"):
+        simulate_cluster(jobs[:1], [Worker("h1", 8)], type("Idle", (), {"decide": lambda *_: []})())
