@@ -22,6 +22,7 @@ from scheduling.online.types import Job
 
 REPAIR_GAIN = 1.05  # a group stops for another mesh if that makes it worth so much more
 SPLIT_FROM = 8  # GPUs of a group that may be cut in two
+MOST_GROUPS = 40  # that a decision looks at for joins and splits
 URGENT = 30.0  # times a job's claim
 OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
 
@@ -377,10 +378,8 @@ class _Search:
     def _join_or_swap(self) -> bool:
         """Lets waiting jobs into running groups, beside the members or instead of the one that has longest to go."""
         best, best_group = None, None
-        for group in self.draft.groups.values():
-            waiting = self.backlog.get(group.base)
-            if not waiting or not group.members:
-                continue
+        for group in self._poorest([group for group in self.draft.groups.values() if self.backlog.get(group.base)]):
+            waiting = self.backlog[group.base]
             shown = tuple(waiting[: self.settings.candidates])
             known = self.options.get(group.name)
             if known is None or known[0] != shown:
@@ -398,6 +397,13 @@ class _Search:
         said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "") + ": "
         self._take(group, members, rate, said + self._reason(members, rate, before.tokens_per_s if before else 0.0))
         return True
+
+    def _poorest(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
+        """Those worth least for their GPUs, if there are many: they have most to gain."""
+        found = [group for group in groups if group.members]
+        if len(found) <= MOST_GROUPS:
+            return found
+        return sorted(found, key=lambda group: (self._value(group) / len(group.gpus), group.name))[:MOST_GROUPS]
 
     def _best_option(self, group: DraftGroup, waiting: Sequence[str]) -> Option | None:
         """(gain, members, rate) of the best join or swap that pays; None if none does."""
@@ -465,7 +471,7 @@ class _Search:
         if not self.settings.elasticity or not any(self.backlog.values()):
             return False
         best = None
-        for group in self.draft.groups.values():
+        for group in self._poorest([*self.draft.groups.values()]):
             size = len(group.gpus)
             if size < SPLIT_FROM or not group.members or group.is_new or group.ready_s > self.now:
                 continue
