@@ -372,6 +372,8 @@ class _Search:
         return sum(map(len, self.backlog.values())) > self.draft.free_gpus()
 
     def _alone_sizes(self, waiting: Sequence[str]) -> list[int]:
+        if not waiting:
+            return []
         found = (self.rates.best_alone(self.state.jobs[waiting[0]].job, kind, most) for kind, most in self.sizes)
         return [rate.mesh.gpus for rate in found if rate][:1]
 

@@ -10,6 +10,7 @@ from scheduling.online import (
     JobState,
     Ours,
     Rates,
+    Settings,
     TraceShape,
     Worker,
     generate_trace,
@@ -101,3 +102,14 @@ def test_the_replay_shows_every_group_and_decision(runs):
     assert page.count('"policy":') == 2
     assert "@" not in page.split("<script>")[0].replace("@media", "")
     assert "http" not in page  # self-contained
+
+
+@pytest.mark.parametrize("switch", ["grouping", "residual", "urgency", "elasticity", "preemption"])
+def test_every_idea_can_be_switched_off(switch):
+    jobs = generate_trace("sweeps", jobs=40, workers=HOSTS, load=1.1, seed=2, rates=RATES)
+    result = simulate_cluster(jobs, HOSTS, policy=Ours(RATES, Settings(**{switch: False})), rates=RATES)
+    assert len(result.finish_s) == 40
+    if switch == "grouping":
+        assert max(len(span.members) for span in result.accounts.groups) == 1
+    if switch == "preemption":
+        assert result.preemptions == 0
