@@ -13,7 +13,7 @@ PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout"},
     {"files", "log_file", "plugins"},
-    {"adapters", "objective", "optim"},
+    {"adapters", "objective", "optim", "weights"},
     {"modules"},
     {"config"},
     {"models"},

@@ -26,6 +26,7 @@ from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, raise_all
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.weights.table import NONE
 
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model."
@@ -42,6 +43,7 @@ def export_adapter(
     to_dir: str | Path,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    base_quantize: str = NONE,
     replace: bool = False,
     finish: Callable[[Path], None] | None = None,
 ) -> Path:
@@ -54,6 +56,7 @@ def export_adapter(
         base_name: name or path of the base model, as the adapter's users know it.
         to_dir: new or empty folder.
         dtype: of the tensors.
+        base_quantize: how the base was stored in training, see `weights.table`; noted in adapter_config.json.
         replace: takes the place of a folder that is there.
         finish: called with the folder before it gets its name; adds model card, tokenizer files.
 
@@ -69,7 +72,8 @@ def export_adapter(
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir, replace=replace) as folder:
-        (folder / CONFIG_FILE).write_text(json.dumps(config_of(spec, base_name), indent=2) + "\n", encoding="utf-8")
+        described = json.dumps(config_of(spec, base_name, base_quantize), indent=2)
+        (folder / CONFIG_FILE).write_text(described + "\n", encoding="utf-8")
         # not save_file: only their owner may read its files, and it hides the system's error in one of its own
         (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         _check_copy(folder, spec, tensors)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
+from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"
 # Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
@@ -38,19 +39,24 @@ _NEUTRAL = frozenset(
         "megatron_core",
         "qalora_group_size",
         "runtime_config",
+        "base_quantize",
     }
 )
 _OFF: tuple[Any, ...] = (None, False, [], {})
 _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
 
 
-def config_of(spec: AdapterSpec, base_name: str) -> dict[str, Any]:
+def config_of(spec: AdapterSpec, base_name: str, base_quantize: str = NONE) -> dict[str, Any]:
     """Says in PEFT's words what an adapter is.
+
+    PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
+    ignores keys that it does not know, with a warning.
 
     >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
     ['q_proj', 'k_proj']
     """
-    return {
+    quantised = {} if base_quantize == NONE else {"base_quantize": base_quantize}
+    return quantised | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,

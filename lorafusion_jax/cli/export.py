@@ -17,6 +17,7 @@ from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.cli.common import RunPath, next_command, out, say
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.weights.table import NONE
 
 NAME = "export"
 
@@ -48,6 +49,9 @@ def command(
             check_base(noted, base_digests(base), base)
         report = merge_adapter(base, source, to)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
+        if config.base.quantize != NONE:
+            note = f"{adapter} was trained on the base quantised as {config.base.quantize}, and this model has its original"
+            say(console, f"  {note} weights: outputs differ a little", "yellow")
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
         next_command(
             console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\""

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lorafusion_jax.cli.common import say
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.weights.table import NONE
 
 GIB, MIB = 2**30, 2**20
 
@@ -22,7 +23,8 @@ def show_memory(console: Console, memory: dict[str, Any]) -> None:
     if memory["advice"]:
         say(console, f"  to make it fit: {memory['advice']}", "bold red")
     layers = " + ".join(map(str, memory["layers"]))
-    say(console, f"  layers {layers}, kept for backward: {memory['remat']}")
+    stored = "" if memory["quantize"] == NONE else f", projections stored as {memory['quantize']}"
+    say(console, f"  layers {layers}, kept for backward: {memory['remat']}{stored}")
     say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
 
 

@@ -75,13 +75,14 @@ def command(
 def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
     """(what costs say of the run's plan, slots to compare)"""
     folder, started = RunFolder(run), _started(run, measured.num_stages)
-    plan, layers = folder.read_plan(), started["layers"]
+    plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
     costs = read_costs(cost_model, _worth(run, layers))
     costs.check_layers(layers)
     costs.check_capacity(plan.capacity_tokens)
     costs.check_measured_with(
         measured_with(
-            dtype=folder.read_config().base.dtype,
+            dtype=base.dtype,
+            quantize=base.quantize,
             parameters=started["frozen"],
             fsdp=started["mesh"]["fsdp"],
             remat=remat_of(started),

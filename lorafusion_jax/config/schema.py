@@ -20,6 +20,7 @@ from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
+from lorafusion_jax.weights.table import NONE, stored_kind, unknown_stored_kind
 from pallas_kernels.policy import AttentionImplementation, Implementation
 
 # Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
@@ -73,6 +74,18 @@ class BaseSettings(Section):
         default=None, description="commit, tag or branch of a hub model; a run keeps the commit that it began with"
     )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
+    quantize: str = Field(
+        default=NONE,
+        description="how the layers' projections are stored, from which each layer is made in dtype when it runs; none "
+        "= in dtype; embedding, head and norms always are",
+    )
+
+    @field_validator("quantize")
+    @classmethod
+    def _stored_kind_exists(cls, name: str) -> str:
+        _known(name, unknown_stored_kind(name))
+        stored_kind(name)  # loads
+        return name
 
 
 class DataSettings(Section):

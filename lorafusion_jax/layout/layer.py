@@ -182,6 +182,10 @@ class LayerSpec:
         """(in, out) of the projections, by name."""
         return {linear.name: linear.shape(model) for linear in self.linears_of(half)}
 
+    def kernel_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, int]]:
+        """Shapes of the projections' kernels, by the name of the leaf: what can be stored in another form."""
+        return {f"{linear.path}.kernel": linear.shape(model) for linear in self.linears_of(half)}
+
     def frozen_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes of all frozen leaves of the layer or of half of it: kernels, biases, norms."""
         shapes: dict[str, tuple[int, ...]] = {}

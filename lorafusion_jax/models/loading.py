@@ -1,4 +1,4 @@
-"""Hugging Face directory → Decoder, tensor by tensor, straight to its place on the devices.
+"""Hugging Face directory → frozen weights, tensor by tensor, straight to their places on the devices.
 
 Dims: `K` in · `N` out.
 """
@@ -6,7 +6,7 @@ Dims: `K` in · `N` out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from ..config.model import ModelConfig
 from ..errors import CheckpointError
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
+from ..weights.table import NONE, StoredKind, stored_kind
 from .checkpoint import READABLE, Stored, list_tensors, read_slice
 from .decoder import Decoder
 from .naming import Tensor, frozen_tensors, is_ignored
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
+Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
 
 
 def load_decoder(
@@ -52,23 +54,57 @@ def load_decoder(
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
-    stored = list_tensors(model_dir)
-    tensors = frozen_tensors(model)
-    _check(tensors, stored, config, Path(model_dir))
     place = _rule(sharding)
     graph, state = nnx.split(model)
     leaves = dict(nnx.to_flat_state(state))
-    last = None
-    for tensor in tensors:
-        leaf = leaves[tensor.path]
-        target = place(tensor.leaf_name, leaf.shape)
-        array = _read_tensor(tensor, stored[tensor.name], dtype, target)
-        leaves[tensor.path] = leaf.replace(array)
-        # The disk may run one leaf ahead of the devices, not more: host memory stays small.
-        jax.block_until_ready(last)
-        last = array
+    for tensor, array in _read_all(model_dir, model, dtype, NONE, place):
+        leaves[tensor.path] = leaves[tensor.path].replace(array)
     _draw_adapters(leaves, adapters, place)
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
+
+
+def load_frozen(
+    model_dir: str | os.PathLike[str],
+    *,
+    dtype: Any = jnp.bfloat16,
+    quantize: str = NONE,
+    sharding: Sharding | ShardingRule | None = None,
+) -> dict[str, Weight]:
+    """Reads a model directory as named weights, "layers.0.mlp.up_proj.kernel" → [K, N].
+
+    The layers' kernels are stored as `quantize` says, each made on its devices as soon as it is read: the whole model
+    never lies anywhere in `dtype`. All else, embedding, head, norms and biases, is in `dtype`.
+
+    Args:
+        model_dir, dtype, sharding: see `load_decoder`; a rule is asked for each array of a stored kernel, under the
+            kernel's name and the array's own shape.
+        quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`.
+    Raises:
+        CheckpointError: see `load_decoder`.
+        ConfigError: a kind that does not exist, or whose package is broken.
+    """
+    config = ModelConfig.from_hf(model_dir)
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return {
+        tensor.leaf_name: weight
+        for tensor, weight in _read_all(model_dir, model, dtype, quantize, _rule(sharding))
+    }
+
+
+def _read_all(
+    model_dir: str | os.PathLike[str], model: Decoder, dtype: Any, quantize: str, place: ShardingRule
+) -> Iterator[tuple[Tensor, Any]]:
+    """Reads the frozen tensors of an abstract decoder, one after the other."""
+    stored, tensors, kind = list_tensors(model_dir), frozen_tensors(model), stored_kind(quantize)
+    _check(tensors, stored, model.config, Path(model_dir))
+    last = None
+    for tensor in tensors:
+        own = kind if tensor.transposed else None  # kernels of linears, of which only the layers have any
+        weight = _read_tensor(tensor, stored[tensor.name], jnp.dtype(dtype), own, place)
+        yield tensor, weight
+        # The disk may run one leaf ahead of the devices, not more: host memory stays small.
+        jax.block_until_ready(last)
+        last = weight
 
 
 def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: ModelConfig, directory: Path) -> None:
@@ -104,12 +140,19 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
     return lambda name, shape: everywhere
 
 
-def _read_tensor(tensor: Tensor, stored: Stored, dtype: Any, target: Sharding) -> jax.Array:
+def _read_tensor(
+    tensor: Tensor, stored: Stored, dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
+) -> Weight:
+    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    target = place(tensor.leaf_name, shape)
     on_disk = _transposed(target) if tensor.transposed else target
     x = jax.make_array_from_callback(
         tensor.shape, on_disk, lambda index: _contiguous(read_slice(stored, tensor.name, _plain(index, tensor.shape)))
     )
-    return _convert(jnp.dtype(dtype), tensor.transposed, target)(x)
+    if kind is None:
+        return _convert(dtype, tensor.transposed, target)(x)
+    targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*shape).items()}
+    return _quantise(kind, tuple(targets.items()))(x)
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:
@@ -123,6 +166,11 @@ def _plain(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[sli
 @lru_cache(maxsize=256)
 def _convert(dtype: np.dtype, transposed: bool, target: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: (x.T if transposed else x).astype(dtype), out_shardings=target)
+
+
+@lru_cache(maxsize=256)
+def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Callable[[jax.Array], Any]:
+    return jax.jit(lambda x: dict(kind.quantise(x.T.astype(jnp.float32))), out_shardings=dict(targets))
 
 
 def _transposed(sharding: Sharding) -> Sharding:

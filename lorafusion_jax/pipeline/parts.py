@@ -6,7 +6,7 @@ T packed tokens · D model width · V vocabulary · A adapters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,20 @@ from jax import Array
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER, Half
-from lorafusion_jax.models import Decoder, ModelConfig, Segments
+from lorafusion_jax.models import ModelConfig, Segments
 from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
+from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.init import init_leaves
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import SFT, Chosen
+from lorafusion_jax.weights.table import NONE, stored_kind
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
+StoredWeights = dict[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class StageWeights:
     """
 
     extent: Extent
-    pieces: list[Weights]
+    pieces: list[StoredWeights]
     embed: Array | None = None
     norm: Array | None = None
     head: Array | None = None
@@ -60,6 +63,7 @@ class Parts:
         specs: the adapters, in stacking order.
         settings: implementations and loss chunk.
         objectives: of the adapters; empty: supervised fine-tuning for all.
+        quantize: how the kernels are stored, see `weights.table`.
     """
 
     model: ModelConfig
@@ -67,6 +71,7 @@ class Parts:
     settings: TrainSettings
     dtype: Any = jnp.bfloat16
     objectives: tuple[Chosen, ...] = ()
+    quantize: str = NONE
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -93,7 +98,24 @@ class Parts:
         """Shapes of the frozen tensors of one layer, or of half of it."""
         return LAYER.frozen_shapes(self.model, half)
 
-    def half(self, frozen: Weights) -> Half | None:
+    def stored_shapes(self, half: Half | None = None) -> dict[str, Any]:
+        """The same as they are stored: for a quantised kernel, shapes by the names of its arrays."""
+        kind, shapes = stored_kind(self.quantize), self.frozen_shapes(half)
+        if kind is None:
+            return dict(shapes)
+        kernels = LAYER.kernel_shapes(self.model, half)
+        arrays = {name: kind.arrays(*shape) for name, shape in kernels.items()}
+        return shapes | {name: {leaf: one.shape for leaf, one in each.items()} for name, each in arrays.items()}
+
+    def dequantised(self, stored: StoredWeights) -> Weights:
+        """Weights of a layer, or of a part of it, as they are used."""
+        kind = stored_kind(self.quantize)
+        return {
+            name: kind.dequantise(weight, self.dtype) if kind is not None and isinstance(weight, dict) else weight
+            for name, weight in stored.items()
+        }
+
+    def half(self, frozen: StoredWeights) -> Half | None:
         """Which half of a layer these tensors are; None: a whole one."""
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 
@@ -135,26 +157,26 @@ class Parts:
         return totals_of(losses_T, batch, self.chosen)
 
 
-def cut(model: Decoder, stages: Sequence[Extent]) -> list[StageWeights]:
-    """Takes a loaded decoder apart; tied embeddings serve both ends."""
+def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeights]:
+    """Gives each stage its part of the weights that `load_frozen` read; tied embeddings serve both ends."""
     last = len(stages) - 1
-    each = list(model.layers)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    embed = frozen["embed_tokens.weight"]
+    head = frozen.get("lm_head.weight", embed)
     return [
         StageWeights(
             extent=own,
-            pieces=[_weights(each[number], half) for number, half in own.pieces],
-            embed=model.embed_tokens.weight[...] if stage == 0 else None,
-            norm=model.norm.weight[...] if stage == last else None,
-            head=head.weight[...] if stage == last else None,
+            pieces=[_weights(frozen, f"layers.{number}.", half) for number, half in own.pieces],
+            embed=embed if stage == 0 else None,
+            norm=frozen["norm.weight"] if stage == last else None,
+            head=head if stage == last else None,
         )
         for stage, own in enumerate(stages)
     ]
 
 
-def _weights(layer: DecoderLayer, half: Half | None) -> Weights:
-    named = {_name(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.LoRAParam)))}
-    return {name: leaf[...] for name, leaf in named.items() if half in (None, LAYER.half_of(name))}
+def _weights(frozen: Mapping[str, Any], layer: str, half: Half | None) -> StoredWeights:
+    own = {name.removeprefix(layer): weight for name, weight in frozen.items() if name.startswith(layer)}
+    return {name: weight for name, weight in own.items() if half in (None, LAYER.half_of(name))}
 
 
 def _filled(state: Any, arrays: Weights) -> Any:

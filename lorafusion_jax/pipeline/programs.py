@@ -30,8 +30,9 @@ from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
-from lorafusion_jax.pipeline.parts import Parts, Weights
+from lorafusion_jax.pipeline.parts import Parts, StoredWeights, Weights
 from lorafusion_jax.pipeline.remat import Split
+from lorafusion_jax.weights.table import NONE
 from pallas_kernels import compiler_options
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
@@ -69,8 +70,10 @@ class StagePrograms:
         self._remat: RematPolicy = remat
         self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
         self._steps: dict[tuple, Any] = {}
-        weights = {name: P(*stage.split(shape)) for name, shape in parts.frozen_shapes().items()}
-        self._frozen_axes = {name: _axis(spec) for name, spec in weights.items()}
+        weights = jax.tree.map(
+            lambda shape: P(*stage.split(shape)), parts.stored_shapes(), is_leaf=lambda node: isinstance(node, tuple)
+        )
+        self._frozen_specs = weights
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
@@ -163,24 +166,26 @@ class StagePrograms:
     def _embed(self, table: Array, batch: Microbatch) -> Array:
         return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
 
-    def _forward(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
+    def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         kept = []
         for place, weights in enumerate(frozen):
             before = x
-            given = (self._whole(weights), inputs, number + place)
+            whole, x = self._whole(weights, x)
+            given = (whole, inputs, number + place)
             x, rest = self._split(weights, place).forward(given, self._at(lora, weights, number + place), x)
             kept.append(((before,) if place else (), rest))
         return x[None], _row(kept)
 
     def _backward(
-        self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any, kept: Any, dy: Array,
+        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any, kept: Any, dy: Array,
         sums: Leaves,
     ):  # fmt: skip
         x, inputs, kept, dy = x[0], _own(inputs), _own(kept), dy[0]
         for place in reversed(range(len(frozen))):
             weights, (before, rest) = frozen[place], kept[place]
-            given = (self._whole(weights), inputs, number + place)
+            whole, dy = self._whole(weights, dy)
+            given = (whole, inputs, number + place)
             gradient, dy = self._split(weights, place).backward(
                 given, self._at(lora, weights, number + place), before[0] if place else x, rest, dy
             )
@@ -190,16 +195,17 @@ class StagePrograms:
             }
         return dy[None], sums
 
-    def _evaluate(self, frozen: Sequence[Weights], lora: Leaves, number: Array, x: Array, inputs: Any):
+    def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
-            x = self._layer((self._whole(weights), inputs, number + place), self._at(lora, weights, number + place), x)
+            whole, x = self._whole(weights, x)
+            x = self._layer((whole, inputs, number + place), self._at(lora, weights, number + place), x)
         return x[None]
 
-    def _split(self, weights: Weights, place: int) -> Split:
+    def _split(self, weights: StoredWeights, place: int) -> Split:
         return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._remat))
 
-    def _at(self, lora: Leaves, weights: Weights, number: Array) -> Weights:
+    def _at(self, lora: Leaves, weights: StoredWeights, number: Array) -> Weights:
         """Trainable leaves of one layer, or of the half of it whose frozen tensors these are, under its own names."""
         half = self._parts.half(weights)
         return {
@@ -228,8 +234,17 @@ class StagePrograms:
         totals = self._parts.totals(norm, _gathered(table, self._table_axis), x[0], _own(batch))
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
-    def _whole(self, weights: Weights) -> Weights:
-        return {name: _gathered(leaf, self._frozen_axes[name]) for name, leaf in weights.items()}
+    def _whole(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
+        """Weights of a layer, or of half of it, as they are used.
+
+        What devices gather are the stored arrays. A quantised layer waits for its input x (in backward: the gradient
+        of its output): a program of several layers would be free to dequantise them all at once.
+        """
+        specs = {name: self._frozen_specs[name] for name in stored}
+        stored = jax.tree.map(lambda leaf, spec: _gathered(leaf, _axis(spec)), stored, specs)
+        if self._parts.quantize != NONE:
+            stored, x = lax.optimization_barrier((stored, x))
+        return self._parts.dequantised(stored), x
 
 
 def hidden_gathers(fsdp: int) -> dict[str, bool]:

@@ -22,6 +22,7 @@ from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import policy
 
 GIB = 2**30
@@ -53,7 +54,8 @@ class MemoryProblem:
         fsdp: devices that share the frozen weights of a stage.
         block_layers: layers of a program, where a number is named.
         remat: what a layer's forward leaves for its backward.
-        item: bytes of a base weight and of an activation.
+        item: bytes of a base weight that is not quantised, and of an activation.
+        quantize: how the layers' projections are stored, see `weights.table`.
         implementation: of the LoRA ops, where one is named.
         attention: its implementation, where one is named.
         hopper: of the GPUs; elsewhere XLA serves what nobody asked a kernel for.
@@ -70,6 +72,7 @@ class MemoryProblem:
     block_layers: int | None = None
     remat: RematPolicy = "gemm_inputs"
     item: int = 2
+    quantize: str = NONE
     implementation: str | None = None
     attention: str | None = None
     hopper: bool = True
@@ -117,6 +120,7 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
         block_layers=train.block_layers,
         remat="everything" if train.remat == "auto" else train.remat,
         item=4 if config.base.dtype == "float32" else 2,
+        quantize=config.base.quantize,
         implementation=train.implementation,
         tile_tokens=config.batch.tile_tokens,
         attention=train.attention,
@@ -186,11 +190,12 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     )  # cuDNN sums dq in float32, ours does not
     fresh = _layer_lora_bytes(problem)  # one layer's gradients, then added to the sums
     # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
-    gathered = _layer_bytes(m, item) if problem.fsdp > 1 else 0
+    gathered = layer_bytes(problem) if problem.fsdp > 1 else 0
+    dequantised = _dequantised_bytes(problem)  # of one layer: the next one waits for this one's output
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
     programs = {
-        "forward": hand_over + made_again + gathered,
-        "backward": hand_over + made_again + max(mlp, attention) + fresh + together * gathered,
+        "forward": hand_over + made_again + gathered + dequantised,
+        "backward": hand_over + made_again + max(mlp, attention) + fresh + together * gathered + dequantised,
         "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
     }
     if stage == problem.num_stages - 1:
@@ -298,17 +303,30 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
     tables = int(stage == 0) + int(_is_last(problem, stage))
     if m.tie_embeddings and problem.num_stages == 1:
         tables = 1
-    layers = sum(
-        _share(shape, problem.fsdp)
-        for piece in problem.layers[stage].pieces
-        for shape in LAYER.frozen_shapes(m, piece.half).values()
-    )
+    layers = sum(layer_bytes(problem, piece.half, problem.fsdp) for piece in problem.layers[stage].pieces)
     norm = m.hidden_size if _is_last(problem, stage) else 0
-    return problem.item * (layers + tables * table + norm)
+    return layers + problem.item * (tables * table + norm)
 
 
-def _layer_bytes(model: ModelConfig, item: int) -> int:
-    return item * LAYER.num_parameters(model)
+def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
+    """Frozen tensors of a layer or half of it as they are stored, on one of so many devices that share them."""
+    shapes, kernels = LAYER.frozen_shapes(problem.model, half), LAYER.kernel_shapes(problem.model, half)
+    others = sum(_share(shape, fsdp) for name, shape in shapes.items() if name not in kernels)
+    return problem.item * others + kernel_bytes(problem, half, fsdp)
+
+
+def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
+    """The part of `layer_bytes` that is kernels."""
+    kernels, kind = LAYER.kernel_shapes(problem.model, half).values(), stored_kind(problem.quantize)
+    if kind is None:
+        return problem.item * sum(_share(shape, fsdp) for shape in kernels)
+    arrays = (array for k, n in kernels for array in kind.arrays(k, n).values())
+    return sum(array.item * _share(array.shape, fsdp) for array in arrays)
+
+
+def _dequantised_bytes(problem: MemoryProblem) -> int:
+    """One layer's kernels, made to be used."""
+    return 0 if problem.quantize == NONE else kernel_bytes(replace(problem, quantize=NONE))
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:

@@ -49,7 +49,8 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
     )
     item = 4 if config.base.dtype == "float32" else 2
     # Programs of four layers may hide some of it behind the layer before; nobody has measured how much.
-    gather = GatherCost(layer_bytes=item * layer, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
+    stored = memory.kernel_bytes(memory.memory_problem(config, model))
+    gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(
@@ -76,6 +77,7 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
     costs.check_measured_with(
         measured_with(
             dtype=config.base.dtype,
+            quantize=config.base.quantize,
             parameters=None if model is None else model.num_parameters,
             fsdp=mesh.fsdp,
             remat=None if config.train.remat == "auto" else config.train.remat,
@@ -95,14 +97,22 @@ def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
     return dataclasses.replace(costs, measured_with=named)
 
 
-def measured_with(*, dtype: str, parameters: int | None, fsdp: int, remat: RematPolicy | None) -> dict[str, str | int]:
+def measured_with(
+    *, dtype: str, quantize: str, parameters: int | None, fsdp: int, remat: RematPolicy | None
+) -> dict[str, str | int]:
     """What the times of a stage depend on besides layers and capacity, as a cost model notes it.
 
     Args:
         parameters: of the base model, which may lie elsewhere and be the same; None: not known.
         remat: what backward is left; None: anything.
     """
-    settings = {"base.dtype": dtype, "base parameters": parameters, "mesh.fsdp": fsdp, "train.remat": remat}
+    settings = {
+        "base.dtype": dtype,
+        "base.quantize": quantize,
+        "base parameters": parameters,
+        "mesh.fsdp": fsdp,
+        "train.remat": remat,
+    }
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -150,6 +160,7 @@ def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | 
     return {
         "layers": counts_of(problem.layers),
         "remat": problem.remat,
+        "quantize": problem.quantize,
         "stages": [{"total": stage.total} | dataclasses.asdict(stage) for stage in stages],
         "device_bytes": device_bytes,
         "fits": None if device_bytes is None else memory.fits(problem, device_bytes),

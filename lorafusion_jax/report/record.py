@@ -43,6 +43,7 @@ def make_record(
         "seeds": {adapter.name: adapter.seed for adapter in config.adapters},
         "versions": versions(),
         "base_files": base_files,
+        "base_quantize": config.base.quantize,
         "warm_starts": warm_starts,
     }
 

@@ -12,9 +12,10 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, BaseSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.weights.table import NONE
 from scheduling import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -66,6 +67,7 @@ class AdapterWriter:
             0,
             self._config.base.model,
             target,
+            base_quantize=self._config.base.quantize,
             replace=True,
             finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step, failure),
         )
@@ -85,12 +87,17 @@ class AdapterWriter:
             "data": self._prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        card = _card(adapter, step, self._config.base.model, self._plan, failure)
+        card = _card(adapter, step, self._config.base, self._plan, failure)
         (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def _card(adapter: AdapterConfig, step: int, base: str, plan: Plan, failure: str) -> str:
-    lora, optim = adapter.lora, adapter.optim
+def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: Plan, failure: str) -> str:
+    lora, optim, base = adapter.lora, adapter.optim, settings.model
+    stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
+    belongs = f"""
+The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
+weights its outputs differ a little.
+"""
     warning = f"\n**Training failed after this step**: {failure}. These are the last good weights.\n" if failure else ""
     return f"""---
 base_model: {base}
@@ -99,8 +106,8 @@ tags: [lora]
 ---
 # {adapter.name}
 
-LoRA adapter of `{base}`, {step} optimizer steps. Trained with lorafusion-jax.
-{warning}
+LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusion-jax.
+{warning}{belongs if stored else ""}
 | | |
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |

@@ -13,7 +13,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
-from lorafusion_jax.models import ModelConfig, load_decoder
+from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.mesh import stage_meshes
@@ -69,11 +69,18 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     def place(name: str, shape: tuple[int, ...]):
         return meshes[_stage_of(name, layers)].weight(shape)
 
-    decoder = load_decoder(directory, dtype=dtype, sharding=place)
-    weights = cut(decoder, layers)
+    frozen = load_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=place)
+    weights = cut(frozen, layers)
     if mesh.stages > 1 and model.tie_embeddings:
         weights[-1].head = transfer(weights[-1].head, meshes[-1])
-    parts = Parts(model=model, specs=tuple(specs), settings=train, dtype=dtype, objectives=objectives)
+    parts = Parts(
+        model=model,
+        specs=tuple(specs),
+        settings=train,
+        dtype=dtype,
+        objectives=objectives,
+        quantize=config.base.quantize,
+    )
     remat = fitting_remat(config, model) if train.remat == "auto" else train.remat
     return [
         Stage(

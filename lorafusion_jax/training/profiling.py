@@ -85,7 +85,11 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
         capacity_tokens=plan.capacity_tokens,
         layers=tuple(stage.extent.count for stage in stages),
         measured_with=measured_with(
-            dtype=config.base.dtype, parameters=model.num_parameters, fsdp=config.mesh.fsdp, remat=remat
+            dtype=config.base.dtype,
+            quantize=config.base.quantize,
+            parameters=model.num_parameters,
+            fsdp=config.mesh.fsdp,
+            remat=remat,
         ),
     )
     return Profile(costs, plan, better)

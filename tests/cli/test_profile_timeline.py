@@ -136,6 +136,7 @@ def test_costs_of_another_model_remat_or_fsdp_are_refused(lorafusion, two_stages
     parameters = model.measured_with["base parameters"]
     assert model.measured_with | {"base parameters": 0} == {
         "base.dtype": "float32",
+        "base.quantize": "none",
         "base parameters": 0,
         "mesh.fsdp": 1,
         "train.remat": "everything",  # what auto came to on a CPU

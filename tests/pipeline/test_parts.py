@@ -47,13 +47,14 @@ def test_the_pieces_of_a_pipeline_compute_what_the_decoder_does(counts):
     segments = Segments(ids=rows.segment_ids, offsets=rows.segment_offsets, lengths=rows.segment_lengths)
     wanted = decoder.hidden(rows.tokens, rows.positions, segments, context)
 
-    stages = cut(decoder, extents(counts))
+    frozen = nnx.to_flat_state(nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
+    stages = cut({".".join(map(str, path)): leaf[...] for path, leaf in frozen}, extents(counts))
     inputs = parts.inputs(rows, dropout=True)
     x = embed(stages[0].embed, rows.tokens)
     lora = nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))
     for stage in stages:
-        for piece, frozen in zip(stage.extent.pieces, stage.pieces, strict=True):
+        for piece, weights in zip(stage.extent.pieces, stage.pieces, strict=True):
             own = {".".join(map(str, path[2:])): leaf[...] for path, leaf in lora if path[1] == piece.layer}
-            x = parts.layer(frozen, own, x, inputs, jnp.int32(piece.layer))
+            x = parts.layer(weights, own, x, inputs, jnp.int32(piece.layer))
     np.testing.assert_array_equal(final_norm(x, stages[-1].norm, MODEL), wanted)
     assert np.abs(wanted - decoder.hidden(rows.tokens, rows.positions, segments, None)).max() > 1e-3  # adapters count

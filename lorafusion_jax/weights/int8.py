@@ -1,0 +1,32 @@
+"""int8 with a float32 scale per output channel: W[k, n] ≈ values[k, n] · scales[n]. jax is imported on use.
+
+Symmetric, rounded to the nearest, ties to even; half the bytes of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+LARGEST = 127
+# A product, not a quotient: compilers may turn a division by a constant into either.
+STEP = np.float32(1 / LARGEST)
+
+
+def quantise(kernel_KN: Any) -> dict[str, Any]:
+    """values = round(W / scales), scales = max over K of |W| / 127; a channel of zeros has the scale 1."""
+    import jax.numpy as jnp
+
+    scales_N = jnp.max(jnp.abs(kernel_KN), axis=0) * STEP
+    scales_N = jnp.where(scales_N == 0, jnp.float32(1), scales_N)
+    values_KN = jnp.clip(jnp.round(kernel_KN / scales_N), -LARGEST, LARGEST).astype(jnp.int8)
+    return {"values": values_KN, "scales": scales_N}
+
+
+def dequantise(arrays: Mapping[str, Any], dtype: Any) -> Any:
+    """values · scales, multiplied in float32 and rounded once."""
+    import jax.numpy as jnp
+
+    return (arrays["values"].astype(jnp.float32) * arrays["scales"]).astype(dtype)

@@ -1,0 +1,94 @@
+"""Stored weights: how a frozen [K, N] kernel lies in memory, and how it becomes the kernel that a product reads.
+
+To add a kind, add a row to `KINDS`; from another package, install an entry point of the group
+`lorafusion_jax.stored_weights` that loads a `StoredKind`. Never imports jax: planning asks for sizes.
+
+Axes: `K` in features · `N` out features
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lorafusion_jax.plugins import find, not_known
+from lorafusion_jax.weights import int8
+
+GROUP = "lorafusion_jax.stored_weights"
+NONE = "none"  # kernels stay plain arrays of `base.dtype`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """Shape and dtype of one stored array.
+
+    With `mesh.fsdp` an array of two axes or more is split along its first axis that divides; others lie whole on every
+    device. So give large arrays two axes.
+
+    Args:
+        shape: of the whole array.
+        dtype: its name in numpy or ml_dtypes: "int8", "float8_e4m3fn".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.item * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKind:
+    """A way to store a frozen kernel.
+
+    Args:
+        arrays: (K, N) → the stored arrays by name. No jax here.
+        quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
+            the same input must give the same bytes however it is split over devices.
+        dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
+
+    Example:
+        >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
+        {'values': 2048, 'scales': 128}
+    """
+
+    arrays: Callable[[int, int], Mapping[str, ArraySpec]]
+    quantise: Callable[[Any], Mapping[str, Any]]
+    dequantise: Callable[[Mapping[str, Any], Any], Any]
+
+
+def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    return {
+        "values": ArraySpec(shape=(in_features, out_features), dtype="int8"),
+        "scales": ArraySpec(shape=(out_features,), dtype="float32"),
+    }
+
+
+INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+
+KINDS: Mapping[str, StoredKind] = {"int8": INT8}
+
+
+def stored_kind(name: str) -> StoredKind | None:
+    """Finds a kind by the name that a job file gives it; None for `none`.
+
+    Raises:
+        ConfigError: `plugin.unknown`, `plugin.broken`.
+    """
+    return None if name == NONE else find(GROUP, KINDS, name, StoredKind)
+
+
+def unknown_stored_kind(name: str) -> str | None:
+    """What `base.quantize` should have been; None for a name that exists."""
+    return not_known(GROUP, {NONE: None, **KINDS}, name)
