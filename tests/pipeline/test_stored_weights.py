@@ -1,0 +1,76 @@
+"""Stored weights in a stage's programs: no layer's kernels outlive the layer."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.layout.layer import LAYER, REMAT_POLICIES
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.weights.table import stored_kind
+
+T, LAYERS = 16, 6
+MODEL = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=LAYERS, num_heads=2,
+    num_kv_heads=1, head_dim=128,
+)  # fmt: skip
+SPECS = (AdapterSpec(name="law", rank=2, alpha=4),)
+LAYER_BYTES = 4 * sum(map(prod, LAYER.kernel_shapes(MODEL).values()))
+
+
+def operands(parts):
+    """Shapes of what a block of all layers takes: (frozen, lora, number, x, inputs)."""
+    whole, kind = jax.ShapeDtypeStruct, stored_kind(parts.quantize)
+    frozen = {name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()}
+    if kind is not None:
+        for name, shape in LAYER.kernel_shapes(MODEL).items():
+            arrays = kind.arrays(*shape).items()
+            frozen[name] = {leaf: whole(one.shape, jnp.dtype(one.dtype)) for leaf, one in arrays}
+    lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
+    sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1}
+    kinds = {"row_key": np.uint32, "weights": np.float32}
+    batch = Microbatch(
+        **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
+    )
+    return (frozen,) * LAYERS, lora, whole((), np.int32), whole((1, T, MODEL.hidden_size), np.float32), batch
+
+
+def passes(quantize, remat):
+    """(forward, backward) of all layers in one program: lowered, and the shapes of what forward leaves."""
+    parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, quantize=quantize)
+    programs = StagePrograms(parts, stage_meshes()[0], Extent(0, 2 * LAYERS), remat)
+    frozen, lora, number, x, batch = operands(parts)
+    inputs = jax.eval_shape(programs.inputs, batch)
+    block = (frozen, lora, number, x, inputs)
+    y, kept = jax.eval_shape(programs.forward, *block)
+    sums = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
+    return programs.forward.lower(*block), programs.backward.lower(*block, kept, y, sums), kept
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_forward_leaves_no_kernel_for_backward(remat):
+    """The same arrays as with plain weights."""
+    plain, stored = (sorted(leaf.shape for leaf in jax.tree.leaves(passes(q, remat)[2])) for q in ("none", "int8"))
+    assert stored == plain
+
+
+@pytest.mark.parametrize("remat", ["everything", "nothing"])
+def test_a_program_of_many_layers_dequantises_one_at_a_time(remat):
+    """By the compiler's own count of temporary memory, next to that of plain weights."""
+    temporary = {
+        quantize: [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in passes(quantize, remat)[:2]]
+        for quantize in ("none", "int8")
+    }
+    for plain, stored in zip(*temporary.values(), strict=True):
+        assert stored - plain < 1.5 * LAYER_BYTES  # of LAYERS layers
