@@ -50,8 +50,8 @@ def command(
         report = merge_adapter(base, source, to)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         if config.base.quantize != NONE:
-            note = f"{adapter} was trained on the base quantised as {config.base.quantize}, and this model has its original"
-            say(console, f"  {note} weights: outputs differ a little", "yellow")
+            trained_on = f"{adapter} was trained on the base quantised as {config.base.quantize}"
+            say(console, f"  {trained_on}; the original weights are merged, so outputs differ a little", "yellow")
         console.print(f"  {report.num_changed} tensors changed, largest change {report.max_delta:.3g}", highlight=False)
         next_command(
             console, f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{to}')\""

@@ -76,8 +76,8 @@ class BaseSettings(Section):
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
     quantize: str = Field(
         default=NONE,
-        description="how the layers' projections are stored, from which each layer is made in dtype when it runs; none "
-        "= in dtype; embedding, head and norms always are",
+        description="how the layers' projections are stored: none (in dtype), int8 (per output channel), or what an "
+        "installed package adds; a layer is dequantised when it runs",
     )
 
     @field_validator("quantize")

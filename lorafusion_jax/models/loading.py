@@ -86,8 +86,7 @@ def load_frozen(
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     return {
-        tensor.leaf_name: weight
-        for tensor, weight in _read_all(model_dir, model, dtype, quantize, _rule(sharding))
+        tensor.leaf_name: weight for tensor, weight in _read_all(model_dir, model, dtype, quantize, _rule(sharding))
     }
 
 

@@ -30,7 +30,7 @@ from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.weights.table import NONE, stored_kind
 
 Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
-StoredWeights = dict[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
+StoredWeights = Mapping[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,10 +110,14 @@ class Parts:
     def dequantised(self, stored: StoredWeights) -> Weights:
         """Weights of a layer, or of a part of it, as they are used."""
         kind = stored_kind(self.quantize)
-        return {
-            name: kind.dequantise(weight, self.dtype) if kind is not None and isinstance(weight, dict) else weight
-            for name, weight in stored.items()
-        }
+
+        def used(weight: Weight) -> Array:
+            if not isinstance(weight, dict):
+                return weight
+            assert kind is not None, "weights were loaded with base.quantize, and these parts were made without"
+            return kind.dequantise(weight, self.dtype)
+
+        return {name: used(weight) for name, weight in stored.items()}
 
     def half(self, frozen: StoredWeights) -> Half | None:
         """Which half of a layer these tensors are; None: a whole one."""

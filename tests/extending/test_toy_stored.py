@@ -19,6 +19,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.training.base import load_stages
+from lorafusion_jax.training.verify import verify_exports
 
 SOURCE = """
 import jax.numpy as jnp
@@ -184,7 +185,8 @@ def test_only_projections_of_layers_are_stored(tiny_base):
 
 
 def test_exports_say_which_base_they_belong_to(job, train, tmp_path, capsys):
-    folder = train("run", job("int8", names=["law"]))
+    folder = train("run", job("int8", names=["law"]), "base.dtype=bfloat16")
+    assert verify_exports(folder)["law"].same  # on the quantised base again
     latest = folder / "adapters" / "law" / "latest"
     assert json.loads((latest / "adapter_config.json").read_text())["base_quantize"] == "int8"
     assert "quantised as `int8`" in (latest / "README.md").read_text()
