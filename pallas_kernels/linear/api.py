@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.linear import vjp
+from pallas_kernels.linear import partition, vjp
 from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
+from pallas_kernels.linear.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
-from pallas_kernels.problem import Operands, Static, select_projection
+from pallas_kernels.problem import Operands, Static, select_projections
 
 
 def lora_linear(
@@ -169,9 +170,11 @@ def multi_lora_linears(
 
 def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
     """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
+    if (mesh := partition.mesh_of((x, *ws, *as_, *bs), implementation)) is not None:
+        return _on_mesh(mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
     static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
     split = implementation is None and backend.split_is_faster(static, ops)
-    calls = [select_projection(ops, i) for i in range(len(ws))] if split else [ops]
+    calls = [select_projections(ops, (i,)) for i in range(len(ws))] if split else [ops]
     ys = [y for call in calls for y in _run(static, call, implementation)]
     return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
 
@@ -180,3 +183,13 @@ def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax
     chosen = backend.select(static, ops, implementation)
     as_, bs = vary_like((ops.as_, ops.bs), ops.x)  # outside of the rule, so that dA and dB are summed over the mesh
     return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
+
+
+def _on_mesh(mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+    """Runs the call shard by shard; x keeps its leading dimensions, each of which may be split."""
+    check_kinds(x, tile_adapter, dropout)
+    flat = jax.ShapeDtypeStruct((x.size // max(x.shape[-1:], default=1), *x.shape[-1:]), x.dtype)
+    static, ops = describe(flat, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    call = Call(static=static, implementation=implementation)
+    as_, bs = vary_like((ops.as_, ops.bs), x)
+    return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs))

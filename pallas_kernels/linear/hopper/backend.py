@@ -149,8 +149,8 @@ def _makes_low(prepared: Prepared) -> bool:
 
 
 def _drops_here(ops: Operands) -> bool:
-    """True where the Hopper passes with dropout serve: words come in blocks of 256 columns."""
-    return ops.dropout is not None and ops.x.shape[1] % BLOCK == 0
+    """True where the Hopper passes with dropout serve: words come in blocks of 256 columns, counted from 0."""
+    return ops.dropout is not None and ops.first_column is None and ops.x.shape[1] % BLOCK == 0
 
 
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
