@@ -215,7 +215,7 @@ class _Rule:
     operands: str
     ys: str
     gradients: str
-    summed_in_backward: tuple[str, ...]
+    summed_in_backward: tuple[str, ...]  # what no gradient has any more
 
     @classmethod
     def of(cls, tree: Any, x_ndim: int, *, single: bool) -> _Rule:
@@ -242,5 +242,5 @@ class _Rule:
             operands=", ".join(jax.tree.leaves(named)),
             ys=", ".join(f"{rows} n{i}" for i in range(len(ops.ws))),
             gradients=", ".join([named.x, *banks]),
-            summed_in_backward=(*leading, *(f"n{i}" for i in range(len(ops.ws)))),
+            summed_in_backward=tuple(f"n{i}" for i in range(len(ops.ws)) if i not in ops.with_lora),
         )
