@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear import partition
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
 from pallas_kernels.linear.describe import describe
 from pallas_kernels.manual_axes import vary_like
@@ -100,7 +101,12 @@ def _check(ws, as_, bs, biases) -> None:
 def _fused_call(
     x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation
 ) -> tuple[Static, Operands, Operands] | None:
-    """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own."""
+    """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own.
+
+    On a mesh the three ops split themselves.
+    """
+    if partition.mesh_of((x, *ws, *as_, *bs), implementation) is not None:
+        return None
     shared = (tile_adapter, scale)
     static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)
     hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)
