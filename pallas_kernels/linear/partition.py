@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels import backend
+from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.device import is_hopper
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear import shard, vjp
@@ -42,6 +45,10 @@ def mesh_of(arrays: Iterable[Any], implementation: str | None) -> Any:
 def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
     """Evaluates every projection of a call whose x, [..., K], has its own leading dimensions still."""
     if AxisType.Explicit not in mesh.axis_types:
+        rows = jax.ShapeDtypeStruct((math.prod(ops.x.shape[:-1]), ops.x.shape[-1]), ops.x.dtype)
+        backend.select_name(
+            call.static, dataclasses.replace(ops, x=rows), call.implementation
+        )  # refuse before XLA runs
         return _on_automatic_axes(call, ops)
     return _on_explicit_axes(call, mesh, layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim), ops)
 
@@ -55,34 +62,43 @@ def _on_explicit_axes(call: Call, mesh: Any, layout: Layout, ops: Operands) -> t
 
 
 def _explicit_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
-    specs = layout.specs(ops, single=call.static.single)
-    ys = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
-    run = functools.partial(shard.forward, call, layout)
-    saved = PartitionSpec(layout.rows + layout.k)  # one after the other: every shard gets its own again
-    outputs, saved = _shard_map(run, mesh, (specs,), (ys, saved))(_place(vjp.refuse_vmap(ops), specs, mesh, call))
-    return outputs, (ops, saved)
+    ys, saved = _run_forward(call, mesh, layout, ops)
+    return ys, (ops, saved)
 
 
 def _explicit_backward(call: Call, mesh: Any, layout: Layout, residuals: Any, dys: tuple[jax.Array, ...]):
     ops, saved = residuals
+    return (vjp.gradients(ops, *_run_backward(call, mesh, layout, ops, saved, dys)),)
+
+
+_on_explicit_axes.defvjp(_explicit_forward, _explicit_backward)
+
+
+# One program each: outside of jit an array that nobody placed could not go to the devices of the others.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _run_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
+    specs = layout.specs(ops, single=call.static.single)
+    ys = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
+    run = functools.partial(shard.forward, call, layout)
+    saved = PartitionSpec(layout.rows + layout.k)  # one after the other: every shard gets its own again
+    return _shard_map(run, mesh, (specs,), (ys, saved))(_place(ops, specs, mesh, call))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: Any, dys: tuple[jax.Array, ...]):
     specs = layout.specs(ops, single=call.static.single)
     in_specs = specs, PartitionSpec(layout.rows + layout.k), tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
     banks = tuple({i: banks[i] for i in ops.with_lora} for banks in (specs.as_, specs.bs))
     run = functools.partial(shard.backward, call, layout)
     dx, das, dbs = _shard_map(run, mesh, in_specs, (specs.x, *banks))(_place(ops, specs, mesh, call), saved, dys)
-    return (_as_the_callers(vjp.gradients(ops, dx, das, dbs), ops),)
-
-
-_on_explicit_axes.defvjp(_explicit_forward, _explicit_backward)
+    return _like((ops.x,), {0: dx}, mesh)[0], _like(ops.as_, das, mesh), _like(ops.bs, dbs, mesh)
 
 
 def _shard_map(function: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     left = axes_of_type(mesh, AxisType.Auto) | axes_of_type(mesh, AxisType.Manual)
     names = frozenset(mesh.axis_names) - left
     # without the check of what varies: jax interprets no kernel under it, and differentiation is ours anyway
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
-    )
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 
 
 def _specs_of_types(ops: Operands) -> tuple[PartitionSpec, list[PartitionSpec]]:
@@ -98,14 +114,13 @@ def _place(ops: Operands, specs: Operands, mesh: Any, call: Call) -> Operands:
     return jax.tree.map(lambda v, spec: jax.sharding.reshard(v, NamedSharding(mesh, spec)), ops, specs)
 
 
-def _as_the_callers(gradients: Operands, ops: Operands) -> Operands:
-    """Gradients in the shardings of what they belong to."""
-    return jax.tree.map(lambda g, v: jax.sharding.reshard(g, jax.typeof(v).sharding), gradients, _like(gradients, ops))
+def _like(arrays: tuple[jax.Array | None, ...], gradients: dict[int, jax.Array], mesh: Any) -> dict[int, jax.Array]:
+    """Gradients by number in the shardings of what they belong to."""
 
+    def spec(i: int) -> PartitionSpec:
+        return jax.typeof(arrays[i]).sharding.spec
 
-def _like(gradients: Operands, ops: Operands) -> Operands:
-    """The operands that have a gradient; None for the others."""
-    return dataclasses.replace(gradients, x=ops.x, as_=ops.as_, bs=ops.bs)
+    return {i: jax.sharding.reshard(g, NamedSharding(mesh, spec(i))) for i, g in gradients.items()}
 
 
 def _with_row_tables(ops: Operands, call: Call, sharding: NamedSharding | None = None) -> Operands:
@@ -129,7 +144,7 @@ def _on_automatic_axes(call: Call, ops: Operands) -> tuple[jax.Array, ...]:
 
 
 def _automatic_forward(call: Call, ops: Operands):
-    leaves, tree = jax.tree.flatten(_with_row_tables(vjp.refuse_vmap(ops), call))
+    leaves, tree = jax.tree.flatten(_with_row_tables(refuse_vmap(ops), call))
     return _partitioned_forward(call, tree, ops.x.ndim)(*leaves), ops
 
 
@@ -149,20 +164,18 @@ _on_automatic_axes.defvjp(_automatic_forward, _automatic_backward)
 def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
     """Takes the leaves of the operands, returns every y; XLA asks for the program of a shard when it has chosen."""
 
-    def local(layout: Layout, leaves: Any):
+    def local(call: Call, layout: Layout, leaves: Any):
         return shard.forward(call, layout, jax.tree.unflatten(tree, leaves))[0]
 
     def partition(mesh, arguments, results):
         del results
         layout, ops, specs = _chosen(call, tree, x_ndim, arguments)
         outputs = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
-        return mesh, lambda *leaves: local(layout, leaves), _on(mesh, outputs), _on(mesh, jax.tree.leaves(specs))
+        return mesh, lambda *leaves: local(call, layout, leaves), _on(mesh, outputs), _on(mesh, jax.tree.leaves(specs))
 
     rule = _Rule.of(tree, x_ndim, single=call.static.single)
-    function = custom_partitioning(lambda *leaves: local(_whole(tree, x_ndim), leaves))
-    function.def_partition(
-        partition=partition, sharding_rule=f"{rule.operands} -> {rule.ys}", reduction_factors=("k",)
-    )
+    function = custom_partitioning(lambda *leaves: local(_by_xla(call), _whole(tree, x_ndim), leaves))
+    function.def_partition(partition=partition, sharding_rule=f"{rule.operands} -> {rule.ys}", reduction_factors=("k",))
     return function
 
 
@@ -170,7 +183,7 @@ def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
 def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
     """Takes the leaves of the operands and every dy, returns dx, then every dA, then every dB."""
 
-    def local(layout: Layout, arguments: Any):
+    def local(call: Call, layout: Layout, arguments: Any):
         leaves, dys = arguments[: tree.num_leaves], arguments[tree.num_leaves :]
         dx, das, dbs = shard.backward(call, layout, jax.tree.unflatten(tree, leaves), None, tuple(dys))
         return dx, *(das[i] for i in sorted(das)), *(dbs[i] for i in sorted(dbs))
@@ -180,10 +193,10 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
         layout, ops, specs = _chosen(call, tree, x_ndim, arguments[: tree.num_leaves])
         banks = (*(specs.as_[i] for i in ops.with_lora), *(specs.bs[i] for i in ops.with_lora))
         inputs = [*jax.tree.leaves(specs), *(layout.spec_of_y(i) for i in range(len(ops.ws)))]
-        return mesh, lambda *values: local(layout, values), _on(mesh, (specs.x, *banks)), _on(mesh, inputs)
+        return mesh, lambda *values: local(call, layout, values), _on(mesh, (specs.x, *banks)), _on(mesh, inputs)
 
     rule = _Rule.of(tree, x_ndim, single=call.static.single)
-    function = custom_partitioning(lambda *values: local(_whole(tree, x_ndim), values))
+    function = custom_partitioning(lambda *values: local(_by_xla(call), _whole(tree, x_ndim), values))
     function.def_partition(
         partition=partition,
         sharding_rule=f"{rule.operands}, {rule.ys} -> {rule.gradients}",
@@ -202,6 +215,11 @@ def _chosen(call: Call, tree: Any, x_ndim: int, arguments: Any) -> tuple[Layout,
 def _whole(tree: Any, x_ndim: int) -> Layout:
     ops = jax.tree.unflatten(tree, range(tree.num_leaves))
     return Layout(leading=((),) * (x_ndim - 1), k=(), ns=((),) * len(ops.ws))
+
+
+def _by_xla(call: Call) -> Call:
+    """What stands for the call until it is split: only its shapes count, and it may hold no constants."""
+    return dataclasses.replace(call, implementation=XLA)
 
 
 def _on(mesh: Any, specs: Any) -> tuple[NamedSharding, ...]:

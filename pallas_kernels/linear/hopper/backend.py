@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import policy
+from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
@@ -61,7 +62,7 @@ def _fits(config: DropDownConfig | DropDaConfig | WideDsdbConfig | None, rank: i
 
 def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
-    prepared = prepare(static, ops)
+    prepared = prepare(static, refuse_vmap(ops))
     s, bits = input_pass(prepared) if ops.with_lora else (None, None)
     ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
     return ys, () if s is None else (s,), bits
