@@ -46,9 +46,7 @@ def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
     """Evaluates every projection of a call whose x, [..., K], has its own leading dimensions still."""
     if AxisType.Explicit not in mesh.axis_types:
         rows = jax.ShapeDtypeStruct((math.prod(ops.x.shape[:-1]), ops.x.shape[-1]), ops.x.dtype)
-        backend.select_name(
-            call.static, dataclasses.replace(ops, x=rows), call.implementation
-        )  # refuse before XLA runs
+        backend.select(call.static, dataclasses.replace(ops, x=rows), call.implementation)  # refuses while tracing
         return _on_automatic_axes(call, ops)
     return _on_explicit_axes(call, mesh, layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim), ops)
 

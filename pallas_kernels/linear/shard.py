@@ -59,7 +59,7 @@ def forward(call: Call, layout: Layout, ops: Operands) -> tuple[tuple[jax.Array,
 def backward(
     call: Call, layout: Layout, ops: Operands, saved: Saved | None, dys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
-    """Returns dx, and dA and dB (float32) by the number of the projection; S and bits are made again without `saved`."""
+    """Returns dx, and dA and dB (float32) by projection number; without `saved`, S and bits are made again."""
     static, flat = _flatten(call, layout, ops)
     das: dict[int, jax.Array] = {}
     dbs: dict[int, jax.Array] = {}
