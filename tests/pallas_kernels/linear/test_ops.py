@@ -245,17 +245,6 @@ def test_shard_map_sums_adapter_gradients(backend, check_vma):
     assert relative(db, want[3][0]) < 1e-6
 
 
-def test_vmap_is_refused():
-    arguments, _ = draw(table=TABLE)
-
-    def layer(x):
-        rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
-        return pk.multi_lora_linear(x, arguments["ws"][0], arguments["as_"][0], arguments["bs"][0], **rest)
-
-    with pytest.raises(NotImplementedError, match="leading dimensions of x are batch dimensions"):
-        jax.vmap(layer)(jnp.stack([arguments["x"]] * 2))
-
-
 @pytest.mark.wrong_types
 def test_names_and_shapes_are_checked():
     arguments, _ = draw(table=TABLE)
