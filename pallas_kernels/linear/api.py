@@ -6,10 +6,12 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -33,6 +35,7 @@ def lora_linear(
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of one adapter.
 
@@ -45,6 +48,7 @@ def lora_linear(
         scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
         dropout: rates and keys with one adapter, row keys for every row of x.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+        out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -71,7 +75,8 @@ def lora_linear(
         dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in one.items()})
     if jnp.size(scale) != 1:
         raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
-    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(scale, 1), dropout, implementation)
+    scale = jnp.reshape(scale, 1)
+    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, scale, dropout, implementation, out_sharding)
     return y
 
 
@@ -86,6 +91,7 @@ def multi_lora_linear(
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of each row's adapter.
 
@@ -105,6 +111,7 @@ def multi_lora_linear(
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+        out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -120,7 +127,7 @@ def multi_lora_linear(
         >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
         (12, 6)
     """
-    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation)
+    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation, out_sharding)
     return y
 
 
@@ -135,6 +142,7 @@ def multi_lora_linears(
     dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
 
@@ -165,13 +173,20 @@ def multi_lora_linears(
         ((4, 6), (4, 6))
     """
     biases = (None,) * len(ws) if biases is None else tuple(biases)
-    return _call(x, tuple(ws), tuple(as_), tuple(bs), biases, tile_adapter, scale, dropout, implementation)
+    ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
+    return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding)
 
 
-def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding) -> tuple[jax.Array, ...]:
+    """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
+    mesh = partition.mesh_of((x, *ws, *as_, *bs), implementation)
+    run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
+    ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
+    return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
+
+
+def _on_one_device(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
     """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
-    if (mesh := partition.mesh_of((x, *ws, *as_, *bs), implementation)) is not None:
-        return _on_mesh(mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
     static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
     split = implementation is None and backend.split_is_faster(static, ops)
     calls = [select_projections(ops, (i,)) for i in range(len(ws))] if split else [ops]

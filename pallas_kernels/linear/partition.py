@@ -51,6 +51,12 @@ def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
     return _on_explicit_axes(call, mesh, layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim), ops)
 
 
+def place(y: jax.Array, sharding: NamedSharding | PartitionSpec) -> jax.Array:
+    """A result in the sharding that the caller wants."""
+    explicit = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
+    return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(y, sharding)
+
+
 # --- explicit axes -----------------------------------------------------------------------------------------------
 
 

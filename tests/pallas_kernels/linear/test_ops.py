@@ -245,6 +245,23 @@ def test_shard_map_sums_adapter_gradients(backend, check_vma):
     assert relative(db, want[3][0]) < 1e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_table_every_row_is_of_adapter_0(backend):
+    arguments, _ = draw(table=[0, 0], rates=[0.1, 0.0, 0.5])
+
+    def step(table):
+        def loss(x, a, b):
+            rest = {name: arguments[name] for name in ("scale", "dropout")}
+            y = pk.multi_lora_linear(x, arguments["ws"][0], a, b, tile_adapter=table, implementation=backend, **rest)
+            return (y**2).sum(), y
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(arguments["x"], arguments["as_"][0], arguments["bs"][0])
+
+    got, want = step(None), step(arguments["tile_adapter"])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(one, other) < 1e-6
+
+
 @pytest.mark.wrong_types
 def test_names_and_shapes_are_checked():
     arguments, _ = draw(table=TABLE)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from kernel_problems import TILE, draw, relative
 from sharded_problems import KINDS, collectives, gathered, mesh_of, put
 
@@ -218,6 +219,23 @@ def test_nan_of_one_adapter_stays_its_own_on_a_mesh(kind):
     assert_equal_trees((ys[0][rows], dx[rows]), (want_ys[0][rows], want_dx[rows]))
     assert_equal_trees((das[0][others], dbs[0][others]), (want_das[0][others], want_dbs[0][others]))
     assert np.isnan(das[0][1]).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_sharding_leaves_a_row_parallel_result_split(kind):
+    arguments, _ = draw(table=TABLE, k=K, widths=(N,))
+    mesh = mesh_of(kind, data=4, tensor=2)
+    x, as_, bs, rest = split(place(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
+
+    def layer(x, out_sharding=None):
+        shared = {"tile_adapter": rest["tile_adapter"], "scale": rest["scale"], "out_sharding": out_sharding}
+        return pk.multi_lora_linear(x, rest["ws"][0], as_[0], bs[0], **shared)
+
+    with jax.set_mesh(mesh):
+        summed, parts = jax.jit(layer)(x), jax.jit(lambda x: layer(x, P("data", "tensor")))(x)
+    assert summed.sharding.shard_shape(summed.shape) == (ROWS // 4, N)
+    assert parts.sharding.shard_shape(parts.shape) == (ROWS // 4, N // 2)
+    assert relative(parts, summed) < 1e-6
 
 
 def test_without_a_mesh_nothing_changes():

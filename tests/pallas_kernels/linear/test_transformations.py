@@ -1,5 +1,7 @@
 """jax's transformations around the ops: right, or refused with the way out."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -100,7 +102,7 @@ def test_layers_in_a_scan_with_rematerialisation(kind, backend):
         drop = pk.Dropout(rate=arguments["dropout"].rate, key=arguments["dropout"].key, row_key=row_key)
         shared = {"tile_adapter": table, "scale": arguments["scale"], "dropout": drop, "implementation": backend}
 
-        @jax.checkpoint(policy=policy)
+        @partial(jax.checkpoint, policy=policy)
         def block(h, bank):
             return jnp.tanh(pk.multi_lora_linear(h, w, *bank, **shared)), None
 
@@ -141,7 +143,7 @@ def test_kernels_on_automatic_axes_refuse_vmap():
     layer = layer_of(arguments, "pallas_triton")
     operands = arguments["as_"][0], arguments["bs"][0], arguments["tile_adapter"]
     x = put(mesh_of("automatic", data=8), jnp.stack([arguments["x"]] * 2), None, "data")
-    with pytest.raises(NotImplementedError, match="automatic axes, do not run under jax.vmap"):
+    with pytest.raises(NotImplementedError, match=r"automatic axes, do not run under jax\.vmap"):
         jax.jit(jax.vmap(lambda x: layer(x, *operands)))(x)
 
 
