@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
@@ -34,6 +34,18 @@ class Layout:
     @property
     def rows(self) -> Axes:
         return tuple(axis for axes in self.leading for axis in axes)
+
+    def only_even(self, devices: Mapping[str, int], x_shape: tuple[int, ...], widths: Sequence[int]) -> Layout:
+        """The layout without axes whose devices would get shards of different sizes: XLA may choose such ones."""
+
+        def fit(size: int, axes: Axes) -> Axes:
+            return () if size % math.prod(devices[axis] for axis in axes) else axes
+
+        return Layout(
+            leading=tuple(fit(size, axes) for size, axes in zip(x_shape[:-1], self.leading, strict=True)),
+            k=fit(x_shape[-1], self.k),
+            ns=tuple(fit(size, axes) for size, axes in zip(widths, self.ns, strict=True)),
+        )
 
     def spec_of_x(self) -> PartitionSpec:
         return PartitionSpec(*self.leading, self.k)

@@ -34,7 +34,7 @@ from pallas_kernels.problem import Operands
 
 def mesh_of(arrays: Iterable[Any], implementation: str | None) -> Any:
     """The mesh over which a call on these arrays must split itself; None: it need not."""
-    meshes = (jax.typeof(a).sharding.mesh for a in arrays if a is not None)
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays if hasattr(a, "ndim"))  # others are refused by name later
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is None or AxisType.Explicit in mesh.axis_types:
         return mesh
@@ -173,7 +173,7 @@ def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
 
     def partition(mesh, arguments, results):
         del results
-        layout, ops, specs = _chosen(call, tree, x_ndim, arguments)
+        layout, ops, specs = _chosen(call, tree, mesh, arguments)
         outputs = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
         return mesh, lambda *leaves: local(call, layout, leaves), _on(mesh, outputs), _on(mesh, jax.tree.leaves(specs))
 
@@ -194,7 +194,7 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
 
     def partition(mesh, arguments, results):
         del results
-        layout, ops, specs = _chosen(call, tree, x_ndim, arguments[: tree.num_leaves])
+        layout, ops, specs = _chosen(call, tree, mesh, arguments[: tree.num_leaves])
         banks = (*(specs.as_[i] for i in ops.with_lora), *(specs.bs[i] for i in ops.with_lora))
         inputs = [*jax.tree.leaves(specs), *(layout.spec_of_y(i) for i in range(len(ops.ws)))]
         return mesh, lambda *values: local(call, layout, values), _on(mesh, (specs.x, *banks)), _on(mesh, inputs)
@@ -209,10 +209,11 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
     return function
 
 
-def _chosen(call: Call, tree: Any, x_ndim: int, arguments: Any) -> tuple[Layout, Operands, Operands]:
+def _chosen(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, Operands, Operands]:
     """The layout that follows from XLA's choice, the shapes of the operands, and their specs in this layout."""
     ops = jax.tree.unflatten(tree, arguments)
-    layout = layout_of(ops.x.sharding.spec, [w.sharding.spec for w in ops.ws], x_ndim=x_ndim)
+    layout = layout_of(ops.x.sharding.spec, [w.sharding.spec for w in ops.ws], x_ndim=len(ops.x.shape))
+    layout = layout.only_even(mesh.shape, ops.x.shape, [w.shape[1] for w in ops.ws])
     return layout, ops, layout.specs(ops, single=call.static.single)
 
 

@@ -110,6 +110,19 @@ def _parts(call: Call, layout: Layout, static: Static, ops: Operands) -> list[_P
         split = call.implementation is None and backend.split_is_faster(static, joint)
         for numbers in [(i,) for i in members] if split else [tuple(members)]:
             own = select_projections(ops, numbers)
-            chosen = backend.select(static, own, call.implementation)
-            parts.append(_Part(projections=numbers, n=n, ops=own, backend=chosen))
+            parts.append(_Part(projections=numbers, n=n, ops=own, backend=_select(call, static, own)))
     return parts
+
+
+def _select(call: Call, static: Static, ops: Operands) -> backend.Backend:
+    try:
+        return backend.select(static, ops, call.implementation)
+    except NotImplementedError as reason:
+        rows, num_in = ops.x.shape
+        cut = (
+            f", with tiles cut from {call.static.tile} to {static.tile} rows" if static.tile < call.static.tile else ""
+        )
+        raise NotImplementedError(
+            f"on a mesh, for a shard of {rows} x {num_in}{cut}: {reason}; give every device whole tiles, split fewer "
+            "dimensions, or leave implementation out"
+        ) from None

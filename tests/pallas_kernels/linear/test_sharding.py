@@ -238,6 +238,29 @@ def test_out_sharding_leaves_a_row_parallel_result_split(kind):
     assert relative(parts, summed) < 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_too_small_for_a_backend_after_the_cut_are_an_error_that_says_so(kind):
+    arguments, _ = draw(table=[0, 1], k=K, widths=(N,), tile=48)
+    mesh = mesh_of(kind, data=8)
+    on_mesh = split(place(mesh, arguments, ("data",), [()], (), ()) | {"tile_adapter": arguments["tile_adapter"]})
+    with pytest.raises((NotImplementedError, jax.errors.JaxRuntimeError), match="tiles cut from 48 to 12 rows"):
+        jax.jit(siblings("pallas_triton"))(*on_mesh)
+
+
+def test_shards_of_different_sizes_are_not_used():
+    """XLA may carry a sharding to an array that does not split evenly: 14 of 16 rows on eight devices."""
+    arguments, _ = draw(table=[0, 1, 1, 2, 0, 1, 2], k=K, widths=(N,), tile=16)
+    step = value_and_gradients(siblings("pallas_triton"))
+    x, *rest = split(arguments)
+    x = jnp.concatenate([x, x[:16]]).reshape(8, 16, K)
+
+    def cut(x, *rest):
+        return step(jnp.tanh(x)[:7], *rest)
+
+    mesh = mesh_of("automatic", data=8)
+    assert_equal_trees(jax.jit(cut)(put(mesh, x, "data"), *rest), cut(x, *rest))
+
+
 def test_without_a_mesh_nothing_changes():
     """No shard_map, no custom_partitioning and no sharding constraint in the program of one device."""
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES)
