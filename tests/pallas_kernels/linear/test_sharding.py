@@ -242,7 +242,7 @@ def test_out_sharding_leaves_a_row_parallel_result_split(kind):
 def test_tiles_too_small_for_a_backend_after_the_cut_are_an_error_that_says_so(kind):
     arguments, _ = draw(table=[0, 1], k=K, widths=(N,), tile=48)
     mesh = mesh_of(kind, data=8)
-    on_mesh = split(place(mesh, arguments, ("data",), [()], (), ()) | {"tile_adapter": arguments["tile_adapter"]})
+    on_mesh = split(arguments | {"x": put(mesh, arguments["x"], "data")})
     with pytest.raises((NotImplementedError, jax.errors.JaxRuntimeError), match="tiles cut from 48 to 12 rows"):
         jax.jit(siblings("pallas_triton"))(*on_mesh)
 
