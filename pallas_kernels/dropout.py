@@ -112,19 +112,42 @@ def keep_words_at(start: jax.Array, stride: jax.Array, thresh: jax.Array, word: 
     return ~drop
 
 
-def keep_words(dropout: Dropout, row_adapter: jax.Array, num_columns: int) -> jax.Array:
+def keep_words(
+    dropout: Dropout, row_adapter: jax.Array, num_columns: int, first_column: jax.Array | None = None
+) -> jax.Array:
     """Packs the keep mask: uint32 [T, ceil(K / 256), 8], bit `j` of word `c` = column `8 j + c` of the block.
 
     Args:
         row_adapter: int32 [T], the adapter of each row; rows of -1 get the bits of adapter 0 (nobody reads them).
+        first_column: int32, the layer's number of the first column; None: 0.
     """
+    num_blocks = -(-num_columns // BLOCK)
+    if first_column is None:
+        return _words(dropout, row_adapter, jnp.arange(num_blocks * WORDS, dtype=jnp.uint32))
+    # two blocks more: the columns may start inside a block, and the last of them end in the next one
+    first_word = (first_column // BLOCK * WORDS).astype(jnp.uint32)
+    words = _words(dropout, row_adapter, jnp.arange((num_blocks + 2) * WORDS, dtype=jnp.uint32) + first_word)
+    return _shift_columns(words, first_column % BLOCK)
+
+
+def _words(dropout: Dropout, row_adapter: jax.Array, word: jax.Array) -> jax.Array:
+    """The words of some numbers, a multiple of 8: uint32 [T, blocks, 8]."""
     row_adapter = jnp.maximum(row_adapter, 0)
     start, stride = row_state(dropout.key.astype(jnp.uint32)[row_adapter], dropout.row_key.astype(jnp.uint32))
-    num_blocks = -(-num_columns // BLOCK)
-    word = jnp.arange(num_blocks * WORDS, dtype=jnp.uint32)[None, :]
+    word = word[None, :]
     thresh = threshold(dropout.rate)[row_adapter]
     words = keep_words_at(start[:, None], stride[:, None], thresh[:, None], word)
-    return words.reshape(-1, num_blocks, WORDS)
+    return words.reshape(-1, word.shape[1] // WORDS, WORDS)
+
+
+def _shift_columns(words_TBW: jax.Array, columns: jax.Array) -> jax.Array:
+    """Words of blocks that start 0..255 columns later, without the last two: a funnel shift of neighbouring blocks."""
+    column = columns + jnp.arange(WORDS)  # where the words of the first block start
+    bit = column // WORDS
+    place = bit // 32 * WORDS + column % WORDS + jnp.arange(words_TBW.shape[1] - 2)[:, None] * WORDS
+    flat, bit = words_TBW.reshape(words_TBW.shape[0], -1), (bit % 32).astype(jnp.uint32)
+    low, high = flat[:, place], flat[:, place + WORDS]
+    return jnp.where(bit == 0, low, (low >> bit) | (high << (np.uint32(32) - bit)))
 
 
 def unpack(words: jax.Array, num_columns: int) -> jax.Array:

@@ -6,6 +6,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,6 +58,7 @@ class Operands:
     tile_adapter: jax.Array  # int32 [T / tile]
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
+    first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
 
     @property
     def with_lora(self) -> tuple[int, ...]:
@@ -70,9 +72,9 @@ class Operands:
         return a, b
 
 
-def select_projection(ops: Operands, i: int) -> Operands:
-    """The call with a single one of its projections."""
-    lists = {name: (getattr(ops, name)[i],) for name in ("ws", "as_", "bs", "biases")}
+def select_projections(ops: Operands, numbers: Sequence[int]) -> Operands:
+    """The call with some of its projections only."""
+    lists = {name: tuple(getattr(ops, name)[i] for i in numbers) for name in ("ws", "as_", "bs", "biases")}
     return dataclasses.replace(ops, **lists)
 
 

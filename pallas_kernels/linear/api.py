@@ -6,20 +6,23 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.linear import vjp
+from pallas_kernels.linear import partition, vjp
 from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
+from pallas_kernels.linear.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
-from pallas_kernels.problem import Operands, Static, select_projection
+from pallas_kernels.problem import Operands, Static, select_projections
 
 
 def lora_linear(
@@ -32,6 +35,7 @@ def lora_linear(
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of one adapter.
 
@@ -44,6 +48,7 @@ def lora_linear(
         scale: alpha / r or alpha / sqrt(r), a number; like w and bias it gets no gradient (zero).
         dropout: rates and keys with one adapter, row keys for every row of x.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+        out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -70,7 +75,8 @@ def lora_linear(
         dropout = dataclasses.replace(dropout, **{name: jnp.reshape(value, 1) for name, value in one.items()})
     if jnp.size(scale) != 1:
         raise ValueError(f"scale has shape {jnp.shape(scale)}, expected one number")
-    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, jnp.reshape(scale, 1), dropout, implementation)
+    scale = jnp.reshape(scale, 1)
+    (y,) = _call(x, (w,), (a[None],), (b[None],), (bias,), None, scale, dropout, implementation, out_sharding)
     return y
 
 
@@ -85,6 +91,7 @@ def multi_lora_linear(
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B N"]:
     """Applies a frozen linear layer plus the LoRA of each row's adapter.
 
@@ -104,6 +111,7 @@ def multi_lora_linear(
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
+        out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
     Returns:
         y [..., N] in the type of x.
     Raises:
@@ -119,7 +127,7 @@ def multi_lora_linear(
         >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
         (12, 6)
     """
-    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation)
+    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation, out_sharding)
     return y
 
 
@@ -134,6 +142,7 @@ def multi_lora_linears(
     dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
     """Applies several projections of one input (q, k, v; gate, up), with one pass over x for all their LoRAs.
 
@@ -164,14 +173,23 @@ def multi_lora_linears(
         ((4, 6), (4, 6))
     """
     biases = (None,) * len(ws) if biases is None else tuple(biases)
-    return _call(x, tuple(ws), tuple(as_), tuple(bs), biases, tile_adapter, scale, dropout, implementation)
+    ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
+    return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding)
 
 
-def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding) -> tuple[jax.Array, ...]:
+    """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
+    mesh = partition.mesh_of((x, *ws, *as_, *bs), implementation)
+    run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
+    ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
+    return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
+
+
+def _on_one_device(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
     """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
     static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
     split = implementation is None and backend.split_is_faster(static, ops)
-    calls = [select_projection(ops, i) for i in range(len(ws))] if split else [ops]
+    calls = [select_projections(ops, (i,)) for i in range(len(ws))] if split else [ops]
     ys = [y for call in calls for y in _run(static, call, implementation)]
     return tuple(y.reshape(x.shape[:-1] + y.shape[1:]) for y in ys)
 
@@ -180,3 +198,13 @@ def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax
     chosen = backend.select(static, ops, implementation)
     as_, bs = vary_like((ops.as_, ops.bs), ops.x)  # outside of the rule, so that dA and dB are summed over the mesh
     return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
+
+
+def _on_mesh(mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+    """Runs the call shard by shard; x keeps its leading dimensions, each of which may be split."""
+    check_kinds(x, tile_adapter, dropout)
+    flat = jax.ShapeDtypeStruct((x.size // max(x.shape[-1:], default=1), *x.shape[-1:]), x.dtype)
+    static, ops = describe(flat, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    call = Call(static=static, implementation=implementation)
+    as_, bs = vary_like((ops.as_, ops.bs), x)
+    return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs))

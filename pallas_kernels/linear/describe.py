@@ -42,6 +42,8 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
     )
     _check_shapes(ops, num_adapters, single)
     _check_values(ops, num_adapters)
+    if single and num_adapters > 1:
+        ops, num_adapters = _first_adapter(ops), 1
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], tile_adapter),
         num_adapters=num_adapters,
@@ -49,6 +51,15 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
         interpret=interprets(),
     )
     return static, _without_rank_zero(ops)
+
+
+def _first_adapter(ops: Operands) -> Operands:
+    """The call with adapter 0 only: without a table every row is its own."""
+    dropout = ops.dropout
+    if dropout is not None:
+        dropout = dataclasses.replace(dropout, rate=dropout.rate[:1], key=dropout.key[:1])
+    as_, bs = (tuple(None if v is None else v[:1] for v in banks) for banks in (ops.as_, ops.bs))
+    return dataclasses.replace(ops, as_=as_, bs=bs, scale=ops.scale[:1], dropout=dropout)
 
 
 def _without_rank_zero(ops: Operands) -> Operands:

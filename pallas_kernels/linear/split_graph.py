@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind, shared_memory_bytes
-from pallas_kernels.dropout import inverse_keep
+from pallas_kernels.dropout import inverse_keep, keep_words
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.chunks import Chunks, make_chunks
 from pallas_kernels.linear.passes.config import da_config, down_config, dsdb_config, fit_pass
@@ -138,6 +138,9 @@ def keep_bits(prepared: Prepared) -> jax.Array | None:
     if ops.dropout is None:
         return None
     block_t = row_block(prepared.static.tile, 64)
+    if ops.first_column is not None:  # the kernels count columns from 0
+        owner = jnp.clip(spread(prepared.block_adapter(block_t), block_t), 0, prepared.static.num_adapters - 1)
+        return keep_words(ops.dropout, owner, ops.x.shape[1], ops.first_column)
     return passes.load().keep_words(
         ops.dropout,
         prepared.block_adapter(block_t),

@@ -6,7 +6,6 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 
@@ -22,7 +21,7 @@ def apply(backend: Backend, static: Static, ops: Operands) -> tuple[jax.Array, .
 
 
 def _forward(backend: Backend, static: Static, ops: Operands):
-    inside = vary_like(refuse_vmap(ops), ops.x)
+    inside = vary_like(ops, ops.x)
     ys, ss, bits = backend.forward(static, inside)
     # Residuals hold the caller's own arrays, so a caller that stores residuals can recognise the frozen weights by
     # identity and drop them.
@@ -55,17 +54,3 @@ def gradients(ops: Operands, dx: jax.Array | None, das: dict[int, jax.Array], db
 
 def _of(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
     return tuple(None if a is None else by_number[i].astype(a.dtype) for i, a in enumerate(banks))
-
-
-@jax.custom_batching.custom_vmap
-def refuse_vmap(ops: Any) -> Any:
-    return ops
-
-
-@refuse_vmap.def_vmap
-def _vmap_rule(axis_size, in_batched, ops):
-    del axis_size, in_batched, ops
-    raise NotImplementedError(
-        "LoRA layers do not run under jax.vmap: leading dimensions of x are batch dimensions already, "
-        "and several adapters belong into one multi_lora_linear call with a tile_adapter table"
-    )

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear import partition
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
 from pallas_kernels.linear.describe import describe
 from pallas_kernels.manual_axes import vary_like
@@ -40,6 +42,7 @@ def multi_lora_mlp(
     down_dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     implementation: Implementation | str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B D"]:
     """Applies down(silu(gate(x)) · up(x)) with LoRA on every projection that has it.
 
@@ -55,7 +58,8 @@ def multi_lora_mlp(
             `multi_lora_linears`.
         dropout: of the LoRA branches that read x; down_dropout: of the one that reads the gated array.
         tile_adapter, scale, implementation: as in `multi_lora_linear`. What the passes at the gate of Hopper's backend
-            cannot serve runs as three ops of the backend.
+            cannot serve runs as three ops of the backend, and so does every call on a mesh.
+        out_sharding: of y, on a mesh; as in `multi_lora_linear`.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
         NotImplementedError: the named implementation cannot serve this call; the message says why.
@@ -77,9 +81,11 @@ def multi_lora_mlp(
     if call is not None:
         static, ops, down = call
         ops, down = (_varying(each, ops.x) for each in (ops, down))
-        return vjp.apply(static, ops, down).reshape(*x.shape[:-1], -1)
+        y = vjp.apply(static, ops, down).reshape(*x.shape[:-1], -1)
+        return y if out_sharding is None else partition.place(y, out_sharding)
     gate, up = multi_lora_linears(x, ws[:2], as_[:2], bs[:2], biases=biases[:2], dropout=dropout, **shared)
     gated = silu_gate(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
+    shared["out_sharding"] = out_sharding
     if as_[2] is None or bs[2] is None:
         (y,) = multi_lora_linears(gated, ws[2:], as_[2:], bs[2:], biases=biases[2:], **shared)
         return y
@@ -100,7 +106,12 @@ def _check(ws, as_, bs, biases) -> None:
 def _fused_call(
     x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation
 ) -> tuple[Static, Operands, Operands] | None:
-    """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own."""
+    """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own.
+
+    On a mesh the three ops split themselves.
+    """
+    if partition.mesh_of((x, *ws, *as_, *bs), implementation) is not None:
+        return None
     shared = (tile_adapter, scale)
     static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)
     hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)

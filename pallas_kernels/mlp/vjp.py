@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from pallas_kernels.linear.vjp import gradients, refuse_vmap
+from pallas_kernels.batching import refuse_vmap
+from pallas_kernels.linear.vjp import gradients
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.problem import Operands, Static
 

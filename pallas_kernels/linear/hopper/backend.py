@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import policy
+from pallas_kernels.batching import refuse_vmap
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
@@ -61,7 +62,7 @@ def _fits(config: DropDownConfig | DropDaConfig | WideDsdbConfig | None, rank: i
 
 def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
-    prepared = prepare(static, ops)
+    prepared = prepare(static, refuse_vmap(ops))
     s, bits = input_pass(prepared) if ops.with_lora else (None, None)
     ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
     return ys, () if s is None else (s,), bits
@@ -149,8 +150,8 @@ def _makes_low(prepared: Prepared) -> bool:
 
 
 def _drops_here(ops: Operands) -> bool:
-    """True where the Hopper passes with dropout serve: words come in blocks of 256 columns."""
-    return ops.dropout is not None and ops.x.shape[1] % BLOCK == 0
+    """True where the Hopper passes with dropout serve: words come in blocks of 256 columns, counted from 0."""
+    return ops.dropout is not None and ops.first_column is None and ops.x.shape[1] % BLOCK == 0
 
 
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:

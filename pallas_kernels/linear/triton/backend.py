@@ -147,6 +147,7 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
         tile_adapter=ops.tile_adapter,
         scale=ops.scale,
         dropout=dropout,
+        first_column=ops.first_column,
     )
 
 

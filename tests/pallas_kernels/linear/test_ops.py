@@ -245,15 +245,21 @@ def test_shard_map_sums_adapter_gradients(backend, check_vma):
     assert relative(db, want[3][0]) < 1e-6
 
 
-def test_vmap_is_refused():
-    arguments, _ = draw(table=TABLE)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_table_every_row_is_of_adapter_0(backend):
+    arguments, _ = draw(table=[0, 0], rates=[0.1, 0.0, 0.5])
 
-    def layer(x):
-        rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
-        return pk.multi_lora_linear(x, arguments["ws"][0], arguments["as_"][0], arguments["bs"][0], **rest)
+    def step(table):
+        def loss(x, a, b):
+            rest = {name: arguments[name] for name in ("scale", "dropout")}
+            y = pk.multi_lora_linear(x, arguments["ws"][0], a, b, tile_adapter=table, implementation=backend, **rest)
+            return (y**2).sum(), y
 
-    with pytest.raises(NotImplementedError, match="leading dimensions of x are batch dimensions"):
-        jax.vmap(layer)(jnp.stack([arguments["x"]] * 2))
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(arguments["x"], arguments["as_"][0], arguments["bs"][0])
+
+    got, want = step(None), step(arguments["tile_adapter"])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(one, other) < 1e-6
 
 
 @pytest.mark.wrong_types

@@ -1,0 +1,103 @@
+"""Which mesh axes each dimension of a call lies on, read from the shardings of x and of the weights.
+
+    rows   on the axes of x's leading dimensions
+    K      on the axes of x's last dimension; where that is whole, on those of W's first one: the products of the shards
+           are summed. Axes that rows use already are not free: W is gathered over them, as plain XLA does (fsdp)
+    N      on the axes of W's second dimension that are still free
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.problem import Operands
+
+type Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Mesh axes of every dimension that can be split."""
+
+    leading: tuple[Axes, ...]  # of each leading dimension of x
+    k: Axes
+    ns: tuple[Axes, ...]  # of the out features of each projection
+
+    @property
+    def rows(self) -> Axes:
+        return tuple(axis for axes in self.leading for axis in axes)
+
+    def only_even(self, devices: Mapping[str, int], x_shape: tuple[int, ...], widths: Sequence[int]) -> Layout:
+        """The layout without axes whose devices would get shards of different sizes: XLA may choose such ones."""
+
+        def fit(size: int, axes: Axes) -> Axes:
+            return () if size % math.prod(devices[axis] for axis in axes) else axes
+
+        return Layout(
+            leading=tuple(fit(size, axes) for size, axes in zip(x_shape[:-1], self.leading, strict=True)),
+            k=fit(x_shape[-1], self.k),
+            ns=tuple(fit(size, axes) for size, axes in zip(widths, self.ns, strict=True)),
+        )
+
+    def spec_of_x(self) -> PartitionSpec:
+        return PartitionSpec(*self.leading, self.k)
+
+    def spec_of_y(self, i: int) -> PartitionSpec:
+        return PartitionSpec(*self.leading, self.ns[i])
+
+    def specs(self, ops: Operands, *, single: bool) -> Operands:
+        """Partition specs of the operands of a call; its tables have one entry per row, in x's leading dimensions."""
+        whole, rows = PartitionSpec(), PartitionSpec(*self.leading)
+
+        def each(arrays: Sequence[Any], spec: Any) -> tuple[PartitionSpec | None, ...]:
+            return tuple(None if v is None else spec(n) for v, n in zip(arrays, self.ns, strict=True))
+
+        return Operands(
+            x=self.spec_of_x(),
+            ws=each(ops.ws, lambda n: PartitionSpec(self.k, n)),
+            as_=each(ops.as_, lambda n: PartitionSpec(None, self.k, None)),
+            bs=each(ops.bs, lambda n: PartitionSpec(None, None, n)),
+            biases=each(ops.biases, PartitionSpec),
+            tile_adapter=whole if single else rows,
+            scale=whole,
+            dropout=None if ops.dropout is None else Dropout(rate=whole, key=whole, row_key=rows),
+        )  # type: ignore[arg-type]
+
+    def rows_of_tile(self, tile: int, leading_shape: tuple[int, ...]) -> int:
+        """Rows of the largest tiles that no shard cuts; `leading_shape` is that of one shard."""
+        split = [d for d, axes in enumerate(self.leading) if axes]
+        return math.gcd(tile, math.prod(leading_shape[split[-1] :])) if split else tile
+
+
+def layout_of(x: PartitionSpec, ws: Sequence[PartitionSpec], *, x_ndim: int) -> Layout:
+    """Chooses the layout of a call from the partition specs of its x and its weights."""
+    *leading, k = _by_dimension(x, x_ndim)
+    w_specs = [_by_dimension(w, 2) for w in ws]
+    rows = {axis for axes in leading for axis in axes}
+    if not k:
+        k = next((free for w in w_specs if (free := _without(w[0], rows))), ())
+    taken = rows | set(k)
+    return Layout(leading=tuple(leading), k=k, ns=tuple(_without(w[1], taken) for w in w_specs))
+
+
+def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
+    """Axes of a mesh that have the type and more than one device."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, each in types if each == kind and mesh.shape[name] > 1)
+
+
+def _by_dimension(spec: PartitionSpec, ndim: int) -> list[Axes]:
+    entries = (*spec, *(None,) * (ndim - len(spec)))
+    return [() if e is None else e if isinstance(e, tuple) else (e,) for e in entries]
+
+
+def _without(axes: Axes, taken: set[str]) -> Axes:
+    return tuple(axis for axis in axes if axis not in taken)

@@ -1,0 +1,269 @@
+"""Calls on a mesh: each device runs a backend on its own shard, and one sum per gradient joins them.
+
+With explicit axes the shardings are part of the types: the call becomes a `shard_map`. With automatic axes they are
+known only while XLA compiles: a kernel becomes a `custom_partitioning` with a rule that says which dimensions belong
+together, and the XLA form is left to XLA, which partitions plain products itself. Inside somebody's own `shard_map`
+there is nothing to split any more.
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels import backend
+from pallas_kernels.batching import refuse_vmap
+from pallas_kernels.device import is_hopper
+from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear import shard, vjp
+from pallas_kernels.linear.layout import Layout, axes_of_type, layout_of
+from pallas_kernels.linear.shard import Call
+from pallas_kernels.policy import XLA
+from pallas_kernels.problem import Operands
+
+
+def mesh_of(arrays: Iterable[Any], implementation: str | None) -> Any:
+    """The mesh over which a call on these arrays must split itself; None: it need not."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays if hasattr(a, "ndim"))  # others are refused by name later
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    if mesh is None or AxisType.Explicit in mesh.axis_types:
+        return mesh
+    kernels = is_hopper() if implementation is None else implementation != XLA
+    return mesh if kernels and axes_of_type(mesh, AxisType.Auto) and AxisType.Manual not in mesh.axis_types else None
+
+
+def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
+    """Evaluates every projection of a call whose x, [..., K], has its own leading dimensions still."""
+    if AxisType.Explicit not in mesh.axis_types:
+        rows = jax.ShapeDtypeStruct((math.prod(ops.x.shape[:-1]), ops.x.shape[-1]), ops.x.dtype)
+        backend.select(call.static, dataclasses.replace(ops, x=rows), call.implementation)  # refuses while tracing
+        return _on_automatic_axes(call, ops)
+    return _on_explicit_axes(call, mesh, layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim), ops)
+
+
+def place(y: jax.Array, sharding: NamedSharding | PartitionSpec) -> jax.Array:
+    """A result in the sharding that the caller wants."""
+    explicit = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
+    return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(y, sharding)
+
+
+# --- explicit axes -----------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _on_explicit_axes(call: Call, mesh: Any, layout: Layout, ops: Operands) -> tuple[jax.Array, ...]:
+    return _explicit_forward(call, mesh, layout, ops)[0]
+
+
+def _explicit_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
+    ys, saved = _run_forward(call, mesh, layout, ops)
+    return ys, (ops, saved)
+
+
+def _explicit_backward(call: Call, mesh: Any, layout: Layout, residuals: Any, dys: tuple[jax.Array, ...]):
+    ops, saved = residuals
+    return (vjp.gradients(ops, *_run_backward(call, mesh, layout, ops, saved, dys)),)
+
+
+_on_explicit_axes.defvjp(_explicit_forward, _explicit_backward)
+
+
+# One program each: outside of jit an array that nobody placed could not go to the devices of the others.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _run_forward(call: Call, mesh: Any, layout: Layout, ops: Operands):
+    specs = layout.specs(ops, single=call.static.single)
+    ys = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
+    run = functools.partial(shard.forward, call, layout)
+    saved = PartitionSpec(layout.rows + layout.k)  # one after the other: every shard gets its own again
+    return _shard_map(run, mesh, (specs,), (ys, saved))(_place(ops, specs, mesh, call))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: Any, dys: tuple[jax.Array, ...]):
+    specs = layout.specs(ops, single=call.static.single)
+    in_specs = specs, PartitionSpec(layout.rows + layout.k), tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
+    banks = tuple({i: banks[i] for i in ops.with_lora} for banks in (specs.as_, specs.bs))
+    run = functools.partial(shard.backward, call, layout)
+    dx, das, dbs = _shard_map(run, mesh, in_specs, (specs.x, *banks))(_place(ops, specs, mesh, call), saved, dys)
+    return _like((ops.x,), {0: dx}, mesh)[0], _like(ops.as_, das, mesh), _like(ops.bs, dbs, mesh)
+
+
+def _shard_map(function: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    left = axes_of_type(mesh, AxisType.Auto) | axes_of_type(mesh, AxisType.Manual)
+    names = frozenset(mesh.axis_names) - left
+    # without the check of what varies: jax interprets no kernel under it, and differentiation is ours anyway
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
+
+
+def _specs_of_types(ops: Operands) -> tuple[PartitionSpec, list[PartitionSpec]]:
+    def spec(array: jax.Array) -> PartitionSpec:
+        return jax.typeof(array).sharding.spec
+
+    return spec(ops.x), [spec(w) for w in ops.ws]
+
+
+def _place(ops: Operands, specs: Operands, mesh: Any, call: Call) -> Operands:
+    """The operands in the layout of the call. W stays the caller's own until here: a gathered one is never kept."""
+    ops = _with_row_tables(ops, call, NamedSharding(mesh, PartitionSpec(*specs.x[:-1])))
+    return jax.tree.map(lambda v, spec: jax.sharding.reshard(v, NamedSharding(mesh, spec)), ops, specs)
+
+
+def _like(arrays: tuple[jax.Array | None, ...], gradients: dict[int, jax.Array], mesh: Any) -> dict[int, jax.Array]:
+    """Gradients by number in the shardings of what they belong to."""
+
+    def spec(i: int) -> PartitionSpec:
+        return jax.typeof(arrays[i]).sharding.spec
+
+    return {i: jax.sharding.reshard(g, NamedSharding(mesh, spec(i))) for i, g in gradients.items()}
+
+
+def _with_row_tables(ops: Operands, call: Call, sharding: NamedSharding | None = None) -> Operands:
+    """Tables with one entry per row in x's leading dimensions, so that they split as the rows do."""
+    leading, table, dropout = ops.x.shape[:-1], ops.tile_adapter, ops.dropout
+    if not call.static.single:
+        each_row = jnp.broadcast_to(table[:, None], (table.shape[0], call.static.tile))
+        table = jnp.reshape(each_row, leading, out_sharding=sharding)
+    if dropout is not None:
+        row_key = jnp.reshape(dropout.row_key, leading, out_sharding=sharding)
+        dropout = Dropout(rate=dropout.rate, key=dropout.key, row_key=row_key)
+    return dataclasses.replace(ops, tile_adapter=table, dropout=dropout)
+
+
+# --- automatic axes ----------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _on_automatic_axes(call: Call, ops: Operands) -> tuple[jax.Array, ...]:
+    return _automatic_forward(call, ops)[0]
+
+
+def _automatic_forward(call: Call, ops: Operands):
+    leaves, tree = jax.tree.flatten(_with_row_tables(refuse_vmap(ops), call))
+    return _partitioned_forward(call, tree, ops.x.ndim)(*leaves), ops
+
+
+def _automatic_backward(call: Call, ops: Operands, dys: tuple[jax.Array, ...]):
+    # S is made again: how it is cut, and so its shape, is not known yet when forward would hand it over
+    leaves, tree = jax.tree.flatten(_with_row_tables(ops, call))
+    dx, *banks = _partitioned_backward(call, tree, ops.x.ndim)(*leaves, *dys)
+    das, dbs = banks[: len(banks) // 2], banks[len(banks) // 2 :]
+    by_number = (dict(zip(ops.with_lora, each, strict=True)) for each in (das, dbs))
+    return (vjp.gradients(ops, dx, *by_number),)
+
+
+_on_automatic_axes.defvjp(_automatic_forward, _automatic_backward)
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
+    """Takes the leaves of the operands, returns every y; XLA asks for the program of a shard when it has chosen."""
+
+    def local(call: Call, layout: Layout, leaves: Any):
+        return shard.forward(call, layout, jax.tree.unflatten(tree, leaves))[0]
+
+    def partition(mesh, arguments, results):
+        del results
+        layout, ops, specs = _chosen(call, tree, mesh, arguments)
+        outputs = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
+        return mesh, lambda *leaves: local(call, layout, leaves), _on(mesh, outputs), _on(mesh, jax.tree.leaves(specs))
+
+    rule = _Rule.of(tree, x_ndim, single=call.static.single)
+    function = custom_partitioning(lambda *leaves: local(_by_xla(call), _whole(tree, x_ndim), leaves))
+    function.def_partition(partition=partition, sharding_rule=f"{rule.operands} -> {rule.ys}", reduction_factors=("k",))
+    return function
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
+    """Takes the leaves of the operands and every dy, returns dx, then every dA, then every dB."""
+
+    def local(call: Call, layout: Layout, arguments: Any):
+        leaves, dys = arguments[: tree.num_leaves], arguments[tree.num_leaves :]
+        dx, das, dbs = shard.backward(call, layout, jax.tree.unflatten(tree, leaves), None, tuple(dys))
+        return dx, *(das[i] for i in sorted(das)), *(dbs[i] for i in sorted(dbs))
+
+    def partition(mesh, arguments, results):
+        del results
+        layout, ops, specs = _chosen(call, tree, mesh, arguments[: tree.num_leaves])
+        banks = (*(specs.as_[i] for i in ops.with_lora), *(specs.bs[i] for i in ops.with_lora))
+        inputs = [*jax.tree.leaves(specs), *(layout.spec_of_y(i) for i in range(len(ops.ws)))]
+        return mesh, lambda *values: local(call, layout, values), _on(mesh, (specs.x, *banks)), _on(mesh, inputs)
+
+    rule = _Rule.of(tree, x_ndim, single=call.static.single)
+    function = custom_partitioning(lambda *values: local(_by_xla(call), _whole(tree, x_ndim), values))
+    function.def_partition(
+        partition=partition,
+        sharding_rule=f"{rule.operands}, {rule.ys} -> {rule.gradients}",
+        reduction_factors=rule.summed_in_backward,
+    )
+    return function
+
+
+def _chosen(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, Operands, Operands]:
+    """The layout that follows from XLA's choice, the shapes of the operands, and their specs in this layout."""
+    ops = jax.tree.unflatten(tree, arguments)
+    layout = layout_of(ops.x.sharding.spec, [w.sharding.spec for w in ops.ws], x_ndim=len(ops.x.shape))
+    layout = layout.only_even(mesh.shape, ops.x.shape, [w.shape[1] for w in ops.ws])
+    return layout, ops, layout.specs(ops, single=call.static.single)
+
+
+def _whole(tree: Any, x_ndim: int) -> Layout:
+    ops = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return Layout(leading=((),) * (x_ndim - 1), k=(), ns=((),) * len(ops.ws))
+
+
+def _by_xla(call: Call) -> Call:
+    """What stands for the call until it is split: only its shapes count, and it may hold no constants."""
+    return dataclasses.replace(call, implementation=XLA)
+
+
+def _on(mesh: Any, specs: Any) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """Names of the dimensions of every array of a call, in the language of sharding rules."""
+
+    operands: str
+    ys: str
+    gradients: str
+    summed_in_backward: tuple[str, ...]  # what no gradient has any more
+
+    @classmethod
+    def of(cls, tree: Any, x_ndim: int, *, single: bool) -> _Rule:
+        ops = jax.tree.unflatten(tree, range(tree.num_leaves))
+        leading = [f"t{d}" for d in range(x_ndim - 1)]
+        rows = " ".join(leading)
+
+        def each(arrays: Any, text: str) -> tuple[str | None, ...]:
+            return tuple(None if v is None else text.format(i) for i, v in enumerate(arrays))
+
+        named = dataclasses.replace(
+            ops,
+            x=f"{rows} k",
+            ws=each(ops.ws, "k n{}"),
+            as_=each(ops.as_, "a k r{}"),
+            bs=each(ops.bs, "a r{0} n{0}"),
+            biases=each(ops.biases, "n{}"),
+            tile_adapter="one" if single else rows,
+            scale="a",
+            dropout=None if ops.dropout is None else Dropout(rate="a", key="a", row_key=rows),  # type: ignore[arg-type]
+        )
+        banks = [named.as_[i] for i in ops.with_lora] + [named.bs[i] for i in ops.with_lora]
+        return cls(
+            operands=", ".join(jax.tree.leaves(named)),
+            ys=", ".join(f"{rows} n{i}" for i in range(len(ops.ws))),
+            gradients=", ".join([named.x, *banks]),
+            summed_in_backward=tuple(f"n{i}" for i in range(len(ops.ws)) if i not in ops.with_lora),
+        )

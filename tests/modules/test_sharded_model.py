@@ -1,0 +1,64 @@
+"""A model of two layers with LoRA, whole on one device and split over data and tensor devices."""
+
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+
+ADAPTERS = [AdapterSpec(name="law", rank=4, alpha=8), AdapterSpec(name="med", rank=2, alpha=4)]
+SPECS = {("gate", "kernel"): P(None, "tensor"), ("down", "kernel"): P("tensor", None)}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.gate, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.gate(x)))
+
+
+def loss_and_gradients(mesh):
+    graph, lora, frozen = nnx.split(apply_lora(Block(nnx.Rngs(0)), ADAPTERS, targets="all-linear"), nnx.LoRAParam, ...)
+    lora = jax.tree.map(lambda leaf: leaf + 0.1, lora)  # B is not zero: every gradient counts
+    x, table = jax.random.normal(jax.random.key(1), (8, 4, 16)), jnp.array([0, 1, 1, 0] * 2)
+    if mesh is not None:
+        on = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+        frozen = nnx.map_state(lambda path, leaf: jax.device_put(leaf, on(SPECS.get(path, P()))), frozen)
+        lora, x, table = (jax.device_put(v, on(s)) for v, s in ((lora, P()), (x, P("data")), (table, P("data"))))
+
+    @jax.jit
+    def step(lora, frozen, x, table):
+        def loss(lora):
+            with use_adapters(LoRAContext.of(ADAPTERS, table)):
+                return (nnx.merge(graph, lora, frozen)(x) ** 2).mean()
+
+        return jax.value_and_grad(loss)(lora)
+
+    return jax.device_get(step(lora, frozen, x, table))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_sharded_model_trains_as_on_one_device(kind):
+    want_loss, want = loss_and_gradients(None)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        loss, gradients = loss_and_gradients(mesh)
+    assert abs(loss - want_loss) < 1e-6 * want_loss
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
+        assert np.abs(one - other).max() < 1e-5 * np.abs(other).max()
+
+
+def test_the_example_prints_what_it_says(capsys):
+    path = Path(__file__).resolve().parents[2] / "examples" / "flax" / "sharded.py"
+    names = runpy.run_path(str(path))
+    names["main"]()
+    printed = capsys.readouterr().out.strip().splitlines()
+    assert [line.strip() for line in names["__doc__"].split("It prints")[1].splitlines()[2:] if line] == printed
