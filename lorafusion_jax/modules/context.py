@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int, Integer, UInt32
 
 from lorafusion_jax.errors import ConfigError, RunError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
@@ -31,15 +31,15 @@ class Draw:
     """What a layer needs to make dropout's keys of its own rows.
 
     Args:
-        rate, key: of each adapter, as in `Dropout`.
-        step: number of the training step.
-        examples: what identifies each entry of the table; None: its place.
+        rate, key: [A], as in `Dropout`.
+        step: number of the training step, uint32.
+        examples: what identifies each entry of the table, uint32; None: its place.
     """
 
-    rate: Float[Array, " A"]
-    key: UInt32[Array, " A"]
-    step: UInt32[Array, ""]
-    examples: UInt32[Array, " entries"] | None = None
+    rate: Any  # leaves of a tree: transformations put other things than arrays, or with more axes, in their place
+    key: Any
+    step: Any
+    examples: Any = None
 
     def dropout(self, entries: int, rows: int) -> Dropout:
         """Keys of `entries` examples with `rows` rows each."""
@@ -65,8 +65,8 @@ class LoRAContext:
     rows, and refuse others. `LoRALinear`, which serves packed rows, divides its rows by the number of entries.
 
     Args:
-        tile_adapter: adapter of each example, row or tile of rows, -1 for padding; a single number is for all rows.
-        scale: factor of each adapter.
+        tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
+        scale: float32 [A], factor of each adapter.
         dropout: rates, and keys of given rows; None: see `draw`.
         draw: from what each layer makes the keys of its own rows; None switches dropout off.
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
@@ -78,11 +78,11 @@ class LoRAContext:
     [2.0, 1.0]
     """
 
-    tile_adapter: Int[Array, "*tiles"]
-    scale: Float[Array, " A"]
+    tile_adapter: Any  # leaves of a tree, as above
+    scale: Any
     dropout: Dropout | None = None
     draw: Draw | None = None
-    layer: int | Int[Array, ""] = 0
+    layer: Any = 0
     tile: int | None = field(default=None, metadata={"static": True})
     implementation: Implementation | None = field(default=None, metadata={"static": True})
 
@@ -90,12 +90,12 @@ class LoRAContext:
     def of(
         cls,
         adapters: Sequence[AdapterSpec],
-        tile_adapter: int | Sequence[int] | Int[ArrayLike, "*tiles"] | None = None,
+        tile_adapter: int | Sequence[int] | Integer[ArrayLike, "*tiles"] | None = None,
         *,
         only: str | int | None = None,
-        step: int | Int[ArrayLike, ""] | None = None,
+        step: int | Integer[ArrayLike, ""] | None = None,
         train: bool | None = None,
-        examples: Sequence[int] | Int[ArrayLike, " entries"] | None = None,
+        examples: Sequence[int] | Integer[ArrayLike, " entries"] | None = None,
         row_key: UInt32[Array, " T"] | None = None,
         tile: int | None = None,
         implementation: Implementation | None = None,

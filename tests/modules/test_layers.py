@@ -80,7 +80,7 @@ def adapted(model):
 def randomize(model, seed=0):
     """Gives B of each adapter random numbers at its own rank."""
     rng = np.random.default_rng(seed)
-    for _, module in adapted(model).items():
+    for module in adapted(model).values():
         b = np.zeros(module.lora_b.shape, np.float32)
         for index in module.lora_plan.members:
             rank = SPECS[index].rank
