@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.init import init_bank as init_bank
     from lorafusion_jax.modules.init import init_leaves as init_leaves
     from lorafusion_jax.modules.linear import register_linear as register_linear
+    from lorafusion_jax.modules.linen import LinenLoRA as LinenLoRA
     from lorafusion_jax.modules.lora import LoRALinear as LoRALinear
     from lorafusion_jax.modules.lora import lora_mlp as lora_mlp
     from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
@@ -32,6 +33,7 @@ _HOMES = {  # name: file
     "init_bank": "init",
     "init_leaves": "init",
     "register_linear": "linear",
+    "LinenLoRA": "linen",
     "LoRALinear": "lora",
     "lora_mlp": "lora",
     "lora_siblings": "lora",

@@ -100,7 +100,11 @@ def matches(target: str, place: Place) -> bool:
         if place.is_head:
             return False
         return place.linear is not None or not _is_flax(place.module)
-    name = dotted(place.path)
+    return name_matches(target, dotted(place.path))
+
+
+def name_matches(target: str, name: str) -> bool:
+    """Whether a name, glob or regular expression means a dotted path."""
     if name == target or name.endswith(f".{target}") or fnmatchcase(name, target):
         return True
     pattern = _pattern(target)
