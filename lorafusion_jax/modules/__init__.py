@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.spec import bank_rank as bank_rank
     from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
     from lorafusion_jax.modules.use import use_adapters as use_adapters
+    from lorafusion_jax.modules.weights import adapter_arrays as adapter_arrays
+    from lorafusion_jax.modules.weights import load_adapter as load_adapter
+    from lorafusion_jax.modules.weights import merge_adapter as merge_adapter
+    from lorafusion_jax.modules.weights import put_adapter_arrays as put_adapter_arrays
+    from lorafusion_jax.modules.weights import save_adapter as save_adapter
 
 _HOMES = {  # name: file
     "apply_lora": "apply",
@@ -43,6 +48,11 @@ _HOMES = {  # name: file
     "bank_rank": "spec",
     "resolve_targets": "spec",
     "use_adapters": "use",
+    "adapter_arrays": "weights",
+    "load_adapter": "weights",
+    "merge_adapter": "weights",
+    "put_adapter_arrays": "weights",
+    "save_adapter": "weights",
 }
 __all__ = list(_HOMES)
 

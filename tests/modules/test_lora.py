@@ -183,10 +183,12 @@ def test_linen_adapters_of_different_rank_are_trained_at_their_own():
     lora = dict(variables["LoRAParam"])
     optimizer = optax.adam(1e-2)
     state = optimizer.init(lora)
+
+    def loss(lora):
+        return jnp.sum((layer.apply({**variables, "LoRAParam": lora}, x, context) - 1) ** 2)
+
     for _ in range(3):
-        grads = jax.grad(lambda lora: jnp.sum((layer.apply({**variables, "LoRAParam": lora}, x, context) - 1) ** 2))(
-            lora
-        )
+        grads = jax.grad(loss)(lora)
         updates, state = optimizer.update(grads, state)
         lora = optax.apply_updates(lora, updates)
     assert lora["lora_b"][1, :4].all()
