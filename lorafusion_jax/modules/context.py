@@ -31,7 +31,8 @@ class Draw:
     """What a layer needs to make dropout's keys of its own rows.
 
     Args:
-        rate, key: [A], as in `Dropout`.
+        rate: [A], as in `Dropout`.
+        key: [A], as in `Dropout`.
         step: number of the training step, uint32.
         examples: what identifies each entry of the table, uint32; None: its place.
     """

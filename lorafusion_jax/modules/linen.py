@@ -79,7 +79,8 @@ class LinenLoRA:
         Args:
             model: its `apply` is traced once, with no computation.
             variables: of the base; shapes are enough.
-            args, options: of the call.
+            args: of the call.
+            options: of the call.
 
         Raises:
             ConfigError: `lora.unknown-target`, a target matches no layer that ran; `lora.unsupported-linear`.
@@ -94,9 +95,9 @@ class LinenLoRA:
             if not _stored(variables, path, w):
                 raise refusal(seen[-1], "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model")
             if path not in drawn and (members := self._members(path)):
-                sizes = [_product(w.shape, axes) for axes in (inside, free)]
+                k, n = (_product(w.shape, axes) for axes in (inside, free))
                 rank = max(self.adapters[index].rank for index in members)
-                drawn[path] = init_bank(self.adapters, ".".join(path), *sizes, rank, members)
+                drawn[path] = init_bank(self.adapters, ".".join(path), k, n, rank, members)
             return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
 
         def run(variables: Any, *args: Any) -> Any:
@@ -120,7 +121,8 @@ class LinenLoRA:
         Enter it inside the function that is jitted.
 
         Args:
-            table, options: as in `use_adapters`: `step=` in training with dropout, `train=False`, `only=`.
+            table: as in `use_adapters`.
+            options: as there: `step=` in training with dropout, `train=False`, `only=`.
 
         Raises:
             RunError: `lora.no-collection`: "LoRAParam" is not among the variables.

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
@@ -113,7 +114,7 @@ class _Run:
         if eqn.params.get("out_sharding") is not None:
             raise refusal(self.where, "it sets out_sharding", "call the layer without out_sharding")
         self.products += 1
-        dtype = eqn.outvars[0].aval.dtype
+        dtype = jnp.result_type(eqn.outvars[0].aval)
         w = jnp.transpose(operands[place], [order.index(axis) for axis in range(len(order))]).astype(dtype)
         pairs = sorted(zip((order[axis] for axis in contract[place]), contract[1 - place], strict=True))
         x = operands[1 - place]
@@ -135,4 +136,4 @@ def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Evaluates one equation, as a jaxpr of its own."""
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     single = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
-    return list(jax.core.eval_jaxpr(single, [], *given.values()))
+    return list(eval_jaxpr(single, [], *given.values()))

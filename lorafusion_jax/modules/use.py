@@ -53,7 +53,7 @@ def use_adapters(
     Args:
         adapters: those that `apply_lora` got, in the same order; or a context.
         table: adapter of each example (leading axis of the layers' inputs) or of each row, -1 for none.
-        options: those of `LoRAContext.of`.
+        options: `step`, `train`, `only` and the others of `LoRAContext.of`.
 
     Raises:
         ConfigError: as `LoRAContext.of`.

@@ -57,7 +57,7 @@ def per_adapter(
             {name: each[name].init(_slice(params, number, axis)) for number, name in enumerate(names)}
         )
 
-    def update(updates: Any, state: PerAdapterState, params: Any = None, *, active: Any = None, **extra: Any):
+    def update(updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any):
         _check(updates, len(names), axis)
         mask = _mask(active, names)
         changes, states = [], {}

@@ -30,8 +30,6 @@ import pytest
         "planning.blocks",
         "layout.extent",
         "optim.per_adapter",
-        "pipeline.blocks",
-        "pipeline.extent",
         "pipeline.failures",
         "planning.stages",
         "planning.rebalance",
