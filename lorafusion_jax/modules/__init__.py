@@ -10,33 +10,49 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lorafusion_jax.modules.apply import apply_lora as apply_lora
-    from lorafusion_jax.modules.apply import use_adapters as use_adapters
     from lorafusion_jax.modules.context import LoRAContext as LoRAContext
     from lorafusion_jax.modules.init import init_adapter as init_adapter
     from lorafusion_jax.modules.init import init_bank as init_bank
     from lorafusion_jax.modules.init import init_leaves as init_leaves
+    from lorafusion_jax.modules.linear import register_linear as register_linear
+    from lorafusion_jax.modules.linen import LinenLoRA as LinenLoRA
     from lorafusion_jax.modules.lora import LoRALinear as LoRALinear
     from lorafusion_jax.modules.lora import lora_mlp as lora_mlp
     from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
+    from lorafusion_jax.modules.report import lora_report as lora_report
     from lorafusion_jax.modules.spec import TARGETS as TARGETS
     from lorafusion_jax.modules.spec import AdapterSpec as AdapterSpec
     from lorafusion_jax.modules.spec import bank_rank as bank_rank
     from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
+    from lorafusion_jax.modules.use import use_adapters as use_adapters
+    from lorafusion_jax.modules.weights import adapter_arrays as adapter_arrays
+    from lorafusion_jax.modules.weights import load_adapter as load_adapter
+    from lorafusion_jax.modules.weights import merge_adapter as merge_adapter
+    from lorafusion_jax.modules.weights import put_adapter_arrays as put_adapter_arrays
+    from lorafusion_jax.modules.weights import save_adapter as save_adapter
 
 _HOMES = {  # name: file
     "apply_lora": "apply",
-    "use_adapters": "apply",
     "LoRAContext": "context",
     "init_adapter": "init",
     "init_bank": "init",
     "init_leaves": "init",
+    "register_linear": "linear",
+    "LinenLoRA": "linen",
     "LoRALinear": "lora",
     "lora_mlp": "lora",
     "lora_siblings": "lora",
+    "lora_report": "report",
     "TARGETS": "spec",
     "AdapterSpec": "spec",
     "bank_rank": "spec",
     "resolve_targets": "spec",
+    "use_adapters": "use",
+    "adapter_arrays": "weights",
+    "load_adapter": "weights",
+    "merge_adapter": "weights",
+    "put_adapter_arrays": "weights",
+    "save_adapter": "weights",
 }
 __all__ = list(_HOMES)
 

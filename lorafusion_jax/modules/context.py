@@ -6,19 +6,53 @@ T packed tokens · A adapters
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Integer, UInt32
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, RunError, raise_all
 from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import Dropout, Implementation, fold_key
+from pallas_kernels.dropout import mix32
 
 SITES_PER_LAYER = 8  # room for the dropout sites of one layer: inputs of qkv, o, gate-up, down
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What a layer needs to make dropout's keys of its own rows.
+
+    Args:
+        rate: [A], as in `Dropout`.
+        key: [A], as in `Dropout`.
+        step: number of the training step, uint32.
+        examples: what identifies each entry of the table, uint32; None: its place.
+    """
+
+    rate: Any  # leaves of a tree: transformations put other things than arrays, or with more axes, in their place
+    key: Any
+    step: Any
+    examples: Any = None
+
+    def dropout(self, entries: int, rows: int) -> Dropout:
+        """Keys of `entries` examples with `rows` rows each."""
+        examples = jnp.arange(entries, dtype=jnp.uint32) if self.examples is None else self.examples
+        if len(examples) != entries:
+            raise RunError(
+                "lora.examples",
+                f"examples has {len(examples)} entries and the input of a layer has {entries} examples.",
+            )
+        example_key = mix32(examples ^ mix32(self.step ^ np.uint32(0x9E3779B9)))
+        row_key = mix32(example_key[:, None] + jnp.arange(rows, dtype=jnp.uint32))
+        return Dropout(rate=self.rate, key=self.key, row_key=row_key.reshape(-1))
 
 
 @jax.tree_util.register_dataclass
@@ -28,12 +62,16 @@ class LoRAContext:
 
     y[t] = x[t] W + scale[k] · (drop(x[t]) A[k]) B[k],  k = tile_adapter[t / tile]
 
+    Layers of `apply_lora` take a table with one entry per example (leading axis of their input), per row, or per `tile`
+    rows, and refuse others. `LoRALinear`, which serves packed rows, divides its rows by the number of entries.
+
     Args:
-        tile_adapter: adapter of each tile of rows, -1 for padding. The tile is the number of rows divided by the length
-            of this table, so a table with one entry per example serves any [examples, positions, features] input.
-        scale: factor of each adapter.
-        dropout: rates and keys; None switches dropout off.
+        tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
+        scale: float32 [A], factor of each adapter.
+        dropout: rates, and keys of given rows; None: see `draw`.
+        draw: from what each layer makes the keys of its own rows; None switches dropout off.
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
+        tile: rows of one entry, where it is neither an example nor a row.
         implementation: handed to `pallas_kernels`.
 
     >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
@@ -41,67 +79,157 @@ class LoRAContext:
     [2.0, 1.0]
     """
 
-    tile_adapter: Int[Array, " tiles"]
-    scale: Float[Array, " A"]
+    tile_adapter: Any  # leaves of a tree, as above
+    scale: Any
     dropout: Dropout | None = None
-    layer: int | Int[Array, ""] = 0
+    draw: Draw | None = None
+    layer: Any = 0
+    tile: int | None = field(default=None, metadata={"static": True})
     implementation: Implementation | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
         cls,
         adapters: Sequence[AdapterSpec],
-        tile_adapter: Sequence[int] | Int[Array, " tiles"],
+        tile_adapter: int | Sequence[int] | Integer[ArrayLike, "*tiles"] | None = None,
         *,
+        only: str | int | None = None,
+        step: int | Integer[ArrayLike, ""] | None = None,
+        train: bool | None = None,
+        examples: Sequence[int] | Integer[ArrayLike, " entries"] | None = None,
         row_key: UInt32[Array, " T"] | None = None,
+        tile: int | None = None,
         implementation: Implementation | None = None,
     ) -> LoRAContext:
         """Builds the context of some adapters.
 
+        Dropout is a function of (seed of the adapter, step, example, position, layer) and of nothing else.
+
         Args:
             adapters: in the order of the stacked weights.
             tile_adapter: see the class.
-            row_key: one key per row switches dropout on (a training step); equal keys draw equal masks.
+            only: name or number of the one adapter that all rows belong to, in place of a table.
+            step: number of the training step; each draws other masks.
+            train: False draws none. Left out, it is a training step if there is a `step` or a `row_key`.
+            examples: what identifies each entry of the table, such as its number in the data set; default: its place.
+            row_key: a key for every row, in place of `step`; equal keys draw equal masks.
+            tile: rows of one entry, where it is neither an example nor a row.
             implementation: handed to `pallas_kernels`.
 
         Raises:
-            ConfigError: `lora.unknown-adapter`, the table names an adapter that is not there; arrays of jax are not
-                looked into, as they may be traced.
+            ConfigError: all of: `lora.table`, neither or both of a table and `only`; `lora.unknown-adapter`, there is
+                no such adapter (arrays of jax are not looked into, as they may be traced); `lora.dropout-step`, an
+                adapter has dropout, and there is neither a step nor `train=False`.
         """
-        if not isinstance(tile_adapter, jax.Array):
-            _check_table(np.asarray(tile_adapter), len(adapters))
+        stepless = step is None and row_key is None
+        table = tile_adapter if only is None else _number_of(adapters, only)
+        raise_all(
+            [*_table_errors(table, tile_adapter, only, len(adapters)), *_dropout_errors(adapters, stepless, train)]
+        )
+        drawn = {} if stepless or train is False else _dropout(adapters, step, examples, row_key)
         return cls(
-            tile_adapter=jnp.asarray(tile_adapter, jnp.int32),
+            tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
-            dropout=None if row_key is None else _dropout(adapters, row_key),
+            tile=tile,
             implementation=implementation,
+            **drawn,
         )
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """The same context for a certain layer: every layer draws its own dropout."""
         return replace(self, layer=layer)
 
-    def at_site(self, site: int) -> Dropout | None:
+    def at_site(self, site: int | Int[Array, ""]) -> Dropout | None:
         """Dropout of one input of this layer; projections that share the input share the site."""
-        if self.dropout is None:
-            return None
-        return replace(self.dropout, key=fold_key(self.dropout.key, self.layer * SITES_PER_LAYER + site))
+        return None if self.dropout is None else self._at_site(self.dropout, site)
+
+    def at_rows(self, rows: Sequence[int], site: int | Int[Array, ""]) -> tuple[Int[Array, " tiles"], Dropout | None]:
+        """The table of a layer whose input has these axes before the features, and its dropout.
+
+        Raises:
+            RunError: `lora.table-rows`: the table does not say which adapter each row belongs to.
+
+        >>> context = LoRAContext.of([AdapterSpec(name="law", rank=8, alpha=16)], only="law")
+        >>> context.at_rows((4, 16), 0)[0].shape
+        (4,)
+        """
+        total, examples = math.prod(rows), rows[0] if rows else 1
+        table = self.tile_adapter
+        if table.ndim == 0:
+            table = jnp.broadcast_to(table, (examples,))
+        elif table.ndim != 1 or len(table) not in ((total, examples) if self.tile is None else (total / self.tile,)):
+            raise _misfit(table.shape, rows, self.tile)
+        if self.draw is None:
+            return table, self.at_site(site)
+        return table, self._at_site(self.draw.dropout(len(table), total // max(len(table), 1)), site)
+
+    def _at_site(self, dropout: Dropout, site: int | Int[Array, ""]) -> Dropout:
+        return replace(dropout, key=fold_key(dropout.key, self.layer * SITES_PER_LAYER + site))
 
 
-def _check_table(table: np.ndarray, count: int) -> None:
-    wrong = sorted({number for number in table.ravel().tolist() if number not in range(-1, count)})
-    if wrong:
-        raise ConfigError(
+def _misfit(shape: tuple[int, ...], rows: Sequence[int], tile: int | None) -> RunError:
+    total = math.prod(rows)
+    entries = f"{shape[0]} entries" if len(shape) == 1 else f"the shape {list(shape)}"
+    what = f"{entries} of {tile} rows" if tile else entries
+    fix = f"one entry per example ({rows[0]}) or per row ({total})" if len(rows) > 1 else f"one entry per row ({total})"
+    return RunError(
+        "lora.table-rows",
+        f"the table of adapters has {what}, and the input of a layer has {total} rows {list(rows)}.",
+        fix=f"{fix}; tile=ROWS if an entry stands for so many rows; only='NAME' if all rows belong to one adapter",
+    )
+
+
+def _number_of(adapters: Sequence[AdapterSpec], only: str | int) -> int:
+    names = [spec.name for spec in adapters]
+    if isinstance(only, str):
+        if only not in names:
+            raise ConfigError(
+                "lora.unknown-adapter", f"only='{only}' names no adapter.", fix=f"one of [{', '.join(names)}]"
+            )
+        return names.index(only)
+    return only
+
+
+def _table_errors(table: Any, given: Any, only: Any, count: int) -> list[ConfigError]:
+    if (given is None) == (only is None):
+        what = "nothing says which adapter the rows belong to." if only is None else "there are a table and only=."
+        return [ConfigError("lora.table", what, fix="a table with one entry per example, or only='NAME' for all rows")]
+    if isinstance(table, jax.Array):
+        return []
+    wrong = sorted({number for number in np.asarray(table).ravel().tolist() if number not in range(-1, count)})
+    if not wrong:
+        return []
+    return [
+        ConfigError(
             "lora.unknown-adapter",
             f"tile_adapter names {', '.join(map(str, wrong))} and there are {count} adapters.",
             fix=f"numbers from 0 to {count - 1} in the order of the adapters, -1 for padding",
         )
+    ]
 
 
-def _dropout(adapters: Sequence[AdapterSpec], row_key: UInt32[Array, " T"]) -> Dropout:
+def _dropout_errors(adapters: Sequence[AdapterSpec], stepless: bool, train: bool | None) -> list[ConfigError]:
+    rates = [f"{spec.name} (dropout={spec.dropout})" for spec in adapters if spec.dropout]
+    if not stepless or train is False or not rates:
+        return []
+    return [
+        ConfigError(
+            "lora.dropout-step",
+            f"dropout of {', '.join(rates)} needs the number of the step, to draw from.",
+            fix="step=STEP in training, train=False in evaluation",
+        )
+    ]
+
+
+def _dropout(adapters: Sequence[AdapterSpec], step: Any, examples: Any, row_key: Any) -> dict[str, Any]:
     rate = jnp.asarray([spec.dropout for spec in adapters], jnp.float32)
     key = jnp.asarray([dropout_key(spec.seed) for spec in adapters], jnp.uint32)
-    return Dropout(rate=rate, key=key, row_key=row_key)
+    if row_key is not None:
+        return {"dropout": Dropout(rate=rate, key=key, row_key=row_key)}
+    if not any(spec.dropout for spec in adapters):
+        return {}
+    examples = None if examples is None else jnp.asarray(examples).astype(jnp.uint32)
+    return {"draw": Draw(rate=rate, key=key, step=jnp.asarray(step).astype(jnp.uint32), examples=examples)}
 
 
 def dropout_key(seed: int) -> int:

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.mlp.xla import silu_gate
 
@@ -34,10 +37,10 @@ class LoRALinear(nnx.Module):
     Args:
         in_features: K.
         out_features: N.
-        num_adapters: A.
-        rank: R, the largest rank of an adapter. All are drawn with it: for an adapter k of a lower rank r set
-            `lora_a[k, :, r:]` to zero, and it stays so (`apply_lora` does that itself).
-        kinds: of the adapters, see `lorafusion_jax.adapters.kind`; default all "lora". Other kinds have more leaves.
+        adapters: each is drawn at its own rank, with zeros beyond it that stay zero; R is the largest.
+        num_adapters: A, in place of `adapters`: all of one rank.
+        rank: R, then.
+        kinds: then, see `lorafusion_jax.adapters.kind`; default all "lora". Other kinds have more leaves.
         use_bias: adds a frozen bias.
         dtype: of the computation; None keeps the input's.
         param_dtype: of kernel and bias.
@@ -60,8 +63,9 @@ class LoRALinear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        num_adapters: int,
-        rank: int,
+        adapters: Sequence[AdapterSpec] = (),
+        num_adapters: int | None = None,
+        rank: int | None = None,
         kinds: Sequence[str] | None = None,
         use_bias: bool = False,
         dtype: Any = None,
@@ -69,16 +73,18 @@ class LoRALinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features = in_features, out_features
+        num_adapters, rank, kinds = _sizes(adapters, num_adapters, rank, kinds)
         self.num_adapters, self.rank = num_adapters, rank
         self.dtype, self.param_dtype = dtype, param_dtype
         scale = 1 / math.sqrt(in_features)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (in_features, out_features), param_dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else nnx.data(None)
-        self.kinds = ("lora",) * num_adapters if kinds is None else tuple(kinds)
+        self.kinds = kinds
         self.lora_a = self.lora_b = nnx.data(None)
         if rank:
             a_AKR = jax.random.uniform(rngs.params(), (num_adapters, in_features, rank), jnp.float32, -scale, scale)
-            drawn = {"lora_a": a_AKR}
+            own_A1R = np.array([[np.arange(rank) < spec.rank] for spec in adapters]) if adapters else True
+            drawn = {"lora_a": jnp.where(own_A1R, a_AKR, 0)}
             for leaf in leaves_of(self.kinds):
                 zeros = jnp.zeros((num_adapters, *leaf.shape(in_features, out_features, rank)), jnp.float32)
                 setattr(self, leaf.name, nnx.LoRAParam(drawn.get(leaf.name, zeros)))
@@ -202,6 +208,17 @@ def lora_mlp(
         biases=[bias for _, _, bias in inputs],
         implementation=ctx.implementation,
     )
+
+
+def _sizes(
+    adapters: Sequence[AdapterSpec], num_adapters: int | None, rank: int | None, kinds: Sequence[str] | None
+) -> tuple[int, int, tuple[str, ...]]:
+    """Number of adapters, largest rank and kinds, given by the adapters or one by one."""
+    if adapters and (num_adapters, rank, kinds) == (None, None, None):
+        return len(adapters), max(spec.rank for spec in adapters), tuple(spec.kind for spec in adapters)
+    if adapters or num_adapters is None or rank is None:
+        raise ConfigError("lora.adapters", "LoRALinear needs adapters=…, or num_adapters=… and rank=…, not both.")
+    return num_adapters, rank, ("lora",) * num_adapters if kinds is None else tuple(kinds)
 
 
 def _plain(x: Array, w_KN: Array, bias: Array | None) -> Array:

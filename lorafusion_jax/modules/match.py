@@ -2,92 +2,156 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 
 from flax import nnx
-from jax import lax
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
+from lorafusion_jax.modules.product import refusal
 from lorafusion_jax.modules.spec import ALL_LINEAR
 from lorafusion_jax.modules.tree import Path, dotted, walk
 
 
-def find_linears(
-    model: nnx.Module,
-    targets: Mapping[str, Sequence[str]],
-    *,
-    allow_partial: bool = False,
-) -> dict[Path, tuple[nnx.Linear, tuple[str, ...]]]:
-    """Finds the linear layers that adapters target.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A module of a model that holds a weight.
+
+    Args:
+        path: the first that leads to it.
+        linear: its product; a text says why it cannot carry LoRA; None if it is no linear layer that we know of.
+    """
+
+    path: Path
+    module: nnx.Module
+    linear: Linear | str | None
+
+    @property
+    def is_head(self) -> bool:
+        return bool(self.path) and self.path[-1] in HEADS
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot carry LoRA."""
+        return self.linear if isinstance(self.linear, str) else unknown_class(self.module)
+
+
+def find_places(model: nnx.Module) -> list[Place]:
+    """Lists the modules that hold a weight of two or more axes, once per path."""
+    return [
+        Place(path=path, module=module, linear=linear_of(module))
+        for path, module in walk(model)
+        if weight_names(module) or linear_of(module) is not None
+    ]
+
+
+def find_targets(
+    model: nnx.Module, targets: Mapping[str, Sequence[str]], *, allow_partial: bool = False
+) -> tuple[dict[Path, tuple[Place, tuple[str, ...]]], list[Place]]:
+    """Finds the layers that adapters target.
 
     Args:
         model: any NNX model.
-        targets: adapter name → its targets; each is "all-linear", a name ("q_proj", "attn.query") or a regular
-            expression of whole dotted paths.
+        targets: adapter name → its targets; each is "all-linear", a name ("q_proj", "attn.query"), a glob
+            ("decoder.*.mlp.*") or a regular expression of whole dotted paths.
         allow_partial: accepts a target that is present in some layers only.
 
     Returns:
-        first path → (layer, names of the adapters that target it), in the order of the model.
+        first path → (layer, names of the adapters that target it), in the order of the model; and what a pattern
+        matched that cannot carry LoRA.
 
     Raises:
-        ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.not-linear`.
+        ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.unsupported-linear`.
     """
-    modules = [(path, module) for path, module in walk(model)]
-    linears = [(path, module) for path, module in modules if isinstance(module, nnx.Linear)]
+    places = find_places(model)
     errors: list[LoraFusionError] = []
+    left_out: dict[Path, Place] = {}
     hits: dict[str, list[Path]] = {}
     for target in dict.fromkeys(target for names in targets.values() for target in names):
-        hits[target] = [path for path, _ in linears if _matches(target, path)]
-        errors += _problems(target, hits[target], modules, allow_partial)
-    found: dict[int, tuple[Path, nnx.Linear, set[str]]] = {}
-    for path, linear in linears:
-        wanted = {name for name, names in targets.items() if any(path in hits[target] for target in names)}
-        if wanted:
-            found.setdefault(id(linear), (path, linear, set()))[2].update(wanted)
-    errors += [error for path, linear, _ in found.values() if (error := _refusal(path, linear))]
+        matched = [place for place in places if matches(target, place)]
+        able = [place for place in matched if isinstance(place.linear, Linear)]
+        unable = [place for place in matched if not isinstance(place.linear, Linear)]
+        if unable and (_is_name(target, places) or (not able and target != ALL_LINEAR)):
+            errors += [refusal(where, why) for why, where in by_reason(unable).items()]
+            continue
+        left_out |= {place.path: place for place in unable}
+        hits[target] = [place.path for place in able]
+        errors += _problems(target, hits[target], places, allow_partial)
     raise_all(errors)
-    return {
-        path: (linear, tuple(name for name in targets if name in wanted)) for path, linear, wanted in found.values()
-    }
+    found: dict[int, tuple[Place, set[str]]] = {}
+    for place in places:
+        wanted = {name for name, names in targets.items() if any(place.path in hits[target] for target in names)}
+        if wanted:
+            found.setdefault(id(place.module), (place, set()))[1].update(wanted)
+    order = list(targets)
+    return {place.path: (place, tuple(sorted(wanted, key=order.index))) for place, wanted in found.values()}, list(
+        left_out.values()
+    )
 
 
-def _matches(target: str, path: Path) -> bool:
-    name = dotted(path)
-    if target == ALL_LINEAR or name == target or name.endswith(f".{target}"):
+def matches(target: str, place: Place) -> bool:
+    """Whether a target means a module. "all-linear" leaves output heads out, and modules that surely are not linear."""
+    if target == ALL_LINEAR:
+        if place.is_head:
+            return False
+        return place.linear is not None or not _is_flax(place.module)
+    return name_matches(target, dotted(place.path))
+
+
+def name_matches(target: str, name: str) -> bool:
+    """Whether a name, glob or regular expression means a dotted path."""
+    if name == target or name.endswith(f".{target}") or fnmatchcase(name, target):
         return True
+    pattern = _pattern(target)
+    return pattern is not None and pattern.fullmatch(name) is not None
+
+
+def by_reason(places: Sequence[Place]) -> dict[str, str]:
+    """Why the places cannot carry LoRA → "first.of.them and 5 more"."""
+    reasons: dict[str, list[str]] = {}
+    for place in places:
+        reasons.setdefault(place.why_not, []).append(dotted(place.path))
+    return {why: paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "") for why, paths in reasons.items()}
+
+
+def unknown_class(module: nnx.Module) -> str:
+    """Says what a module is that nobody said to be linear."""
+    name = type(module).__name__
+    if _is_flax(module):
+        return f"an nnx.{name} is not a product with a weight"
+    weights = weight_names(module)
+    if len(weights) > 1:
+        return f"{name} holds several weights ({', '.join(weights)}); LoRA needs a module for each"
+    line = f"register_linear({name}, weight='{weights[0]}', equation=…)"
+    return f"{name} is not known to be linear; if it is, say so with {line}"
+
+
+def _is_flax(module: nnx.Module) -> bool:
+    return type(module).__module__.startswith("flax.")
+
+
+def _is_name(target: str, places: Sequence[Place]) -> bool:
+    """Whether a target is the name of a module, so that it means just that and not whatever a pattern finds."""
+    return any(dotted(place.path) == target or dotted(place.path).endswith(f".{target}") for place in places)
+
+
+@cache
+def _pattern(target: str) -> re.Pattern[str] | None:
     try:
-        return re.fullmatch(target, name) is not None
-    except re.error as problem:
-        raise ConfigError(
-            "lora.unknown-target", f"target '{target}' is neither a name nor a regular expression.", why=str(problem)
-        ) from None
+        return re.compile(target)
+    except re.error:
+        return None  # a glob such as "*.up"
 
 
-def _problems(
-    target: str, hits: list[Path], modules: list[tuple[Path, nnx.Module]], allow_partial: bool
-) -> list[LoraFusionError]:
+def _problems(target: str, hits: list[Path], places: list[Place], allow_partial: bool) -> list[LoraFusionError]:
     if not hits:
-        others = [(path, module) for path, module in modules if path and _matches(target, path)]
-        if others and target != ALL_LINEAR:
-            path, module = others[0]
-            return [
-                ConfigError(
-                    "lora.not-linear",
-                    f"target '{target}' is a {type(module).__name__}; only nnx.Linear layers can carry LoRA.",
-                    where=dotted(path),
-                )
-            ]
-        names = sorted({str(path[-1]) for path, module in modules if path and isinstance(module, nnx.Linear)})
-        return [
-            ConfigError(
-                "lora.unknown-target",
-                f"target '{target}' matches no linear layer of the model.",
-                why="" if names else "it has no nnx.Linear layer at all; is it an NNX module?",
-                fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
-            )
-        ]
-    missing = [] if allow_partial else _layers_without(hits, [path for path, _ in modules])
+        return [_unknown(target, [place.path for place in places if isinstance(place.linear, Linear)])]
+    missing = [] if allow_partial else _layers_without(hits, [place.path for place in places])
     if not missing:
         return []
     return [
@@ -98,6 +162,18 @@ def _problems(
             fix="allow_partial=True if that is meant",
         )
     ]
+
+
+def _unknown(target: str, paths: list[Path]) -> ConfigError:
+    names = sorted({str(path[-1]) for path in paths if path})
+    near = difflib.get_close_matches(target, [*names, ALL_LINEAR, *map(dotted, paths)], n=3)
+    meant = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else "."
+    return ConfigError(
+        "lora.unknown-target",
+        f"target '{target}' matches no linear layer of the model{meant}",
+        why="" if names else "it has no linear layer that we know of; is it an NNX module? see register_linear",
+        fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
+    )
 
 
 def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
@@ -112,29 +188,3 @@ def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
             present = {hit[depth] for hit in hits if hit[:depth] == container and hit[depth + 1 :] == rest}
             missing.update(dict.fromkeys(dotted((*container, number, *rest)) for number in sorted(numbers - present)))
     return list(missing)
-
-
-def _refusal(path: Path, linear: nnx.Linear) -> ConfigError | None:
-    """Names what a layer does that the LoRA layer would not do."""
-    why = ""
-    if hasattr(linear, "lora_a"):
-        why = "it already has adapters; give all of them in one call"
-    elif type(linear).__call__ is not nnx.Linear.__call__:
-        why = f"{type(linear).__name__} computes in its own way (it overrides __call__)"
-    elif linear.kernel.ndim != 2:
-        why = f"its kernel has {linear.kernel.ndim} dimensions (stacked by vmap or scan?)"
-    elif linear.dot_general is not lax.dot_general or linear.precision is not None:
-        why = "it sets its own dot_general or precision"
-    elif getattr(linear, "preferred_element_type", None) is not None:
-        why = "it sets preferred_element_type"
-    return (
-        ConfigError(
-            "lora.unsupported-linear",
-            "this layer cannot carry LoRA.",
-            where=dotted(path),
-            why=why,
-            fix="leave it out of targets",
-        )
-        if why
-        else None
-    )

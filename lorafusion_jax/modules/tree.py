@@ -1,8 +1,8 @@
-"""Walking over the modules inside a model, and putting others in their place."""
+"""Walking over the modules inside a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
@@ -29,31 +29,6 @@ def _walk(node: Any, path: Path, above: frozenset[int]) -> Iterator[tuple[Path, 
         yield from _walk(child, (*path, key), above | {id(node)})
 
 
-def replace_modules(node: Any, new: Mapping[int, nnx.Module], seen: set[int] | None = None) -> Any:
-    """Puts `new[id(module)]` in the place of modules, wherever they are referenced.
-
-    Args:
-        node: model or container; changed in place where it can be.
-        new: replacements; kept alive by the caller together with the modules that they replace.
-
-    Returns:
-        `node`, or what stands in its place: a replacement, or a new tuple.
-    """
-    seen = set() if seen is None else seen
-    if id(node) in new:
-        return new[id(node)]
-    if id(node) in seen:
-        return node
-    seen.add(id(node))
-    changed = {key: value for key, child in children(node) if (value := replace_modules(child, new, seen)) is not child}
-    if changed and isinstance(node, tuple):
-        parts = [changed.get(index, child) for index, child in enumerate(node)]
-        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
-    for key, value in changed.items():
-        _assign(node, key, value)
-    return node
-
-
 def children(node: Any) -> list[tuple[str | int, Any]]:
     """Lists what a module or container holds, with the key of each."""
     if isinstance(node, nnx.List | list | tuple):
@@ -68,12 +43,3 @@ def children(node: Any) -> list[tuple[str | int, Any]]:
 def dotted(path: Path) -> str:
     """("layers", 0, "q_proj") → "layers.0.q_proj"."""
     return ".".join(map(str, path))
-
-
-def _assign(node: Any, key: Any, value: Any) -> None:
-    if isinstance(node, nnx.List | nnx.Dict | list | dict):
-        node[key] = value
-    elif isinstance(value, nnx.Module):
-        setattr(node, key, value)
-    else:
-        setattr(node, key, nnx.data(value))  # a rebuilt tuple of modules

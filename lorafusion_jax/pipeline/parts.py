@@ -132,7 +132,11 @@ class Parts:
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         lora = LoRAContext.of(
-            self.specs, batch.tile_adapter, row_key=row_key, implementation=self.settings.implementation
+            self.specs,
+            batch.tile_adapter,
+            row_key=row_key,
+            train=row_key is not None,
+            implementation=self.settings.implementation,
         )
         return layer_inputs(self.model, batch.positions, segments, lora)
 

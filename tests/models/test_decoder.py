@@ -71,7 +71,7 @@ def microbatch(samples):
 def step(graph, frozen, *, dropout=True, implementation="xla"):
     def losses(lora, fields, weights, row_adapter, row_key, segments):
         model = nnx.merge(graph, lora, frozen)
-        ctx = LoRAContext.of(ADAPTERS, row_adapter[::TILE], row_key=row_key if dropout else None)
+        ctx = LoRAContext.of(ADAPTERS, row_adapter[::TILE], row_key=row_key, train=dropout)
         hidden = model.hidden(fields["tokens"], fields["positions"], segments, ctx, attention=implementation)
         each = adapter_losses(hidden, model.head(), fields["targets"], weights, row_adapter, len(ADAPTERS))
         return each.sum(), each
@@ -147,7 +147,7 @@ def test_no_context_runs_the_base_model():
     base = Decoder(CONFIG, dtype=jnp.float32)
     with_adapters = Decoder(CONFIG, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert not flat(nnx.state(base, nnx.LoRAParam))
-    context = LoRAContext.of(ADAPTERS, [0])
+    context = LoRAContext.of(ADAPTERS, [0], train=False)
     logits = jax.jit(lambda ctx: with_adapters(*rows, ctx))
     np.testing.assert_allclose(logits(None), logits(context), atol=1e-5)  # B is zero: the adapters say nothing yet
 

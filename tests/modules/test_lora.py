@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from flax.nnx import bridge
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, LoRALinear, init_bank, lora_mlp, lora_siblings
 from pallas_kernels.mlp.xla import silu_gate
 
@@ -92,7 +93,7 @@ def test_mlp_equals_separate_layers_bit_for_bit(x, adapted, dropout):
     layers = {name: with_b(layer) if ranks[name] else layer for name, layer in layers.items()}
     specs = [AdapterSpec(name=spec.name, rank=4, alpha=8, dropout=0.25) for spec in SPECS]
     row_key = jnp.arange(12, dtype=jnp.uint32) if dropout else None
-    context = None if adapted == "no context" else LoRAContext.of(specs, TABLE, row_key=row_key)
+    context = None if adapted == "no context" else LoRAContext.of(specs, TABLE, row_key=row_key, train=dropout)
     graph, lora, frozen = nnx.split(nnx.Dict(layers), nnx.LoRAParam, ...)
 
     def one_by_one(gate, up, down):
@@ -172,3 +173,26 @@ def test_linen_users_wrap_it_and_find_adapters_in_their_own_collection(x):
     grads = jax.grad(loss)(variables["LoRAParam"])
     assert grads["lora_b"].any()
     assert not grads["lora_a"].any()
+
+
+def test_linen_adapters_of_different_rank_are_trained_at_their_own():
+    specs = [AdapterSpec(name="wide", rank=8, alpha=16), AdapterSpec(name="thin", rank=4, alpha=4)]
+    layer, x = bridge.to_linen(LoRALinear, 8, 4, adapters=specs), jnp.ones((2, 3, 8))
+    context = LoRAContext.of(specs, [0, 1])
+    variables = layer.init(jax.random.key(0), x, context)
+    lora = dict(variables["LoRAParam"])
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(lora)
+
+    def loss(lora):
+        return jnp.sum((layer.apply({**variables, "LoRAParam": lora}, x, context) - 1) ** 2)
+
+    for _ in range(3):
+        grads = jax.grad(loss)(lora)
+        updates, state = optimizer.update(grads, state)
+        lora = optax.apply_updates(lora, updates)
+    assert lora["lora_b"][1, :4].all()
+    assert not lora["lora_a"][1, :, 4:].any()
+    assert not lora["lora_b"][1, 4:].any()
+    with pytest.raises(ConfigError, match="not both"):
+        LoRALinear(8, 4, adapters=specs, rank=8, rngs=nnx.Rngs(0))

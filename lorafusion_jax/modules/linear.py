@@ -1,0 +1,186 @@
+"""Which modules of a model multiply by a weight, and which axes of it the product sums over.
+
+K in · N out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+from jax import lax
+
+from lorafusion_jax.errors import ConfigError
+
+HEADS = ("head", "lm_head", "logits", "classifier")  # last part of an output head's path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """How the modules of a class are linear: the name of their weight and how an equation is found."""
+
+    weight: str
+    equation: Callable[[Any], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A product of some axes of x with some axes of a weight.
+
+    Args:
+        weight: attribute that holds the weight.
+        stack: sizes of leading axes that `nnx.vmap` added: one layer for each.
+        shape: of one layer's weight.
+        inside: axes that the product sums over.
+    """
+
+    weight: str
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    inside: tuple[int, ...]
+
+    @property
+    def in_features(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.inside)
+
+    @property
+    def out_features(self) -> int:
+        return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
+
+
+_CLASSES: dict[type, Registered] = {}
+
+
+def register_linear(cls: type, *, weight: str, equation: str | Callable[[Any], str]) -> type:
+    """Says that the modules of a class of your own multiply by a weight, so that `apply_lora` can adapt them.
+
+    Their `__call__` stays as it is: while it runs, its product with the weight is computed with the adapters. So it may
+    cast, scale or add a bias, but must use the weight in one `jnp.einsum`, `jnp.dot`, `@` or `lax.dot_general`.
+
+    Args:
+        cls: an `nnx.Module`; holds for subclasses too.
+        weight: attribute that holds the weight.
+        equation: of the product "input,weight->output", or a function that tells it of a module.
+
+    Returns:
+        The class, so that it may be used as a decorator with `functools.partial`.
+
+    >>> import jax.numpy as jnp
+    >>> class Einsum(nnx.Module):
+    ...     def __init__(self, einsum_str, shape):
+    ...         self.einsum_str, self.w = einsum_str, nnx.Param(jnp.ones(shape))
+    ...     def __call__(self, x):
+    ...         return jnp.einsum(self.einsum_str, x, self.w[...])
+    >>> _ = register_linear(Einsum, weight="w", equation=lambda module: module.einsum_str)
+    >>> linear_of(Einsum("btd,dnh->btnh", (8, 2, 4))).in_features
+    8
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
+        raise ConfigError("lora.register", f"register_linear: {cls!r} is not a class of nnx modules.")
+    if isinstance(equation, str):
+        contracted(equation)  # a wrong one is an error now
+    _CLASSES[cls] = Registered(
+        weight=weight, equation=(lambda _, text=equation: text) if isinstance(equation, str) else equation
+    )
+    return cls
+
+
+def linear_of(module: nnx.Module) -> Linear | str | None:
+    """Describes a module's product; a text says why it cannot carry LoRA, None that it is no linear layer at all."""
+    if hasattr(module, "lora_plan"):
+        return "it already has adapters; give all of them in one call"
+    registered = next((_CLASSES[cls] for cls in type(module).__mro__ if cls in _CLASSES), None)
+    if registered is not None:
+        return _registered(module, registered)
+    if isinstance(module, nnx.Linear):
+        return _refused(module) or _described(module, "kernel", 2, (0,))
+    if isinstance(module, nnx.LinearGeneral):
+        inside = len(module.in_features)
+        if module.batch_axis:
+            return "its kernel has batch axes (batch_axis=…): another weight for every example"
+        return _refused(module) or _described(module, "kernel", inside + len(module.out_features), tuple(range(inside)))
+    if isinstance(module, nnx.Einsum):
+        return _refused(module) or _registered(module, Registered(weight="kernel", equation=lambda it: it.einsum_str))
+    return None
+
+
+def weight_names(module: nnx.Module) -> list[str]:
+    """Names of the module's own parameters that have two or more axes: what a linear layer of one's own would hold."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+        and not isinstance(value, nnx.LoRAParam)
+        and len(getattr(value, "shape", ())) >= 2
+    ]
+
+
+def contracted(equation: str) -> tuple[int, tuple[int, ...]]:
+    """Reads an equation of x and a weight: number of the weight's axes, and those that it sums over.
+
+    >>> contracted("BTNH,NHD->BTD")
+    (3, (0, 1))
+
+    Raises:
+        ConfigError: `lora.equation`: it is not a product over features.
+    """
+    try:
+        inputs, output = equation.replace(" ", "").split("->")
+        x, weight = inputs.split(",")
+    except ValueError:
+        raise _bad(equation, "it must read 'input,weight->output'") from None
+    shared = [axis for axis in weight if axis in x and axis in output]
+    lost = [axis for axis in weight if axis not in x and axis not in output]
+    summed = [axis for axis in x.replace("...", "") if axis not in weight and axis not in output]
+    if "." in weight or len(set(weight)) < len(weight):
+        raise _bad(equation, "the weight's axes must be different letters")
+    if shared:
+        raise _bad(equation, f"'{shared[0]}' is in input, weight and output: another weight for each '{shared[0]}'")
+    if lost or summed:
+        raise _bad(equation, f"it sums '{(lost or summed)[0]}' of one operand only")
+    inside = tuple(index for index, axis in enumerate(weight) if axis in x)
+    if not inside or len(inside) == len(weight):
+        raise _bad(equation, "the weight needs axes that are summed over and axes of the output")
+    return len(weight), inside
+
+
+def _bad(equation: str, why: str) -> ConfigError:
+    return ConfigError("lora.equation", f"the equation '{equation}' is not a product over features.", why=why)
+
+
+def _registered(module: nnx.Module, registered: Registered) -> Linear | str:
+    equation = registered.equation(module)
+    if not isinstance(equation, str):
+        return "its equation is given at the call, not at construction"
+    try:
+        ndim, inside = contracted(equation)
+    except ConfigError as problem:
+        return f"{problem.what} ({problem.why})"
+    return _described(module, registered.weight, ndim, inside)
+
+
+def _described(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ...]) -> Linear | str:
+    value = getattr(module, weight, None)
+    if not isinstance(value, nnx.Variable):
+        return f"it has no parameter '{weight}'"
+    if value.ndim < ndim:
+        return f"its {weight} has {value.ndim} dimensions and its product needs {ndim}"
+    states = {name for name, own in vars(module).items() if isinstance(own, nnx.Rngs | nnx.RngStream | nnx.Variable)}
+    if others := sorted(name for name in states if not isinstance(getattr(module, name), nnx.Param)):
+        return f"its call may change what it holds ({', '.join(others)})"
+    stack = value.ndim - ndim
+    shape = tuple(value.shape)
+    return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside)
+
+
+def _refused(module: Any) -> str | None:
+    """Names options of Flax's own layers that the product with adapters would not respect."""
+    if getattr(module, "precision", None) is not None:
+        return "it sets precision"
+    own = (getattr(module, "dot_general", None), getattr(module, "dot_general_cls", None))
+    if own[0] not in (None, lax.dot_general) or own[1] is not None:
+        return "it sets its own dot_general"
+    return None

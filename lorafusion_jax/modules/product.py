@@ -1,0 +1,139 @@
+"""Where a layer multiplies by its weight, multiply by the weight plus its adapters instead.
+
+The call of a layer is traced to a jaxpr, and its one product with the weight is exchanged. Casts, bias, scaling and
+whatever else the class does stay as its author wrote them, so a layer with adapters computes what it would compute with
+merged weights. The trace is a pure function of values: under jit, grad, remat and scan it happens once per compilation.
+
+K in · N out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jaxtyping import Array
+
+from lorafusion_jax.errors import ConfigError
+
+# x [rows, contracted axes], W, contracted axes of W → product with the weight and its adapters, rows first
+type Product = Callable[[Array, Array, tuple[int, ...]], Array]
+_SAME_AXES = frozenset({"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard"})
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+def exchange_product(call: Callable[[Array], Any], weight: Array, product: Product, *, where: str) -> Any:
+    """Runs `call(weight)` with its product by the weight replaced.
+
+    Args:
+        call: multiplies something by its argument exactly once, in a `dot_general` (`@`, `jnp.dot`, `jnp.einsum`).
+        weight: its argument.
+        product: what computes the product instead: (x with the contracted axes last, in the order of the weight's;
+            weight; contracted axes of the weight) → [rows of x, other axes of the weight].
+        where: path of the layer, for errors.
+
+    Raises:
+        ConfigError: `lora.unsupported-linear`: the call does something else with the weight.
+
+    >>> double = lambda x, w, axes: 2 * jnp.tensordot(x, w, axes=(tuple(range(-len(axes), 0)), axes))
+    >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
+    [5.0, 5.0, 5.0, 5.0]
+    """
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(weight)
+    run = _Run(product=product, where=where)
+    outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
+    if run.products != 1:
+        raise refusal(where, f"its call multiplies by the weight {run.products} times, not once")
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def refusal(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:
+    return ConfigError("lora.unsupported-linear", "this layer cannot carry LoRA.", where=where, why=why, fix=fix)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One evaluation of a jaxpr. `axes` of a variable: for each of its axes, the axis of the weight that it is."""
+
+    product: Product
+    where: str
+    products: int = 0
+
+    def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
+        """Returns the outputs, and which of them are the weight still."""
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        env = dict(zip(inputs, values, strict=True))
+        axes = {inputs[index]: order for index, order in weights.items()}
+
+        def read(atom):
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        def axes_of(atom):
+            return None if isinstance(atom, Literal) else axes.get(atom)
+
+        for eqn in jaxpr.eqns:
+            here = {index: order for index, atom in enumerate(eqn.invars) if (order := axes_of(atom)) is not None}
+            operands = [read(atom) for atom in eqn.invars]
+            outputs, orders = self._step(jaxpr, eqn, operands, here)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            axes.update({eqn.outvars[index]: order for index, order in orders.items()})
+        ends = {index: order for index, atom in enumerate(jaxpr.outvars) if (order := axes_of(atom)) is not None}
+        return [read(atom) for atom in jaxpr.outvars], ends
+
+    def _step(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]):
+        name = eqn.primitive.name
+        if not weights:
+            return _bind(jaxpr, eqn, operands), {}
+        if name in _CALLS:
+            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+            shifted = {len(inner.consts) + index: order for index, order in weights.items()}
+            return self.evaluate(inner.jaxpr, [*inner.consts, *operands], shifted)
+        if name == "dot_general" and len(weights) == 1:
+            return [self._multiply(eqn, operands, weights)], {}
+        order = weights.get(0)
+        if order is None or len(eqn.outvars) != 1:
+            raise self._refused(name)
+        if name == "transpose":
+            return _bind(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
+        if name in _SAME_AXES:
+            return _bind(jaxpr, eqn, operands), {0: order}
+        raise self._refused(name)
+
+    def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]) -> Array:
+        ((place, order),) = weights.items()
+        contract, batch = eqn.params["dimension_numbers"]
+        if batch[0]:
+            raise refusal(self.where, "its product shares a batch axis between the input and the weight")
+        if eqn.params["precision"] not in (None, jax.lax.Precision.DEFAULT, (jax.lax.Precision.DEFAULT,) * 2):
+            raise refusal(self.where, f"it sets precision={eqn.params['precision']}")
+        if eqn.params.get("out_sharding") is not None:
+            raise refusal(self.where, "it sets out_sharding", "call the layer without out_sharding")
+        self.products += 1
+        dtype = jnp.result_type(eqn.outvars[0].aval)
+        w = jnp.transpose(operands[place], [order.index(axis) for axis in range(len(order))]).astype(dtype)
+        pairs = sorted(zip((order[axis] for axis in contract[place]), contract[1 - place], strict=True))
+        x = operands[1 - place]
+        rows = [axis for axis in range(x.ndim) if axis not in contract[1 - place]]
+        x = jnp.transpose(x, [*rows, *(axis for _, axis in pairs)]).astype(dtype)
+        inside = tuple(axis for axis, _ in pairs)
+        y = self.product(x, w, inside)  # [rows, free axes of the weight in its own order]
+        free = [axis for axis in range(w.ndim) if axis not in inside]
+        seen = [order[axis] for axis in range(w.ndim) if order[axis] not in inside]  # their order in the traced product
+        back = [len(rows) + free.index(axis) for axis in seen]
+        numbers = list(range(len(rows)))
+        return jnp.transpose(y, [*back, *numbers] if place == 0 else [*numbers, *back])
+
+    def _refused(self, primitive: str) -> ConfigError:
+        return refusal(self.where, f"its call does more with the weight than one product ({primitive})")
+
+
+def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Evaluates one equation, as a jaxpr of its own."""
+    given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
+    single = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
+    return list(eval_jaxpr(single, [], *given.values()))

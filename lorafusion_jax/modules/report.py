@@ -1,0 +1,127 @@
+"""What has adapters in a model, what has not, and why.
+
+K in · N out · R padded rank
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from lorafusion_jax.modules.adapted import own_class
+from lorafusion_jax.modules.linear import Linear
+from lorafusion_jax.modules.match import find_places
+from lorafusion_jax.modules.tree import dotted
+
+_HEADER = ("layer", "class", "K x N", "adapters", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedRow:
+    """A layer with adapters: K and N as LoRA sees them, and the rank of each adapter that targets it."""
+
+    path: str
+    kind: str
+    in_features: int
+    out_features: int
+    layers: int
+    ranks: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRow:
+    """A module that holds a weight and has no adapters."""
+
+    path: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAReport:
+    """What `lora_report` found; prints as a table, also in notebooks.
+
+    Args:
+        parameters: trainable numbers of each adapter, without padding.
+        frozen: number of the model's other parameters.
+    """
+
+    adapted: tuple[AdaptedRow, ...]
+    skipped: tuple[SkippedRow, ...]
+    parameters: dict[str, int]
+    frozen: int
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *self._cells()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", self._total()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in self._cells())
+        head = "".join(f"<th>{name}</th>" for name in _HEADER)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{html.escape(self._total())}</p>"
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        for row in self.adapted:
+            ranks = ", ".join(f"{name} r={rank}" for name, rank in row.ranks.items())
+            stacked = f"{row.layers} layers, stacked" if row.layers > 1 else ""
+            yield row.path, row.kind, f"{row.in_features} x {row.out_features}", ranks, stacked
+        for skipped in self.skipped:
+            yield skipped.path, skipped.kind, "", "none", skipped.why
+
+    def _total(self) -> str:
+        each = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items()) or "no adapters"
+        return f"trainable: {each}; frozen: {self.frozen:,}"
+
+
+def lora_report(model: nnx.Module) -> LoRAReport:
+    """Tells which layers of a model have adapters, which do not and why.
+
+    >>> from lorafusion_jax.modules import AdapterSpec, apply_lora
+    >>> model = nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)), head=nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+    >>> lora_report(apply_lora(model, [AdapterSpec(name="law", rank=2, alpha=4)], targets="all-linear"))
+    layer  class   K x N   adapters
+    up     Linear  8 x 16  law r=2
+    head   Linear          none      output head: all-linear leaves it out, name it to adapt it
+    <BLANKLINE>
+    trainable: law 48; frozen: 212
+    """
+    adapted: dict[int, AdaptedRow] = {}
+    skipped: dict[int, SkippedRow] = {}
+    parameters: dict[str, int] = {}
+    for place in find_places(model):
+        plan, path, number = getattr(place.module, "lora_plan", None), dotted(place.path), id(place.module)
+        if plan is None:
+            why = place.why_not if not isinstance(place.linear, Linear) else "no adapter targets it"
+            if place.is_head and isinstance(place.linear, Linear):
+                why = "output head: all-linear leaves it out, name it to adapt it"
+            skipped.setdefault(number, SkippedRow(path=path, kind=type(place.module).__name__, why=why))
+        elif number not in adapted:
+            adapted[number] = _row(path, place.module, plan)
+            for name, count in plan.parameters().items():
+                parameters[name] = parameters.get(name, 0) + count
+    frozen = jax.tree.leaves(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
+    return LoRAReport(
+        adapted=tuple(adapted.values()),
+        skipped=tuple(skipped.values()),
+        parameters=parameters,
+        frozen=sum(leaf.size for leaf in frozen),
+    )
+
+
+def _row(path: str, module: nnx.Module, plan) -> AdaptedRow:
+    return AdaptedRow(
+        path=path,
+        kind=own_class(module).__name__,
+        in_features=plan.linear.in_features,
+        out_features=plan.linear.out_features,
+        layers=plan.layers,
+        ranks={plan.adapters[index].name: plan.adapters[index].rank for index in plan.members},
+    )

@@ -1,0 +1,120 @@
+"""`use_adapters`: tells the LoRA layers of a model which adapter each row belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.modules.context import LoRAContext
+from lorafusion_jax.modules.spec import AdapterSpec
+
+
+@dataclass(slots=True)
+class _Use:
+    context: LoRAContext
+    staged: bool  # entered while a jitted function was being traced
+    seen: bool = False
+
+
+_current: ContextVar[_Use | None] = ContextVar("lorafusion_adapters", default=None)
+_INSIDE = "enter `use_adapters` inside the jitted function, and pass the table as an argument"
+
+
+@contextmanager
+def use_adapters(
+    adapters: LoRAContext | Sequence[AdapterSpec], table: Any = None, **options: Any
+) -> Iterator[LoRAContext]:
+    """Tells the layers made by `apply_lora` which adapter each row belongs to.
+
+    Enter it inside the function that is jitted, with the table as an argument of that function:
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from lorafusion_jax.modules import apply_lora
+    >>> model = apply_lora(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), specs := [
+    ...     AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=4, alpha=4)], targets=".*")
+    >>> @nnx.jit
+    ... def forward(model, x, adapter_of_example):
+    ...     with use_adapters(specs, adapter_of_example):
+    ...         return model(x)
+    >>> forward(model, jnp.ones((3, 5, 8)), jnp.array([0, 1, 1])).shape
+    (3, 5, 4)
+
+    A training step gives its number, `use_adapters(specs, table, step=step)`: dropout is drawn from it. Evaluation is
+    `use_adapters(specs, table, train=False)`, one adapter for all rows `use_adapters(specs, only="law")`.
+
+    Args:
+        adapters: those that `apply_lora` got, in the same order; or a context.
+        table: adapter of each example (leading axis of the layers' inputs) or of each row, -1 for none.
+        options: `step`, `train`, `only` and the others of `LoRAContext.of`.
+
+    Raises:
+        ConfigError: as `LoRAContext.of`.
+        RunError: `lora.context-outside-jit` or `lora.context-unused`: entered around a jitted function, which would
+            keep the table of its first call; `lora.other-adapters`: not as many adapters as the model has;
+            `lora.table-rows`: the table has neither one entry per example nor one per row.
+    """
+    use = _Use(_context(adapters, table, options), _staging())
+    token = _current.set(use)
+    try:
+        yield use.context
+    finally:
+        _current.reset(token)
+    if not use.seen:
+        raise RunError(
+            "lora.context-unused",
+            "no LoRA layer ran inside `use_adapters`.",
+            why="a jitted function that is already compiled does not see it",
+            fix=_INSIDE,
+        )
+
+
+def context_of(count: int) -> LoRAContext | None:
+    """The context in use, for a layer of `count` adapters; None outside of `use_adapters`.
+
+    Raises:
+        RunError: see `use_adapters`.
+    """
+    use = _current.get()
+    if use is None:
+        return None
+    if _staging() and not use.staged:
+        raise RunError(
+            "lora.context-outside-jit",
+            "`use_adapters` was entered outside the function that is compiled.",
+            why="the compiled function would keep this table for ever",
+            fix=_INSIDE,
+        )
+    use.seen = True
+    if len(use.context.scale) != count:
+        raise RunError(
+            "lora.other-adapters",
+            f"the context is of {len(use.context.scale)} adapters and the model has {count}.",
+            fix="use_adapters: the adapters that apply_lora got, in the same order",
+        )
+    return use.context
+
+
+def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options: dict[str, Any]) -> LoRAContext:
+    if not isinstance(adapters, LoRAContext):
+        return LoRAContext.of(adapters, table, **options)
+    if table is not None or options:
+        given = [*(["table"] if table is not None else []), *options]
+        raise ConfigError(
+            "lora.table",
+            f"a context is complete; {', '.join(given)} has no effect on it.",
+            fix=f"LoRAContext.of(adapters, …, {', '.join(f'{name}=…' for name in given)})",
+        )
+    return adapters
+
+
+def _staging() -> bool:
+    """True while a function is being traced for compilation (arrays made now are tracers), False under grad alone."""
+    return isinstance(jnp.zeros(()), Tracer)

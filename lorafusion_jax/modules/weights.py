@@ -1,0 +1,142 @@
+"""Adapters of a caller's own NNX model: to arrays and files, back, and into the frozen weights.
+
+K in · N out · R padded rank · r an adapter's rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.modules.adapted import LoRAPlan, own_class
+from lorafusion_jax.modules.tree import walk
+
+
+def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
+    """One adapter's trained tensors at its own rank, "blocks.0.up.lora_a" → float32 [K, r]; for orbax or any format.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for layer, plan, index in _layers_of(model, name):
+        spec, axis = plan.adapters[index], len(plan.linear.stack)
+        for leaf in adapter_kind(spec.kind).leaves:
+            own = np.take(np.asarray(getattr(layer, leaf.name)[...]), index, axis)
+            arrays[f"{plan.path}.{leaf.name}".lstrip(".")] = np.ascontiguousarray(leaf.at_rank(own, spec.rank))
+    return arrays
+
+
+def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) -> None:
+    """Puts what `adapter_arrays` gave into the model, in place of that adapter; other adapters are not touched.
+
+    Raises:
+        CheckpointError: `lora.misfit`, names or shapes are not those of the adapter: nothing is changed.
+    """
+    before = adapter_arrays(model, name)
+    wrong = [f"{key} is missing" for key in before if key not in arrays]
+    wrong += [f"{key} is not in the model" for key in arrays if key not in before]
+    both = [key for key in before if key in arrays and before[key].shape != np.shape(arrays[key])]
+    wrong += [f"{key} has shape {np.shape(arrays[key])}, not {before[key].shape}" for key in both]
+    if wrong:
+        raise CheckpointError(
+            "lora.misfit",
+            f"these are not the tensors of adapter '{name}': {'; '.join(wrong[:4])}.",
+            fix="the same targets and rank as when they were saved",
+        )
+    for layer, plan, index in _layers_of(model, name):
+        spec, stack = plan.adapters[index], len(plan.linear.stack)
+        for leaf in adapter_kind(spec.kind).leaves:
+            bank = np.array(getattr(layer, leaf.name)[...])
+            own = np.moveaxis(bank, stack, 0)[index]  # a view of the adapter's part
+            leaf.at_rank(own, spec.rank)[...] = np.asarray(arrays[f"{plan.path}.{leaf.name}".lstrip(".")])
+            getattr(layer, leaf.name)[...] = jnp.asarray(bank)
+
+
+def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
+    """Writes one adapter to `folder/adapter.safetensors`, complete or not at all.
+
+    Raises:
+        RunError: the folder exists or cannot be written.
+    """
+    arrays = adapter_arrays(model, name)
+    with new_folder(folder) as building:
+        save_file(arrays, building / "adapter.safetensors")
+    return Path(folder) / "adapter.safetensors"
+
+
+def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
+    """Reads what `save_adapter` wrote into an adapter of a model.
+
+    Raises:
+        CheckpointError: there is no such file, or it does not fit.
+    """
+    file = Path(folder) / "adapter.safetensors"
+    if not file.is_file():
+        raise CheckpointError("lora.no-file", "there is no saved adapter.", where=str(file))
+    put_adapter_arrays(model, name, load_file(file))
+
+
+def merge_adapter(model: nnx.Module, name: str) -> nnx.Module:
+    """Adds one adapter to the frozen weights and takes all adapters off, in place: the plain model that it computes.
+
+    W + scale · A B, rounded once to the type of W. To keep the adapters, merge a copy, `nnx.clone(model)`.
+    """
+    found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    layers = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    for number, layer in layers.items():
+        if number in found:
+            plan, index = found[number]
+            weight = getattr(layer, plan.linear.weight)
+            total = np.asarray(weight[...], np.float64) + _delta(layer, plan, index)
+            weight[...] = jnp.asarray(total.astype(weight.dtype))
+        _strip(layer)
+    return model
+
+
+def _delta(layer: Any, plan: LoRAPlan, index: int) -> np.ndarray:
+    """scale · A B in the axes of the layer's weight."""
+    spec, linear, stack = plan.adapters[index], plan.linear, len(plan.linear.stack)
+    kind = adapter_kind(spec.kind)
+    own = {it: np.take(np.asarray(getattr(layer, it)[...], np.float64), index, stack) for it in kind.names}
+    flat = {it: leaf.reshape(-1, *leaf.shape[stack:]) for it, leaf in own.items()}
+    a, b = (np.asarray(each) for each in kind.low_rank(flat))
+    outside = [axis for axis in range(len(linear.shape)) if axis not in linear.inside]
+    order = [*linear.inside, *outside]
+    delta = (spec.scale * a @ b).reshape(*linear.stack, *(linear.shape[axis] for axis in order))
+    return delta.transpose(*range(stack), *(stack + int(axis) for axis in np.argsort(order)))
+
+
+def _strip(layer: Any) -> None:
+    for name in (*layer.lora_plan.leaf_names, "lora_site", "lora_plan"):
+        if hasattr(layer, name):
+            delattr(layer, name)
+    layer.__class__ = own_class(layer)
+
+
+def _layers_of(model: nnx.Module, name: str) -> Iterator[tuple[Any, LoRAPlan, int]]:
+    """The layers that an adapter targets, each once."""
+    seen: set[int] = set()
+    names: dict[str, None] = {}
+    for _, layer in walk(model):
+        plan = getattr(layer, "lora_plan", None)
+        if plan is None or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        names |= dict.fromkeys(spec.name for spec in plan.adapters)
+        index = next((number for number in plan.members if plan.adapters[number].name == name), None)
+        if index is not None:
+            yield layer, plan, index
+    if name not in names:
+        raise ConfigError(
+            "lora.unknown-adapter", f"the model has no adapter '{name}'.", fix=f"one of [{', '.join(names)}]"
+        )

@@ -1,0 +1,128 @@
+"""An optimizer of its own for each adapter of a model that holds them stacked.
+
+A adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lorafusion_jax.errors import ConfigError
+
+
+class PerAdapterState(NamedTuple):
+    """States of the adapters' optimizers, by name; each over that adapter's own slices."""
+
+    states: dict[str, Any]
+
+
+def per_adapter(
+    optimizers: Mapping[str, optax.GradientTransformation], *, axis: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Gives each adapter an optimizer of its own: state, clock, schedule, clipping and decay.
+
+    Every leaf of the parameters holds the adapters stacked, as `lora_a` [A, K, R] does. `update` takes
+    `active`, which adapters had rows in this step: bool [A], numbers or names. The others are left alone bit for bit,
+    weights and state. Clipping by global norm sees one adapter's leaves only.
+
+    Args:
+        optimizers: adapter → its transformation, in stacking order (the order that `apply_lora` got).
+        axis: of the adapters in every leaf; of stacked layers, whose leaves are [L, A, …], 1. Counted from the end it
+            serves both: -3.
+
+    Raises:
+        ConfigError: `optim.per-adapter`, a leaf has another number of adapters there; `optim.unknown-adapter`, `active`
+            names an adapter that there is not.
+
+    >>> params = {"lora_a": jnp.ones((2, 4, 2))}
+    >>> optimizer = per_adapter({"law": optax.sgd(0.5), "med": optax.adamw(1e-2)})
+    >>> state = optimizer.init(params)
+    >>> updates, state = optimizer.update({"lora_a": jnp.ones((2, 4, 2))}, state, params, active=["law"])
+    >>> updates["lora_a"][:, 0, 0].tolist()
+    [-0.5, -0.0]
+    """
+    names = tuple(optimizers)
+    if not names:
+        raise ConfigError("optim.per-adapter", "per_adapter needs an optimizer for one adapter at least.")
+    each = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
+
+    def init(params: Any) -> PerAdapterState:
+        _check(params, len(names), axis)
+        return PerAdapterState(
+            {name: each[name].init(_slice(params, number, axis)) for number, name in enumerate(names)}
+        )
+
+    def update(updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any):
+        _check(updates, len(names), axis)
+        mask = _mask(active, names)
+        changes, states = [], {}
+        for number, name in enumerate(names):
+            own = _slice(updates, number, axis)
+            weights = None if params is None else _slice(params, number, axis)
+            change, after = each[name].update(own, state.states[name], weights, **extra)
+            if mask is not None:
+                change = _where(mask[number], change, jax.tree.map(_nothing, change))
+                after = _where(mask[number], after, state.states[name])
+            changes.append(change)
+            states[name] = after
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *changes), PerAdapterState(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def active_adapters(table: Any, count: int) -> jax.Array:
+    """Which adapters have rows in a table of `use_adapters`: bool [count], for `update(…, active=…)`.
+
+    >>> active_adapters([0, 2, 2, -1], 3).tolist()
+    [True, False, True]
+    """
+    return jnp.any(jnp.asarray(table).reshape(-1, 1) == jnp.arange(count), axis=0)
+
+
+def _slice(tree: Any, number: int, axis: int) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, number, axis, keepdims=False), tree)
+
+
+def _where(on: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda one, other: jnp.where(on, one, other), new, old)
+
+
+def _nothing(leaf: jax.Array) -> jax.Array:
+    """What changes no bit of a weight when it is added: -0, because -0 + 0 is 0."""
+    return jnp.full_like(leaf, -0.0)
+
+
+def _check(tree: Any, count: int, axis: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != count:
+            raise ConfigError(
+                "optim.per-adapter",
+                f"a leaf has shape {leaf.shape}, and axis {axis} of every leaf must hold the {count} adapters.",
+                where=jax.tree_util.keystr(path),
+                fix="wrt=nnx.LoRAParam, an optimizer for each adapter of the model; axis=-3 for layers in a stack",
+            )
+
+
+def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
+    if active is None:
+        return None
+    if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
+        wanted = [active] if isinstance(active, str) else list(active)
+        if wrong := [name for name in wanted if name not in names]:
+            raise ConfigError("optim.unknown-adapter", f"active names {wrong} and there are {list(names)}.")
+        return jnp.array([name in wanted for name in names])
+    mask = jnp.asarray(active)
+    if mask.dtype != bool:
+        return active_adapters(mask, len(names))
+    if mask.shape != (len(names),):
+        raise ConfigError(
+            "optim.per-adapter",
+            f"active has shape {mask.shape} and there are {len(names)} adapters.",
+            fix="active=active_adapters(table, number of adapters), or their names",
+        )
+    return mask

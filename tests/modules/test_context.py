@@ -1,0 +1,155 @@
+"""One context, right by default: tables, dropout and steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
+
+PLAIN = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3)]
+DROPPING = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5), AdapterSpec(name="med", rank=3, alpha=3)]
+
+
+def model_of(specs, **more):
+    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 4, rngs=nnx.Rngs(0)), **more), specs, targets="up")
+    model.up.lora_b[...] = jnp.ones_like(model.up.lora_b[...])
+    return model
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (8, 6, 64))
+
+
+def run(model, x, specs, table=None, **options):
+    with use_adapters(specs, table, **options):
+        return np.asarray(model.up(x))
+
+
+@pytest.mark.parametrize("entries", [1, 2, 4, 6, 16])
+def test_a_table_that_merely_divides_the_rows_is_refused(x, entries):
+    with pytest.raises(RunError, match=r"one entry per example \(8\) or per row \(48\)") as caught:
+        run(model_of(PLAIN), x, PLAIN, [0] * entries)
+    assert caught.value.code == "lora.table-rows"
+
+
+def test_a_table_has_an_entry_per_example_per_row_or_per_stated_tile(x):
+    model, table = model_of(PLAIN), np.array([0, 1, 1, 0, -1, 1, 0, 0])
+    example = run(model, x, PLAIN, table)
+    for other in (
+        run(model, x, PLAIN, np.repeat(table, 6)),
+        run(model, x, PLAIN, np.repeat(table, 3), tile=2),
+        run(model, x.reshape(48, 64), PLAIN, table, tile=6).reshape(8, 6, 4),
+    ):  # float32 sums of 64 products, in tiles of other heights
+        np.testing.assert_allclose(other, example, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RunError, match="8 entries of 5 rows"):
+        run(model, x, PLAIN, table, tile=5)
+
+
+def test_without_a_context_several_adapters_are_an_error_and_one_is_fine(x):
+    with pytest.raises(RunError, match=r"only='law'") as caught:
+        model_of(PLAIN).up(x)
+    assert caught.value.code == "lora.no-context"
+    model = model_of(PLAIN[:1])
+    np.testing.assert_array_equal(model.up(x), run(model, x, PLAIN[:1], only="law"))
+
+
+def test_only_is_a_table_of_one_adapter(x):
+    model = model_of(PLAIN)
+    np.testing.assert_array_equal(run(model, x, PLAIN, only="med"), run(model, x, PLAIN, [1] * 8))
+    np.testing.assert_array_equal(run(model, x, PLAIN, only=-1), run(model, x, PLAIN, [-1] * 8))
+    with pytest.raises(ConfigError, match=r"one of \[law, med\]"):
+        run(model, x, PLAIN, only="lay")
+
+
+@pytest.mark.parametrize("options", [{}, {"table": [0] * 8, "only": "law"}])
+def test_neither_and_both_of_table_and_only_are_refused(options):
+    with pytest.raises(ConfigError, match=r"lora\.table"), use_adapters(PLAIN, **options):
+        pass
+
+
+@pytest.mark.parametrize("train", [None, True])
+def test_dropout_without_a_step_is_an_error_that_names_dropout(train):
+    with pytest.raises(ConfigError, match=r"dropout=0\.5.*\n.*step=STEP in training, train=False") as caught:
+        LoRAContext.of(DROPPING, [0], train=train)
+    assert caught.value.code == "lora.dropout-step"
+
+
+def test_dropout_without_a_context_is_an_error_until_the_model_evaluates(x):
+    model = model_of(DROPPING[:1])
+    with pytest.raises(RunError, match=r"dropout=0\.5"):
+        model.up(x)
+    model.eval()
+    np.testing.assert_array_equal(model.up(x), run(model, x, DROPPING[:1], only="law", train=False))
+
+
+def test_train_false_draws_none(x):
+    model, plain = model_of(DROPPING), model_of(PLAIN)
+    plain.up.lora_a[...] = model.up.lora_a[...]
+    expected = run(plain, x, PLAIN, [0, 1] * 4)
+    np.testing.assert_array_equal(run(model, x, DROPPING, [0, 1] * 4, train=False), expected)
+    np.testing.assert_array_equal(run(model, x, DROPPING, [0, 1] * 4, train=False, step=3), expected)
+
+
+def test_dropout_is_drawn_from_the_step_for_adapters_that_have_it(x):
+    model, table = model_of(DROPPING), np.array([0, 1] * 4)
+    first, again, later = (run(model, x, DROPPING, table, step=step) for step in (1, 1, 2))
+    still = run(model, x, DROPPING, table, train=False)
+    np.testing.assert_array_equal(first, again)
+    assert (first[table == 0] != later[table == 0]).all()
+    assert (first[table == 0] != still[table == 0]).all()
+    np.testing.assert_array_equal(first[table == 1], still[table == 1])
+
+
+def test_every_example_and_position_draws_its_own():
+    model = model_of(DROPPING[:1])
+    same = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (64,)), (8, 6, 64))
+    rows = run(model, same, DROPPING[:1], only="law", step=1).reshape(48, 4)
+    assert len({row.tobytes() for row in rows}) == 48
+
+
+def test_examples_keep_their_draw_wherever_they_stand(x):
+    model, order = model_of(DROPPING), np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    table = np.array([0, 1, 0, 0, 1, 0, 1, 0])
+    first = run(model, x, DROPPING, table, step=1, examples=np.arange(100, 108))
+    moved = run(model, x[order], DROPPING, table[order], step=1, examples=np.arange(100, 108)[order])
+    np.testing.assert_allclose(moved, first[order], rtol=1e-6, atol=1e-6)
+    assert (run(model, x, DROPPING, table, step=1)[table == 0] != first[table == 0]).any()
+    with pytest.raises(RunError, match="examples has 3 entries"):
+        run(model, x, DROPPING, table, step=1, examples=[1, 2, 3])
+
+
+def test_layers_draw_different_masks_of_equal_inputs(x):
+    specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
+    pair = nnx.Dict(up=nnx.Linear(64, 4, rngs=nnx.Rngs(0)), down=nnx.Linear(64, 4, rngs=nnx.Rngs(0)))
+    model = apply_lora(pair, specs, targets=["up", "down"])
+    model.down.lora_a[...] = model.up.lora_a[...]
+    for layer in (model.up, model.down):
+        layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
+    with use_adapters(specs, only="law", step=0):
+        assert (model.up(x) != model.down(x)).any()
+    with use_adapters(specs, only="law", train=False):
+        np.testing.assert_array_equal(model.up(x), model.down(x))
+
+
+def test_the_step_may_be_traced_and_does_not_compile_again(x):
+    model, traces = model_of(DROPPING), []
+
+    @nnx.jit
+    def forward(model, x, table, step):
+        traces.append(1)
+        with use_adapters(DROPPING, table, step=step):
+            return model.up(x)
+
+    table = jnp.array([0, 1] * 4)
+    outputs = [forward(model, x, table, jnp.uint32(step)) for step in range(3)]
+    assert len(traces) == 1
+    np.testing.assert_allclose(outputs[1], run(model, x, DROPPING, table, step=1), rtol=1e-6, atol=1e-6)
+
+
+def test_options_beside_a_complete_context_are_refused():
+    with pytest.raises(ConfigError, match="step has no effect"), use_adapters(LoRAContext.of(PLAIN, [0]), step=1):
+        pass

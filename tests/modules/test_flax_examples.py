@@ -1,0 +1,22 @@
+"""The scripts in examples/flax print what they say."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "flax").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_prints_what_it_says(script, capsys):
+    doc = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+    assert doc is not None
+    expected = [line.removeprefix("    ") for line in doc.split("Expected output:\n\n")[1].splitlines()]
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_there_are_scripts():
+    assert len(SCRIPTS) >= 2

@@ -1,0 +1,362 @@
+"""LoRA in every kind of linear layer of an NNX model, against the product with merged weights in float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, register_linear, use_adapters
+
+LAW = AdapterSpec(name="law", rank=2, alpha=4)
+MED = AdapterSpec(name="med", rank=3, alpha=3, seed=5)
+SPECS = [LAW, MED]
+TABLE = jnp.array([0, 1, 1, 0])
+
+
+class Einsum(nnx.Module):
+    """A class as packages of models have it: an equation and a weight."""
+
+    def __init__(self, einsum_str, shape, *, rngs, dtype=jnp.float32):
+        self.einsum_str, self.shape, self.dtype = einsum_str, shape, dtype
+        self.w = nnx.Param(nnx.initializers.glorot_uniform()(rngs.params(), shape))
+
+    @jax.named_scope("einsum")
+    def __call__(self, x):
+        return jnp.einsum(self.einsum_str, x.astype(self.dtype), self.w[...].astype(self.dtype))
+
+
+class Block(nnx.Module):
+    """Attention with grouped keys and a gated MLP, with the projections of a published Qwen3."""
+
+    def __init__(self, rngs, D=8, N=4, K=2, H=6, F=16):
+        self.q_proj = Einsum("BTD,DNH->BTNH", (D, N, H), rngs=rngs)
+        self.k_proj = Einsum("BSD,DKH->BSKH", (D, K, H), rngs=rngs)
+        self.v_proj = Einsum("BSD,DKH->BSKH", (D, K, H), rngs=rngs)
+        self.o_proj = Einsum("BTNH,NHD->BTD", (N, H, D), rngs=rngs)
+        self.gate_proj = nnx.Linear(D, F, use_bias=False, rngs=rngs)
+        self.down_proj = nnx.Linear(F, D, use_bias=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(D, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
+        k, v = (jnp.repeat(each, q.shape[2] // k.shape[2], axis=2) for each in (k, v))
+        weights = jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", q, k) / math.sqrt(q.shape[-1]))
+        x = x + self.o_proj(jnp.einsum("BNTS,BSNH->BTNH", weights, v))
+        return x + self.down_proj(nnx.silu(self.gate_proj(x)))
+
+
+class Qwen3(nnx.Module):
+    def __init__(self, rngs):
+        self.embedder = nnx.Embed(32, 8, rngs=rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.lm_head = Einsum("BTD,DV->BTV", (8, 32), rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embedder(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def registered():
+    from lorafusion_jax.modules import linear
+
+    register_linear(Einsum, weight="w", equation=lambda module: module.einsum_str)
+    yield
+    del linear._CLASSES[Einsum]
+
+
+def adapted(model):
+    return {path: module for path, module in nnx.iter_modules(model) if hasattr(module, "lora_plan")}
+
+
+def randomize(model, seed=0):
+    """Gives B of each adapter random numbers at its own rank."""
+    rng = np.random.default_rng(seed)
+    for module in adapted(model).values():
+        b = np.zeros(module.lora_b.shape, np.float32)
+        for index in module.lora_plan.members:
+            rank = SPECS[index].rank
+            b[..., index, :rank, :] = rng.normal(size=b[..., index, :rank, :].shape)
+        module.lora_b[...] = jnp.asarray(b)
+    return model
+
+
+def merged(make, model, index):
+    """The plain model with the weights of one adapter added in float64: what the layers must compute."""
+    plain = make()
+    for path, module in adapted(model).items():
+        target = plain
+        for part in path:
+            target = target[part] if isinstance(part, int) else getattr(target, part)
+        linear = module.lora_plan.linear
+        a, b = (np.asarray(leaf[...], np.float64) for leaf in (module.lora_a, module.lora_b))
+        delta = SPECS[index].scale * a[..., index, :, :] @ b[..., index, :, :]
+        outside = [axis for axis in range(len(linear.shape)) if axis not in linear.inside]
+        delta = delta.reshape(*linear.stack, *(linear.shape[axis] for axis in (*linear.inside, *outside)))
+        back = np.argsort([*linear.inside, *outside])
+        moved = delta.transpose(*range(len(linear.stack)), *(len(linear.stack) + axis for axis in back))
+        variable = getattr(target, linear.weight)
+        variable[...] = jnp.asarray(np.asarray(variable[...], np.float64) + moved, jnp.float32)
+    return plain
+
+
+def check(make, *inputs, targets="all-linear", call=lambda model, *inputs: model(*inputs)):
+    """A mixed batch equals each example in the model with its adapter merged."""
+    model = randomize(apply_lora(make(), SPECS, targets=targets))
+
+    @nnx.jit
+    def forward(model, table, *inputs):
+        with use_adapters(SPECS, table):
+            return call(model, *inputs)
+
+    found = forward(model, TABLE, *inputs)
+    for index in range(2):
+        expected = call(merged(make, model, index), *inputs)
+        rows = np.flatnonzero(np.asarray(TABLE) == index)
+        # sums in another order in every layer; the CPU's matrix products differ by 1e-6
+        np.testing.assert_allclose(found[rows], expected[rows], rtol=1e-4, atol=2e-5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (4, 5, 8))
+
+
+class Attention(nnx.Module):
+    def __init__(self):
+        self.attn = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.attn(x))
+
+
+def test_all_linear_reaches_attention_and_leaves_the_output_head_out(x):
+    model = check(Attention, x)
+    assert {path[-1] for path in adapted(model)} == {"query", "key", "value", "out"}
+    assert model.attn.out.lora_a.shape == (2, 8, 3)
+    assert isinstance(model.attn.out, nnx.LinearGeneral)
+    (skipped,) = lora_report(model).skipped
+    assert skipped.path == "head"
+    assert "output head" in skipped.why
+
+
+def test_the_output_head_takes_lora_when_it_is_named(x):
+    assert ("head",) in adapted(check(Attention, x, targets=["head", "query"]))
+
+
+@pytest.mark.parametrize(
+    ("equation", "kernel", "bias", "shape"),
+    [
+        ("...d,dnh->...nh", (8, 2, 3), (2, 3), (4, 5, 8)),
+        ("btd,ndh->btnh", (2, 8, 3), (2, 3), (4, 5, 8)),  # contracts an inner axis
+        ("btnh,hnd->btd", (3, 2, 8), (8,), (4, 5, 2, 3)),  # contracts two, in another order
+        ("btd,hnd->bnth", (3, 2, 8), None, (4, 5, 8)),  # and mixes rows and features in its output
+    ],
+)
+def test_einsums_over_features(equation, kernel, bias, shape):
+    check(
+        lambda: nnx.Dict(mix=nnx.Einsum(equation, kernel, bias, rngs=nnx.Rngs(0))),
+        jax.random.normal(jax.random.key(1), shape),
+        call=lambda model, x: model.mix(x),
+    )
+
+
+def test_linear_general_over_inner_axes():
+    check(
+        lambda: nnx.Dict(mix=nnx.LinearGeneral((3, 2), (4, 2), axis=(1, 3), rngs=nnx.Rngs(0))),
+        jax.random.normal(jax.random.key(1), (4, 3, 5, 2)),
+        call=lambda model, x: model.mix(x),
+    )
+
+
+def test_a_class_of_a_package_needs_one_line(registered):
+    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
+    model = check(lambda: Qwen3(nnx.Rngs(3)), tokens)
+    assert len(adapted(model)) == 2 * 6
+    assert isinstance(model.layers[0].q_proj, Einsum)
+    report = lora_report(model)
+    assert {row.path for row in report.skipped} == {"embedder", "lm_head"}
+    assert report.parameters["law"] == sum(2 * (row.in_features + row.out_features) for row in report.adapted)
+    assert "layers.1.o_proj" in str(report)
+    assert "<td>layers.1.o_proj</td>" in report._repr_html_()
+
+
+def test_a_class_that_nobody_registered_is_named_not_left_out_in_silence():
+    with pytest.warns(UserWarning, match=r"layers\.0\.q_proj and 7 more: Einsum .*register_linear\(Einsum, weight='w'"):
+        apply_lora(Qwen3(nnx.Rngs(0)), SPECS, targets="all-linear")
+    with pytest.raises(ConfigError, match="register_linear"):
+        apply_lora(Qwen3(nnx.Rngs(0)), SPECS, targets=["q_proj"])
+
+
+def test_a_call_that_differs_from_what_was_registered_is_refused(x):
+    class Twice(Einsum):
+        def __call__(self, x):
+            return super().__call__(x) + jnp.sum(self.w[...])
+
+    register_linear(Twice, weight="w", equation="btd,df->btf")
+    model = apply_lora(Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0)), [LAW], targets="all-linear")
+    with pytest.raises(ConfigError, match="more with the weight than one product"):
+        model(x)
+    register_linear(Twice, weight="w", equation="btf,df->btd")
+    other = apply_lora(Twice("btd,df->btf", (8, 4), rngs=nnx.Rngs(0)), [LAW], targets="all-linear")
+    with pytest.raises(ConfigError, match=r"sums over axes \(0,\) of the weight, not \(1,\)"):
+        other(x)
+
+
+def test_a_class_with_its_own_arithmetic_computes_what_merged_weights_would(x):
+    class Scaled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x) + 1
+
+    check(lambda: nnx.Dict(up=Scaled(8, 4, rngs=nnx.Rngs(0))), x, call=lambda model, x: model.up(x))
+
+
+def test_computes_in_the_type_of_the_layer(x):
+    make = lambda: nnx.Dict(up=nnx.Linear(8, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))  # noqa: E731
+    model = apply_lora(make(), [LAW], targets="up")
+    assert model.up(x).dtype == jnp.bfloat16
+    assert model.up.lora_a.dtype == jnp.float32
+
+
+class Deep(nnx.Module):
+    """Layers stacked by vmap and run by scan, each rematerialised."""
+
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return MLP(rngs)
+
+        self.layers = make(nnx.Rngs(0))
+
+    def __call__(self, x):
+        @nnx.scan
+        @nnx.remat
+        def run(x, layer):
+            return layer(x), None
+
+        return run(x, self.layers)[0]
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def test_layers_stacked_by_vmap_and_run_by_scan(x):
+    model = check(Deep, x)
+    assert model.layers.up.lora_a.shape == (3, 2, 8, 3)
+    first, second = model.layers.up.lora_a[...][:2]
+    assert (first != second).any()
+    assert lora_report(model).adapted[0].layers == 3
+
+
+def test_stacked_layers_draw_different_dropout(x):
+    """With equal weights in all layers, equal masks would give equal layers."""
+    specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5, targets=("up",))]
+    model = apply_lora(Deep(), specs)
+    sites = model.layers.up.lora_site[...]
+    assert len(set(np.asarray(sites).tolist())) == 3
+
+    @nnx.jit
+    def forward(model, x, step):
+        with use_adapters(specs, only="law", step=step):
+            return model(x)
+
+    model.layers.up.lora_b[...] = jnp.ones_like(model.layers.up.lora_b[...])
+    before = forward(model, x, 1)
+    model.layers.up.lora_site[...] = sites[::-1]
+    assert (forward(model, x, 1) != before).any()
+
+
+def test_gradients_of_all_leaves_agree_with_the_slope(registered):
+    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
+    model = randomize(apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear"))
+    graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+    @jax.jit
+    def loss(lora):
+        with use_adapters(SPECS, TABLE):
+            return jnp.mean(jnp.sin(nnx.merge(graph, lora, frozen)(tokens)))
+
+    grads = dict(nnx.to_flat_state(jax.grad(loss)(lora)))
+    leaves = dict(nnx.to_flat_state(lora))
+    direction = {path: np.random.default_rng(0).normal(size=leaf.shape) for path, leaf in leaves.items()}
+    # A and B of a member only: elsewhere both are zero and stay so
+    direction = {path: value * (np.asarray(leaves[path][...]) != 0) for path, value in direction.items()}
+    assert all(np.asarray(grads[path][...]).any() for path in grads)
+
+    def moved(size):
+        shifted = {path: leaf.replace(leaf[...] + size * direction[path]) for path, leaf in leaves.items()}
+        return float(loss(nnx.from_flat_state(shifted.items())))
+
+    slope = sum(float(np.sum(np.float64(grads[path][...]) * direction[path])) for path in grads)
+    # central difference: error of size², and of float32 sums of 1e-7 / size
+    assert slope == pytest.approx((moved(3e-3) - moved(-3e-3)) / 6e-3, rel=2e-2, abs=1e-4)
+
+
+def test_trains_under_nnx_optimizer(registered):
+    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 32)
+    model = apply_lora(Qwen3(nnx.Rngs(3)), SPECS, targets="all-linear")
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            with use_adapters(SPECS, TABLE):
+                return jnp.mean((model(tokens) - 1) ** 2)
+
+        value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_two_compiled_functions_over_one_rematerialised_block(x):
+    """The table of one compiled function must not reach another through what remat remembers of its block."""
+
+    class Remat(nnx.Module):
+        def __init__(self):
+            self.mlp = MLP(nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.remat(MLP.__call__)(self.mlp, x)
+
+    model = randomize(apply_lora(Remat(), SPECS, targets="all-linear"))
+
+    def forward(model, x, table):
+        with use_adapters(SPECS, table):
+            return model(x)
+
+    first = nnx.jit(forward)(model, x, TABLE)
+    second = nnx.jit(lambda *inputs: forward(*inputs) + 0)(model, x, 1 - TABLE)
+    with use_adapters(SPECS, TABLE):
+        np.testing.assert_allclose(first, model.mlp(x), rtol=1e-5, atol=1e-5)
+    with use_adapters(SPECS, 1 - TABLE):
+        np.testing.assert_allclose(second, model.mlp(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("layers.*.q_proj", 2), (r"layers\.\d\.(q|k)_proj", 4), ("*_proj", 12)])
+def test_targets_by_glob_or_regular_expression(registered, pattern, count):
+    assert len(adapted(apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=pattern))) == count
+
+
+def test_a_pattern_that_matches_nothing_lists_near_misses(registered):
+    with pytest.raises(ConfigError, match=r"did you mean 'q_proj'") as caught:
+        apply_lora(Qwen3(nnx.Rngs(0)), [LAW], targets=["q_prj"])
+    assert caught.value.code == "lora.unknown-target"

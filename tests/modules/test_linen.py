@@ -1,0 +1,174 @@
+"""LoRA on Linen models that know nothing of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.modules import AdapterSpec, LinenLoRA
+
+LAW = AdapterSpec(name="law", rank=2, alpha=4)
+MED = AdapterSpec(name="med", rank=4, alpha=4, seed=5)
+SPECS = [LAW, MED]
+TABLE = jnp.array([0, 1, 1, 0])
+
+
+class Mix(nn.Module):
+    """A linear module of a package, with its equation at the call."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, equation, x):
+        return jnp.einsum(equation, x, self.param("w", nn.initializers.lecun_normal(), self.shape))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attn")(x)
+        x = nn.relu(nn.Dense(12, name="up")(x))
+        x = nn.Einsum((12, 8), "btf,fd->btd", name="down")(x)
+        x = Mix((2, 8, 3), name="mix")("btd,hdc->bthc", x)
+        return nn.DenseGeneral(5, axis=(-2, -1), name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (4, 5, 8))
+
+
+@pytest.fixture(scope="module")
+def params(x):
+    return Net().init(jax.random.key(1), x)["params"]
+
+
+def make(params, x, specs=SPECS, **more):
+    lora = LinenLoRA(specs, targets="all-linear", modules=[(Mix, "w")], **more)
+    adapters = lora.init(Net(), {"params": params}, x)
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        b = np.zeros(leaf.shape, np.float32)
+        for index, spec in enumerate(specs):
+            b[index, : spec.rank] = rng.normal(size=b[index, : spec.rank].shape)
+        return jnp.asarray(b) if path[-1].key == "lora_b" else leaf
+
+    return lora, jax.tree_util.tree_map_with_path(fill, adapters)
+
+
+def apply(lora, params, adapters, x, table=TABLE, **options):
+    @jax.jit
+    def forward(adapters, table):
+        with lora.use(table, **options):
+            return Net().apply({"params": params, "LoRAParam": adapters}, x)
+
+    return forward(adapters, table)
+
+
+def test_every_adapter_has_its_own_rank(params, x):
+    _, adapters = make(params, x)
+    assert adapters["up"]["lora_a"].shape == (2, 8, 4)
+    assert not adapters["up"]["lora_a"][0, :, 2:].any()
+    assert adapters["up"]["lora_a"][1].all()
+
+
+def test_all_linear_reaches_attention_and_own_modules_but_not_the_head(params, x):
+    _, adapters = make(params, x)
+    assert set(adapters) == {"attn", "up", "down", "mix"}
+    assert set(adapters["attn"]) == {"query", "key", "value", "out"}
+
+
+def test_a_mixed_batch_equals_merged_weights(params, x):
+    lora, adapters = make(params, x)
+    found = apply(lora, params, adapters, x)
+    inside = {"query": 1, "key": 1, "value": 1, "out": 2, "up": 1, "down": 1}
+    for index, spec in enumerate(SPECS):
+        flat = {tuple(part.key for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        banks = {tuple(p.key for p in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(adapters)}
+        for path in {path[:-1] for path in banks}:
+            a, b = (np.asarray(banks[*path, name][index], np.float64) for name in ("lora_a", "lora_b"))
+            name = "w" if path[-1] == "mix" else "kernel"
+            weight, delta = flat[*path, name], spec.scale * a @ b
+            if path[-1] == "mix":
+                delta = delta.reshape(8, 2, 3).transpose(1, 0, 2)
+            else:
+                assert len(weight.shape) > inside[path[-1]]
+                delta = delta.reshape(weight.shape)
+            flat[*path, name] = jnp.asarray(weight + delta, jnp.float32)
+        tree = {}
+        for path, leaf in flat.items():
+            node = tree
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = leaf
+        rows = np.flatnonzero(np.asarray(TABLE) == index)
+        # sums in another order in six layers
+        np.testing.assert_allclose(found[rows], Net().apply({"params": tree}, x)[rows], rtol=1e-4, atol=1e-4)
+
+
+def test_rank_padding_gets_no_gradient_and_stays_zero(params, x):
+    lora, adapters = make(params, x)
+
+    def loss(adapters):
+        return jnp.sum(apply(lora, params, adapters, x) ** 2)
+
+    grads = jax.grad(loss)(adapters)
+    assert grads["up"]["lora_a"][0, :, :2].any()
+    assert not grads["up"]["lora_a"][0, :, 2:].any()
+    assert not grads["up"]["lora_b"][0, 2:].any()
+
+
+def test_checkpoints_of_the_base_load_unchanged(params, x):
+    fresh = LinenLoRA(SPECS, targets="all-linear")
+    adapters = fresh.init(Net(), {"params": params}, x)
+    # B is zero: what the base computes, up to the order of sums
+    np.testing.assert_allclose(apply(fresh, params, adapters, x), Net().apply({"params": params}, x), atol=1e-5)
+
+
+def test_dropout_needs_a_step_and_follows_it(params, x):
+    specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
+    lora, adapters = make(params, x, specs)
+    table = jnp.zeros(4, jnp.int32)
+    with pytest.raises(ConfigError, match=r"dropout=0\.5"):
+        apply(lora, params, adapters, x, table)
+    still, one, again, two = (
+        np.asarray(apply(lora, params, adapters, x, table, **options))
+        for options in ({"train": False}, {"step": 1}, {"step": 1}, {"step": 2})
+    )
+    np.testing.assert_array_equal(one, again)
+    assert (one != two).all()
+    assert (one != still).all()
+
+
+def test_a_missing_collection_is_an_error_that_names_it(params, x):
+    lora, _ = make(params, x)
+    with pytest.raises(RunError, match=r'"LoRAParam": adapters'), lora.use(TABLE):
+        Net().apply({"params": params}, x)
+
+
+def test_a_target_that_matches_nothing_names_the_layers(params, x):
+    with pytest.raises(ConfigError, match=r"down, head.*up"):
+        LinenLoRA(SPECS, targets="q_proj").init(Net(), {"params": params}, x)
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block)
+        scan = nn.scan(block, variable_axes={"params": 0, "LoRAParam": 0}, split_rngs={"params": True}, length=3)
+        return scan(name="layers")(x, None)[0]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8, name="up")(x), None
+
+
+def test_scanned_layers_are_refused_by_name_at_init(x):
+    params = Deep().init(jax.random.key(0), x)["params"]
+    with pytest.raises(ConfigError, match=r"nn\.scan"):
+        LinenLoRA(SPECS, targets="all-linear").init(Deep(), {"params": params}, x)

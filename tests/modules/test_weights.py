@@ -1,0 +1,113 @@
+"""Adapters of a caller's own model, to files and back and into the frozen weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.modules import (
+    AdapterSpec,
+    adapter_arrays,
+    apply_lora,
+    load_adapter,
+    lora_report,
+    merge_adapter,
+    put_adapter_arrays,
+    save_adapter,
+    use_adapters,
+)
+
+SPECS = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3, seed=5)]
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Linear(8, 8, rngs=rngs)
+
+        self.layers = make(nnx.Rngs(0))
+        self.attn = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(1))
+        self.head = nnx.Linear(8, 3, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        @nnx.scan
+        def run(x, layer):
+            return x + layer(x), None
+
+        return self.head(self.attn(run(x, self.layers)[0]))
+
+
+@pytest.fixture
+def model():
+    model = apply_lora(Net(), SPECS, targets="all-linear")
+    for number, name in enumerate(("law", "med")):
+        arrays = adapter_arrays(model, name)
+        rng = np.random.default_rng(number)
+        put_adapter_arrays(model, name, {key: rng.normal(size=value.shape) for key, value in arrays.items()})
+    return model
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(0), (4, 5, 8))
+
+
+def outputs(model, x, name):
+    @nnx.jit
+    def forward(model, x):
+        with use_adapters(SPECS, only=name):
+            return model(x)
+
+    return np.asarray(forward(model, x))
+
+
+@pytest.mark.parametrize("name", ["law", "med"])
+def test_merged_computes_what_the_adapter_did(model, x, name):
+    expected = outputs(model, x, name)
+    merged = merge_adapter(model, name)
+    assert not jax.tree.leaves(nnx.state(merged, nnx.LoRAParam))
+    assert type(merged.attn.out) is nnx.LinearGeneral
+    assert not lora_report(merged).adapted
+    np.testing.assert_allclose(merged(x), expected, rtol=1e-4, atol=1e-4)  # sums in another order in five layers
+
+
+def test_merging_a_copy_keeps_the_adapters(model, x):
+    before = outputs(model, x, "law")
+    merge_adapter(nnx.clone(model), "law")
+    np.testing.assert_array_equal(outputs(model, x, "law"), before)
+
+
+def test_saved_and_loaded_is_the_same_and_touches_no_other_adapter(model, x, tmp_path):
+    law, med = (outputs(model, x, name) for name in ("law", "med"))
+    save_adapter(model, "law", tmp_path / "law")
+    fresh = apply_lora(Net(), SPECS, targets="all-linear")
+    untouched = adapter_arrays(fresh, "med")
+    load_adapter(fresh, "law", tmp_path / "law")
+    np.testing.assert_array_equal(outputs(fresh, x, "law"), law)
+    for key, value in adapter_arrays(fresh, "med").items():
+        np.testing.assert_array_equal(value, untouched[key])
+    assert (outputs(fresh, x, "med") != med).any()
+
+
+def test_tensors_have_the_adapters_own_rank(model):
+    arrays = adapter_arrays(model, "law")
+    assert arrays["layers.lora_a"].shape == (3, 8, 2)
+    assert arrays["attn.out.lora_b"].shape == (2, 8)
+    assert sum(value.size for value in arrays.values()) == lora_report(model).parameters["law"]
+
+
+def test_what_does_not_fit_changes_nothing(model, x, tmp_path):
+    before = outputs(model, x, "med")
+    save_adapter(model, "law", tmp_path / "law")
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_adapter(model, "med", tmp_path / "law")
+    np.testing.assert_array_equal(outputs(model, x, "med"), before)
+    with pytest.raises(CheckpointError, match="no saved adapter"):
+        load_adapter(model, "med", tmp_path)
+    with pytest.raises(ConfigError, match=r"one of \[law, med\]"):
+        merge_adapter(model, "lay")
+    assert jnp.isfinite(model.layers.kernel[...]).all()

@@ -1,0 +1,108 @@
+"""per_adapter: each adapter's optimizer is the one that it would have alone."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.modules import AdapterSpec, apply_lora, use_adapters
+from lorafusion_jax.optim.per_adapter import active_adapters, per_adapter
+
+
+def law():
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
+
+
+def med():
+    return optax.lion(1e-2, weight_decay=0.2)
+
+
+def tree(seed):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {"lora_a": jax.random.normal(keys[0], (2, 4, 3)), "lora_b": jax.random.normal(keys[1], (2, 3, 5))}
+
+
+def own(tree, number):
+    return jax.tree.map(lambda leaf: leaf[number], tree)
+
+
+def test_each_adapter_steps_as_it_would_alone():
+    both, params = per_adapter({"law": law(), "med": med()}), tree(0)
+    state = both.init(params)
+    alone = [(optimizer, own(params, number)) for number, optimizer in enumerate((law(), med()))]
+    states = [optimizer.init(weights) for optimizer, weights in alone]
+    for step in range(3):
+        grads = tree(step + 1)
+        updates, state = both.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for number, (optimizer, weights) in enumerate(alone):
+            change, states[number] = optimizer.update(own(grads, number), states[number], weights)
+            alone[number] = optimizer, optax.apply_updates(weights, change)
+    for number, (_, weights) in enumerate(alone):
+        chex.assert_trees_all_equal(own(params, number), weights)
+
+
+@pytest.mark.parametrize("active", [["law"], "law", jnp.array([True, False]), [0]])
+def test_adapters_without_rows_are_untouched_bit_for_bit(active):
+    optimizer, params = per_adapter({"law": law(), "med": med()}), tree(0)
+    params["lora_a"] = params["lora_a"].at[1, 0, 0].set(-0.0)
+    state = optimizer.init(params)
+    _, state = optimizer.update(tree(1), state, params)
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, after = optimizer.update(grads, state, params, active=active)
+        return optax.apply_updates(params, updates), after
+
+    grads = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), tree(2))
+    stepped, after = step(grads, state, params)
+    for name in params:
+        assert np.asarray(stepped[name][1]).tobytes() == np.asarray(params[name][1]).tobytes()
+    chex.assert_trees_all_equal(after.states["med"], state.states["med"])
+    assert (stepped["lora_a"][0] != params["lora_a"][0]).all()
+
+
+def test_nnx_optimizer_forwards_active():
+    specs = [AdapterSpec(name=name, rank=2, alpha=4, targets=("up",)) for name in ("law", "med")]
+    model = apply_lora(nnx.Dict(up=nnx.Linear(8, 4, rngs=nnx.Rngs(0))), specs)
+    optimizer = nnx.Optimizer(model, per_adapter({"law": law(), "med": med()}), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer, x, table):
+        def loss(model):
+            with use_adapters(specs, table):
+                return jnp.mean((model.up(x) - 1) ** 2)
+
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        optimizer.update(model, grads, active=active_adapters(table, 2))
+
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    before = np.asarray(model.up.lora_a[...])
+    step(model, optimizer, x, jnp.array([1, 1, -1]))
+    step(model, optimizer, x, jnp.array([1, 1, -1]))
+    np.testing.assert_array_equal(model.up.lora_a[...][0], before[0])
+    assert (model.up.lora_a[...][1] != before[1]).any()
+
+
+def test_stacked_layers_take_another_axis():
+    params = {"lora_a": jnp.ones((3, 2, 4, 2)), "other": jnp.ones((2, 4, 2))}
+    optimizer = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(2.0)}, axis=-3)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert updates["lora_a"].shape == (3, 2, 4, 2)
+    np.testing.assert_array_equal(updates["lora_a"][:, 1], -2 * np.ones((3, 4, 2)))
+
+
+def test_misuse_is_an_error_that_names_the_fix():
+    optimizer, params = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(1.0)}), tree(0)
+    with pytest.raises(ConfigError, match=r"wrt=nnx\.LoRAParam"):
+        optimizer.init({"kernel": jnp.ones((4, 4))})
+    with pytest.raises(ConfigError, match=r"active names \['lay'\]"):
+        optimizer.update(params, optimizer.init(params), params, active=["lay"])
+    with pytest.raises(ConfigError, match="active has shape"):
+        optimizer.update(params, optimizer.init(params), params, active=jnp.ones(3, bool))
+    with pytest.raises(ConfigError, match="at least"):
+        per_adapter({})
