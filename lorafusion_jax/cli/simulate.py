@@ -35,7 +35,7 @@ def command(
     Example: lorafusion simulate trace.csv --gpus 64 --policy ours fifo
     """
     ends_in(to, ".html")
-    names = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
+    names: list[str] = list(dict.fromkeys([*(policy or ["ours"]), *(also or [])]))
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError("simulate.policy", f"no policy {unknown[0]!r}.", fix=f"some of {', '.join(POLICIES)}")
     workers = [

@@ -163,7 +163,7 @@ def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
             f"the model has {len(plan.adapters)} adapters ({names}), and nothing says which one the rows belong to.",
             fix=f"with use_adapters(specs, table): …   or use_adapters(specs, only='{plan.adapters[0].name}')",
         )
-    spec = plan.adapters[0]
+    spec = next(iter(plan.adapters))
     if spec.dropout and not layer.deterministic:
         raise RunError(
             "lora.dropout-step",

@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from lorafusion_jax.adapters.kind import adapter_kind
-from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import LoRAPlan, own_class
 from lorafusion_jax.modules.tree import walk
 
@@ -66,12 +66,15 @@ def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
     """Writes one adapter to `folder/adapter.safetensors`, complete or not at all.
 
     Raises:
-        RunError: the folder exists or cannot be written.
+        CheckpointError: `export.exists`, the file is there already.
     """
+    file = Path(folder) / "adapter.safetensors"
+    if file.exists():
+        raise CheckpointError("export.exists", f"{file} exists already.", fix="choose another folder")
     arrays = adapter_arrays(model, name)
-    with new_folder(folder) as building:
-        save_file(arrays, building / "adapter.safetensors")
-    return Path(folder) / "adapter.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_bytes(file, save(arrays))
+    return file
 
 
 def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:

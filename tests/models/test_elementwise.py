@@ -18,7 +18,7 @@ def normal(*shape, dtype=jnp.float32):
 
 
 def norm(x, weight):
-    return rms_norm(x, weight, eps=1e-3)
+    return rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-3)
 
 
 def rotated(x):
