@@ -182,7 +182,8 @@ class Loop:
             if news is None:
                 continue
             self._emit(news)
-            if change.action == "finish" and adapter.status == "done" and self._evaluated(adapter.name, adapter.step):
+            every = self._config.train.eval_every_steps
+            if adapter.status == "done" and not (every and adapter.step % every == 0):  # else that has been done
                 self._hooks.evaluate(adapter.name, adapter.step, self._progress.slot)
             if adapter.status != "running":
                 self._meter.drop(adapter.name, self._progress.slot)
