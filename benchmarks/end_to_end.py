@@ -74,6 +74,8 @@ from lorafusion_jax.config.schema import (
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.base import fitting_remat
+from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
@@ -84,8 +86,6 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.planning.stages import stage_layers
-from lorafusion_jax.training.base import fitting_remat
-from lorafusion_jax.training.batches import Batches
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import AdapterJob, Plan, make_plan, simulate

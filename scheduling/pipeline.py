@@ -144,10 +144,11 @@ def _groups(plan: Plan) -> list[range]:
     ends: dict[int, list[tuple[str, int]]] = {}
     for slot, adapter, batch in plan.batches_ending():
         ends.setdefault(slot, []).append((adapter, batch))
+    complete = {batch for batches in ends.values() for batch in batches}  # those of stopped adapters may not be
     groups: list[range] = []
     start = 0
     for index, slot in enumerate(plan.slots):
-        open_batches.update((ref.adapter, ref.batch) for ref in slot.samples)
+        open_batches.update({(ref.adapter, ref.batch) for ref in slot.samples} & complete)
         open_batches.difference_update(ends.get(index, ()))
         if not open_batches and not slot.is_noop:
             groups.append(range(start, index + 1))

@@ -91,11 +91,19 @@ class Plan:
         return self.num_slots / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def batches_ending(self) -> Iterator[tuple[int, str, int]]:
-        """Yields (slot, adapter, batch) for each batch that is complete after that slot, in order of slots."""
+        """Yields (slot, adapter, batch) for each batch that is complete after that slot, in order of slots.
+
+        A batch that a stopped adapter has begun does not end.
+        """
         last: dict[tuple[str, int], int] = {}
+        left = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
         for index, slot in enumerate(self.slots):
-            last.update({(ref.adapter, ref.batch): index for ref in slot.samples})
-        yield from sorted((index, adapter, batch) for (adapter, batch), index in last.items())
+            for ref in slot.samples:
+                batch = ref.adapter, ref.batch
+                last[batch] = index
+                if batch in left:
+                    left[batch] -= 1
+        yield from sorted((index, name, batch) for (name, batch), index in last.items() if not left.get((name, batch)))
 
     @cached_property
     def digest(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -60,6 +60,11 @@ class AdapterJob:
     @property
     def num_batches(self) -> int:
         return -(-self.num_samples // self.global_batch)
+
+    def batch_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yields (batch, samples in it); the last batch may be short."""
+        for batch in range(self.num_batches):
+            yield batch, min(self.global_batch, self.num_samples - batch * self.global_batch)
 
     @property
     def stream(self) -> np.ndarray:

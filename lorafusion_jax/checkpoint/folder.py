@@ -5,6 +5,7 @@ metrics.jsonl  events.jsonl            numbers and changes of state
 run.lock                               which process trains it
 state/<slot>/                          checkpoints
 adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
+control/                               requests that wait
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -139,17 +142,29 @@ class RunFolder:
         self.write_record(_with_file(self.read_record(), TIMELINE, text))
         replace_text(self.path / TIMELINE, text)
 
-    def write_move(self, plan: Plan, slot: int) -> None:
-        """Replaces the plan of a run that goes on elsewhere from its checkpoint at `slot`.
+    def write_move(self, plan: Plan, slot: int, changes: Sequence[dict[str, Any]] = ()) -> None:
+        """Replaces the plan of a run that goes on from `slot` with another one, or on other devices.
 
         The checkpoints up to `slot` belong to both plans, which are equal until there. run.json knows the new plan
         before it is there, so the run can go on wherever this ends; without the new plan, it plans again.
+
+        Args:
+            changes: rows that say what of the adapters changes at `slot`.
         """
         record = self.read_record()
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
-        self.write_record(record | {"moves": [*record.get("moves", ()), move]})
+        move |= {"changes": list(changes)} if changes else {}
+        before = [_until(move, slot) for move in self.moves()]
+        self.write_record(record | {"moves": [*before, move]})
         (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may be others in the new plan
         replace_text(self.plan_file, plan.to_json())
+
+    def moves(self) -> list[dict[str, Any]]:
+        """Moves to the plan that is there, in order; one whose plan was never written has not taken place."""
+        record, plan = self.read_record(), self.read_plan().digest
+        moves = record.get("moves", [])
+        ends = [number for number, move in enumerate(moves, 1) if move["plan"] == plan]
+        return moves[: ends[-1]] if ends else [] if plan == record.get("plan") else moves
 
     def read_plan(self) -> Plan:
         """Reads the plan.
@@ -247,6 +262,13 @@ class RunFolder:
                 f"{self.path} is no run folder: {file} is not there.",
                 fix="lorafusion train jobs.yaml --out runs/NAME starts one",
             )
+
+
+def _until(move: dict[str, Any], slot: int) -> dict[str, Any]:
+    """A move as it is in a run that is planned again from a slot: what comes later comes there."""
+    if "changes" not in move:
+        return move
+    return move | {"changes": [change | {"slot": min(change["slot"], slot)} for change in move["changes"]]}
 
 
 def _sealed(record: dict) -> str:

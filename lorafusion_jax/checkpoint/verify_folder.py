@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
+from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.log_file import damaged_lines, read_rows
@@ -142,7 +143,7 @@ def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> B
 
 def _others(path: Path) -> Iterator[BatchSummary]:
     """Files that no result depends on, and what killed processes left."""
-    known = {*RUN_FILES, *LOGS, TIMELINE, "state", "adapters"}
+    known = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
     for child in sorted(path.iterdir()):
         if child.name not in known:
             note = "left by a killed process: resume removes it" if child.name.startswith(".") else "no result needs it"

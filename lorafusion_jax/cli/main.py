@@ -17,6 +17,7 @@ import typer
 
 from lorafusion_jax.cli import (
     check,
+    control,
     data,
     demo,
     doctor,
@@ -62,6 +63,8 @@ for command in (
     simulate,
 ):
     app.command(command.NAME)(command.command)
+for name, asked in control.COMMANDS.items():
+    app.command(name)(asked)
 app.add_typer(data.app, name="data")
 
 

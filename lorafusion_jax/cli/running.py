@@ -21,6 +21,7 @@ from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
 
 INTERRUPTED = 130
+COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 
 
 def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
@@ -76,7 +77,7 @@ def show_result(console: Console, result: RunResult) -> None:
         row = rows.get(name, {})
         table.add_row(
             name,
-            "[bold red]failed[/]" if adapter.status == "failed" else f"[green]{adapter.status}[/]",
+            f"[{COLOURS[adapter.status]}]{adapter.status}[/]",
             f"{whole(adapter.step)}/{whole(adapter.num_steps)}",
             _loss(row.get("loss")),
             _loss(row.get("before")),

@@ -21,6 +21,8 @@ from lorafusion_jax.report.summary import got_worse, rates, read_summary, remat_
 
 NAME = "status"
 SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
+ENDS = ("adapter-done", "adapter-failed", "adapter-changed")
+COLOURS = {"done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
 
 
@@ -57,13 +59,13 @@ def run_numbers(run: Path) -> dict:
     plan = folder.read_plan()
     holder = held_by(run)  # before the events: who lets go has told its end
     events, metrics = read_rows(run / "events.jsonl"), read_summary(run)
-    ends = {event.get("adapter"): event for event in events if event["kind"] in ("adapter-done", "adapter-failed")}
+    ends = {event.get("adapter"): event for event in events if event["kind"] in ENDS}
     last = metrics.slots[-1] if metrics.slots else {}
     adapters = {}
     for job in plan.jobs:
         own, ended = metrics.adapters.get(job.name, {}), ends.get(job.name)
         adapters[job.name] = {
-            "status": "running" if ended is None else ended["kind"].removeprefix("adapter-"),
+            "status": _status(ended),
             "step": own.get("step") or 0,
             "steps": job.num_batches,
             "loss": own.get("loss"),
@@ -97,6 +99,13 @@ def run_numbers(run: Path) -> dict:
     }
 
 
+def _status(last: dict | None) -> str:
+    """Where an adapter stands by the last news of its end or of a request."""
+    if last is None:
+        return "running"
+    return last["status"] if "status" in last else last["kind"].removeprefix("adapter-")
+
+
 def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
     """State of a run and the reason for it, from what it told last and who holds it."""
     last = changes[-1] if changes else {"kind": "started"}
@@ -126,7 +135,8 @@ def _screen(numbers: dict) -> Group:
             "–" if row[key] is None else f"{row[key]:.4f}" for key in ("loss", "held_out_before", "held_out_after")
         ]
         eta = f"{duration(row['eta_s'])}" if row["status"] == "running" and row["eta_s"] is not None else "–"
-        status = {"done": "[green]done[/]", "failed": "[bold red]failed[/]"}.get(row["status"], row["status"])
+        colour = COLOURS.get(row["status"])
+        status = f"[{colour}]{row['status']}[/]" if colour else row["status"]
         table.add_row(name, status, f"{whole(row['step'])}/{whole(row['steps'])}", *losses, eta)
         if row["reason"]:
             notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
@@ -158,6 +168,9 @@ def _devices(numbers: dict) -> list[Text]:
 def _next(run: Path, numbers: dict) -> str:
     if numbers["state"] == "finished":
         done = next((name for name, row in numbers["adapters"].items() if row["step"]), None)
+        paused = next((name for name, row in numbers["adapters"].items() if row["status"] == "paused"), None)
+        if paused:
+            return f"lorafusion continue {run} {paused}   and then lorafusion resume {run}"
         return (
             f"lorafusion export {run} {done} --to out/{done}"
             if done

@@ -269,6 +269,11 @@ class TrainSettings(Section):
     plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
         default=1.0, description="effort of the planner's search, in seconds of one core"
     )
+    on_failed: Literal["keep", "replan"] = Field(
+        default="keep",
+        description="what becomes of the slots of an adapter that failed: they stay, so that the numbers of the others "
+        "are bitwise the same; or what is left is planned again without it, equal to rounding",
+    )
     log_every_s: NotNegative | None = Field(
         default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
     )

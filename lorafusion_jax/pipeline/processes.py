@@ -82,14 +82,19 @@ def any_process(flag: bool) -> bool:
     Hosts ask each other through jax's coordination service. A collective on the devices would queue behind the
     microbatches under way and drain the pipeline with every question.
     """
-    count = jax.process_count()
-    if count == 1:
+    if is_alone():
         return flag
+    count = jax.process_count()
     client, number = distributed.global_state.client, next(_questions)
     assert client is not None
     client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", str(int(flag)))
     answers = [client.blocking_key_value_get(f"{_PREFIX}/{number}/{process}", PATIENCE_MS) for process in range(count)]
     return "1" in answers
+
+
+def is_alone() -> bool:
+    """Whether the run has this process only; starts no backend if so."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
 def is_first() -> bool:

@@ -80,6 +80,10 @@ class Spans:
             self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
         self._queues[event.stage].put((issued, result, kept))  # all: the first failure is to be known at any length
 
+    def stop(self) -> None:
+        """Ends the threads."""
+        self._join()
+
     def close(self, plan: Plan) -> Timeline:
         """Ends the threads; returns what was measured of a plan's run."""
         self._join()

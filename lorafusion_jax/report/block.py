@@ -23,6 +23,7 @@ class Row:
 
     Attributes:
         metrics: of its objective, besides the loss.
+        stopped: paused or cancelled; empty while it is neither.
         failure: why and where it failed; empty while it has not.
     """
 
@@ -34,6 +35,7 @@ class Row:
     lr: float | None = None
     eval_loss: float | None = None
     done: bool = False
+    stopped: str = ""
     failure: str = ""
 
 
@@ -106,7 +108,7 @@ def _plain(row: Row) -> str:
     return (
         f"{row.step}/{row.num_steps}"
         + (f" loss {row.loss:.3f}" if row.loss is not None else "")
-        + (" done" if row.done else "")
+        + (" done" if row.done else f" {row.stopped}" if row.stopped else "")
     )
 
 
@@ -121,8 +123,8 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
         "gnorm": "" if row.grad_norm is None else f"gnorm {row.grad_norm:.2f}",
         "lr": "" if row.lr is None else f"lr {rate(row.lr)}",
         "held-out": "" if row.eval_loss is None else f"held-out {row.eval_loss:.3f}",
-        "speed": "" if tokens is None or row.done else f"{count(tokens)} tok/s",
-        "eta": "done" if row.done else "" if left is None else f"eta {duration(left)}",
+        "speed": "" if tokens is None or row.done or row.stopped else f"{count(tokens)} tok/s",
+        "eta": "done" if row.done else row.stopped if row.stopped else "" if left is None else f"eta {duration(left)}",
     }
 
 
@@ -141,8 +143,8 @@ def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, in
 
 
 def _style(column: str, row: Row) -> str:
-    if row.done and column == "eta":
-        return "green"
+    if column == "eta" and (row.done or row.stopped):
+        return "green" if row.done else "yellow"
     return "dim" if column in ("share", "metrics", "gnorm", "lr") else ""
 
 

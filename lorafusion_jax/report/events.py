@@ -76,6 +76,7 @@ class RunStarted(RunEvent):
         adapters: steps of each in the plan.
         taken: steps of each so far.
         failed: why, for those that did.
+        stopped: paused or cancelled, for those that are.
         frozen, trainable: parameters.
         plan: its digest.
     """
@@ -93,6 +94,7 @@ class RunStarted(RunEvent):
     adapters: Mapping[str, int]
     taken: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    stopped: Mapping[str, str] = field(default_factory=dict)
     capacity_tokens: int
     trainable: int
     plan: str
@@ -170,6 +172,43 @@ class AdapterFailed(AdapterEvent):
     kind = "adapter-failed"
     reason: str
     kept_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChanged(AdapterEvent):
+    """A request about one adapter was carried out.
+
+    Attributes:
+        action: cancel, pause, continue, finish or weight.
+        status: of the adapter from here on.
+        num_steps: its steps from here on.
+        weight: its new one, of `weight`.
+    """
+
+    kind = "adapter-changed"
+    action: str
+    status: str
+    num_steps: int
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRevised(RunEvent):
+    """What is left was planned again while the run went on."""
+
+    kind = "replanned"
+    slots: int
+    slots_left: int
+    slots_left_before: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRefused(RunEvent):
+    """A request in `control/` cannot be carried out; its file is gone."""
+
+    kind = "request-refused"
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from lorafusion_jax.log_file import read_rows as read_rows
 from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
-REPEATED = ("adapter-done", "adapter-failed", "exported", "export-failed")  # events that a resumed run tells again
+# Events that a resumed run tells again.
+REPEATED = ("adapter-done", "adapter-failed", "adapter-changed", "exported", "export-failed")
 CHUNK = 1 << 20
 
 

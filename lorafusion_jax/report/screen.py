@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lorafusion_jax.report.block import Row, adapter_lines, head_line, plain_state
 from lorafusion_jax.report.events import (
+    AdapterChanged,
     AdapterDone,
     AdapterEvaluated,
     AdapterEvent,
@@ -20,7 +21,9 @@ from lorafusion_jax.report.events import (
     ExportFailed,
     FilesDamaged,
     PhaseBegun,
+    PlanRevised,
     ProgramCompiled,
+    RequestRefused,
     RunEvent,
     RunMoved,
     RunStarted,
@@ -89,6 +92,14 @@ class Screen:
                 self._on_eval(event)
             case AdapterDone():
                 self._row(event).done = True
+            case AdapterChanged():
+                self._on_changed(event)
+            case PlanRevised():
+                self._slots, self._phase = event.slots, ""
+                left, before = whole(event.slots_left), whole(event.slots_left_before)
+                self._line(f"planned again: {left} slots left instead of {before}", always=True)
+            case RequestRefused():
+                self._line(f"request refused: {event.text}", always=True, style="bold yellow")
             case AdapterFailed():
                 self._on_failed(event)
             case StateSaved():
@@ -187,6 +198,13 @@ class Screen:
         self._row(event).failure = _failure(event.reason, event.kept_step)
         self._line(f"{event.adapter}  {self._row(event).failure}", style="bold red")
 
+    def _on_changed(self, event: AdapterChanged) -> None:
+        row = self._row(event)
+        row.num_steps, row.done = event.num_steps, event.status == "done"
+        row.stopped = event.status if event.status in ("paused", "cancelled") else ""
+        what = f"weight {event.weight:g}" if event.weight is not None else event.status
+        self._line(f"{event.adapter}  step {event.step}/{event.num_steps}  {event.action}: {what}", always=True)
+
     def _row(self, event: AdapterEvent) -> Row:
         return self._rows[event.adapter]
 
@@ -209,6 +227,7 @@ def _rows_at(event: RunStarted) -> dict[str, Row]:
         step = event.taken.get(name, 0)
         failure = _failure(event.failed[name], step) if name in event.failed else ""
         rows[name] = Row(steps, step=step, done=step == steps, failure=failure)
+        rows[name].stopped = event.stopped.get(name, "")
     return rows
 
 

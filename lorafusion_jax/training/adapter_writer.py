@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,11 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.schema import AdapterConfig, BaseSettings, JobConfig
+from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.training.state import Progress
 from lorafusion_jax.weights.table import NONE
-from scheduling import Plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -24,22 +25,22 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 class AdapterWriter:
     """Writes `adapters/<name>/step-…` folders of a run.
 
+    A sitting that crashed may have left folders of the step at which this one begins, and of later ones; on another
+    layout they differ from what this one computes by rounding.
+
     Args:
-        since: per adapter, the step at which this sitting begins. A sitting that crashed may have left folders of that
-            step and later ones; on another layout they differ from what this one computes by rounding.
+        progress: where the sitting begins; its plan may change later.
     """
 
     def __init__(
         self,
         config: JobConfig,
         prepared: Prepared,
-        plan: Plan,
         folder: RunFolder,
-        specs: Sequence[AdapterSpec],
-        since: Mapping[str, int],
+        progress: Progress,
     ):
-        self._config, self._prepared, self._plan, self._folder, self._specs = config, prepared, plan, folder, specs
-        self._since = since
+        self._config, self._prepared, self._folder, self._progress = config, prepared, folder, progress
+        self._since = {name: adapter.step for name, adapter in progress.adapters.items()}
         self._written: set[Path] = set()
 
     def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
@@ -52,7 +53,7 @@ class AdapterWriter:
         target = self._folder.adapter_step(name, step)
         if target.exists() and not failure and (step < self._since[name] or target in self._written):
             return target
-        spec = next(spec for spec in self._specs if spec.name == name)
+        spec = adapter_spec(self._config.adapter(name))
         new = not target.exists()
         self._export(spec, step, own, target, failure)
         self._written.add(target)
@@ -87,11 +88,11 @@ class AdapterWriter:
             "data": self._prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        card = _card(adapter, step, self._config.base, self._plan, failure)
+        card = _card(adapter, step, self._config.base, self._progress.plan, failure)
         (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: Plan, failure: str) -> str:
+def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: str, failure: str) -> str:
     lora, optim, base = adapter.lora, adapter.optim, settings.model
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     belongs = f"""
@@ -113,7 +114,7 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
 | global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
-| plan | {plan.digest} |
+| plan | {plan} |
 
 `run.json` holds the complete record.
 

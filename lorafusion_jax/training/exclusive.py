@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import jax
-
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
@@ -25,8 +23,7 @@ def fail_together() -> Iterator[None]:
         yield
     except LoraFusionError as problem:
         refused = problem
-    several = jax.distributed.is_initialized()  # one process by itself starts no backend here
-    if several and any_process(refused is not None) and refused is None:
+    if any_process(refused is not None) and refused is None:
         refused = CheckpointError("run.refused", "another process of this run failed; see its message.")
     if refused is not None:
         raise refused

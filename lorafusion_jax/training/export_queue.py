@@ -5,20 +5,13 @@ background. A folder that cannot be written costs its own adapter only; a full d
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from lorafusion_jax.errors import ErrorList, LoraFusionError
-from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.processes import is_first
-from lorafusion_jax.pipeline.state import adapter_arrays
 from lorafusion_jax.report.events import AdapterDone, AdapterExported, AdapterFailed, ExportFailed, Listener
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
@@ -27,26 +20,27 @@ from lorafusion_jax.training.state import AdapterProgress
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Problem = LoraFusionError | OSError
+Read = Callable[[str], Callable[[], dict[str, np.ndarray]]]  # `Session.read`
 
 
 class ExportQueue:
     """Writes adapters of a run; close it to wait for folders under way."""
 
-    def __init__(self, writer: AdapterWriter, executor: Executor, specs: Sequence[AdapterSpec], listener: Listener):
-        self._writer, self._executor, self._specs, self._listener = writer, executor, specs, listener
+    def __init__(self, writer: AdapterWriter, read: Read, listener: Listener):
+        self._writer, self._read, self._listener = writer, read, listener
         self._queue = BackgroundQueue("export")
 
     def write(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Writes the folder of an adapter as it is now, and waits for it."""
-        own = self._weights(adapter.name)()
-        found = self._attempt(adapter.name, adapter.step, own, adapter.reason) if is_first() else None
+        own = self._read(adapter.name)()
+        found = self._attempt(adapter.name, adapter.step, own, adapter.failure) if is_first() else None
         if isinstance(found, Problem):
             self._tell_refusal(adapter, slots_done, found)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that trains no more; `poll` tells when it is complete."""
-        name, step, failure = adapter.name, adapter.step, adapter.reason
-        own = self._weights(name)
+        name, step, failure = adapter.name, adapter.step, adapter.failure
+        own = self._read(name)
 
         def on_done(found: Path | Problem | None) -> None:
             if isinstance(found, Problem):
@@ -94,20 +88,6 @@ class ExportQueue:
 
     def _tell_refusal(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
         self._listener(ExportFailed(slot=slots_done, adapter=adapter.name, step=adapter.step, **_described(problem)))
-
-    def _weights(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
-        """An adapter's weights as they are now; calling the result waits for them."""
-        index = next(i for i, spec in enumerate(self._specs) if spec.name == name)
-        parts = self._executor.read(lambda stage: stage.adapter(index))
-        collect = partial(_collect, parts)
-        if jax.process_count() == 1:
-            return collect
-        own = collect()  # processes may have to meet for it: in one order, so not in the background
-        return lambda: own
-
-
-def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
-    return adapter_arrays([part.result() for part in parts])
 
 
 def _disk_is_full(problem: Problem) -> bool:

@@ -3,7 +3,8 @@
 The devices always have the next microbatch queued. An adapter whose step would not be finite keeps its last good
 weights and stops. Its rows become padding where they stand, so the others compute what they would have computed, and a
 slot of such rows only is skipped. Once all adapters have stopped, the rest of the plan is left out. To save, no further
-slot is let in until those in the pipeline are through.
+slot is let in until those in the pipeline are through. At such a drain point another plan may take the place of what is
+left.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from jax import process_count
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.optim.schedules import learning_rates
 from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.pipeline.batches import Batches, without
 from lorafusion_jax.pipeline.executor import Executor, StepResult
-from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.pipeline.processes import any_process, is_alone
 from lorafusion_jax.report.events import (
     AdapterFailed,
     Listener,
@@ -34,7 +35,7 @@ from lorafusion_jax.report.events import (
     SlotDone,
     StepTaken,
 )
-from lorafusion_jax.training.batches import Batches, without
+from lorafusion_jax.training.changes import Change, Revision, apply
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
@@ -58,6 +59,8 @@ class Hooks:
         evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
         finish: (adapter, slots done); an adapter took its last step, and what follows may go on while others train.
         finished: tells what came of it meanwhile.
+        wants_revision: whether a user asks for another plan; looked at before every slot.
+        revise: another plan from the drained slot `progress.slot` on; None: the same. All processes ask together.
         bubble_share: measured idle share of the recent slots, pauses left out; None: nothing to say.
     """
 
@@ -65,6 +68,8 @@ class Hooks:
     evaluate: Callable[[str, int, int], None]
     finish: Callable[[str, int], None]
     finished: Callable[[], None] = lambda: None
+    wants_revision: Callable[[], bool] = lambda: False
+    revise: Callable[[], Revision | None] = lambda: None
     bubble_share: Callable[[], float | None] = lambda: None
 
 
@@ -85,6 +90,7 @@ class Loop:
 
     Args:
         program: events per stage; None: 1F1B.
+        changes: that the plan knows and `progress` does not yet, in order of slots.
     """
 
     def __init__(
@@ -97,21 +103,18 @@ class Loop:
         emit: Listener,
         hooks: Hooks,
         program: schedule.Program | None = None,
+        changes: Sequence[Change] = (),
     ):
-        self._config, self._plan, self._executor = config, plan, executor
+        self._config, self._executor = config, executor
         self._prepared, self._progress, self._emit, self._hooks = prepared, progress, emit, hooks
-        self._program = program
+        self._program, self._changes = program, deque(changes)
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._batches = Batches(config, prepared, plan, executor.local_replicas)
-        self._rates = {a.name: learning_rates(a.optim, progress.adapters[a.name].num_steps) for a in config.adapters}
-        self._batch_of = {(slot, name): batch for slot, name, batch in plan.batches_ending()}
-        self._slot_tokens = slot_tokens(plan, prepared)
+        steps = Counter(name for name, _ in self._batches.loss_tokens)  # of the job: some may end earlier
+        self._rates = {a.name: learning_rates(a.optim, steps[a.name]) for a in config.adapters}
         self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
-        ends = list(plan.batches_ending())
-        last = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self._index}
-        self._meter = Meter(self._slot_tokens, plan.capacity_tokens * plan.data_parallel, last, progress.slot)
-        for name in self._failed():
-            self._meter.drop(name, progress.slot)
+        self._meter = Meter([], plan.capacity_tokens * plan.data_parallel, {}, progress.slot)
+        self._take_plan(plan)
         self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
@@ -124,27 +127,67 @@ class Loop:
             Interrupted: SIGINT or SIGTERM came; the state is saved.
             RunError: a device failed; the last checkpoint stands.
         """
-        program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
-        order = issue_order(program, self._plan.num_stages)
-        todo = [event for event in order if event.slot >= self._progress.slot] if self._anybody_left() else []
-        if todo:
-            self._compile()
         with self._interruptible(), self._executor.blaming(None, None):
-            while True:
+            todo, stopped = self._settle(self._events_left()), False
+            if todo:
+                self._compile()
+            while todo and not stopped:
                 todo = self._issue(todo)
                 self._drain()
-                todo = todo if self._anybody_left() else []
                 self._progress.slot = todo[0].slot if todo else len(self._plan.slots)
                 stopped = any_process(self._stop.is_set())
+                todo = self._settle(todo, revise=not stopped)
                 if todo and not stopped:
                     self._save()
-                    continue
-                break
         done = self._progress.slot
         self._emit(self._figures(done))
         self._save()
         if todo:
             raise Interrupted
+
+    def _events_left(self) -> list[schedule.Event]:
+        program = schedule.one_forward_one_backward(self._plan) if self._program is None else self._program
+        return [event for event in issue_order(program, self._plan.num_stages) if event.slot >= self._progress.slot]
+
+    def _settle(self, todo: list[schedule.Event], *, revise: bool = True) -> list[schedule.Event]:
+        """Carries out at a drained slot what is to change there; returns the events that are left then."""
+        self._carry_out_changes()
+        while revise and (revision := self._hooks.revise()) is not None:
+            self._changes.extendleft(reversed(revision.changes))
+            self._take_plan(revision.plan)
+            self._carry_out_changes()
+            todo = self._events_left()
+        if self._anybody_left() or not todo:
+            return todo
+        self._progress.slot = len(self._plan.slots)
+        return []
+
+    def _take_plan(self, plan: Plan) -> None:
+        """Goes on with a plan that is equal to the one before in all slots that are done."""
+        self._plan, self._progress.plan = plan, plan.digest
+        self._batches.take_plan(plan)
+        ends = list(plan.batches_ending())
+        self._batch_of = {(slot, name): batch for slot, name, batch in ends}
+        self._slot_tokens = slot_tokens(plan, self._prepared)
+        last = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self._index}
+        self._meter.replan(self._slot_tokens, last)
+        for name in self._failed():
+            self._meter.drop(name, self._progress.slot)
+
+    def _carry_out_changes(self) -> None:
+        while self._changes and self._changes[0].slot <= self._progress.slot:
+            change = self._changes.popleft()
+            adapter = self._progress.adapters[change.adapter]
+            news = apply(change, adapter)
+            if news is None:
+                continue
+            self._emit(news)
+            every = self._config.train.eval_every_steps
+            if adapter.status == "done" and not (every and adapter.step % every == 0):  # else that has been done
+                self._hooks.evaluate(adapter.name, adapter.step, self._progress.slot)
+            if adapter.status != "running":
+                self._meter.drop(adapter.name, self._progress.slot)
+                self._hooks.finish(adapter.name, self._progress.slot)
 
     def _issue(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due; returns those of slots that were not let in."""
@@ -285,18 +328,20 @@ class Loop:
         return bad or "loss not finite" + (f" (stage {last})" if last else "")
 
     def _anybody_left(self) -> bool:
-        """Whether an adapter still trains; processes find that out at the same slot."""
-        return any(adapter.status == "running" for adapter in self._progress.adapters.values())
+        """Whether an adapter still trains, or will again; processes find that out at the same slot."""
+        return bool(self._changes) or any(a.status == "running" for a in self._progress.adapters.values())
 
     def _pause_due(self, slot: int) -> bool:
-        if not self._anybody_left():
+        if not self._anybody_left() or (self._changes and self._changes[0].slot <= slot):
+            return True
+        if self._config.train.on_failed == "replan" and not self._failed().issubset(dict(self._plan.stopped)):
             return True
         save = self._config.save
         if save.every_steps is not None and self._steps_since_save >= save.every_steps:
             return True
-        wanted = self._stop.is_set()
+        wanted = self._stop.is_set() or self._hooks.wants_revision()
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
-        return any_process(wanted) if slot % ASK_EVERY == 0 or process_count() == 1 else False
+        return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
 
     def _save(self) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds

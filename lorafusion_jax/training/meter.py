@@ -43,6 +43,11 @@ class Meter:
         self._last[name] = -1
         self._busy = _count_busy(self._tokens)
 
+    def replan(self, slot_tokens: Sequence[Mapping[str, int]], last_slot: Mapping[str, int]) -> None:
+        """Takes another plan, equal to the one before in all slots that are done."""
+        self._tokens, self._last = list(slot_tokens), dict(last_slot)
+        self._busy = _count_busy(self._tokens)
+
     def slots_done(self, slots: Sequence[int]) -> None:
         """Notes that these slots (from 0) have been found finished, the last of them just now."""
         if not slots:

@@ -12,7 +12,16 @@ from lorafusion_jax.errors import ConfigError, raise_all
 from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
-MAY_CHANGE = ("mesh.stages", "mesh.data", "mesh.fsdp", "mesh.layers", "train.remat", "train.block_layers", "save")
+MAY_CHANGE = (
+    "mesh.stages",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.layers",
+    "train.remat",
+    "train.block_layers",
+    "train.on_failed",
+    "save",
+)
 
 PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_every_s")
 
@@ -58,16 +67,20 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
         adapters: name → status.
 
     Raises:
-        ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train.
+        ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train,
+            `resume.paused`.
     """
     errors = []
     for name in names:
         if name not in adapters:
             fix = f"--drop takes one of: {', '.join(adapters)}"
             errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
-        elif adapters[name] == "done":
-            what = f"{name} is done: there is nothing left of it to drop."
+        elif adapters[name] in ("done", "cancelled"):
+            what = f"{name} is {adapters[name]}: there is nothing left of it to drop."
             errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
+        elif adapters[name] == "paused":
+            what = f"{name} is paused: its samples are left out already."
+            errors.append(ConfigError("resume.paused", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop"))
     raise_all(errors)
 
 

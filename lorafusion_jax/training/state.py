@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 
-Status = Literal["running", "done", "failed"]
+Status = Literal["running", "paused", "done", "cancelled", "failed"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class AdapterProgress:
     Attributes:
         step: optimizer steps taken.
         num_steps: steps of the plan.
-        reason: why it failed.
+        reason: why it failed or was cancelled.
     """
 
     name: str
@@ -26,6 +26,11 @@ class AdapterProgress:
     step: int = 0
     status: Status = "running"
     reason: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty if it did not."""
+        return self.reason if self.status == "failed" else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +64,16 @@ class Progress:
         for own, slot in dropped:
             own.status, own.reason = "failed", f"dropped by hand at slot {slot}"
         return [own for own, _ in dropped]
+
+    @staticmethod
+    def first(steps: Mapping[str, int], *, replicas: int, plan: str) -> Progress:
+        """Where a run begins.
+
+        Args:
+            steps: of each adapter.
+        """
+        adapters = {name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()}
+        return Progress(adapters=adapters, replicas=replicas, plan=plan)
 
     def position(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.peft import put_adapter, read_adapter
+from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.summary import final_rows
-from lorafusion_jax.training.base import load_stages
-from lorafusion_jax.training.evaluation import Evaluator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +39,11 @@ def verify_exports(run: Path) -> dict[str, Check]:
     config = folder.read_config()
     prepared = prepare(config)
     specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # what a PEFT folder holds
-    stages = load_stages(config, prepared, specs)
-    lora = stages[0].first_lora()
-    for index, spec in enumerate(specs):
-        if (exported := folder.latest(spec.name)) is not None:
-            _, arrays = read_adapter(exported)
-            lora = put_adapter(lora, index, arrays)
-    for stage in stages:
-        stage.start(lora)
-    evaluate = Evaluator(config, prepared, Executor(stages, [spec.name for spec in specs]))
+    session = Session.open(config, prepared, specs)
+    exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
+    session.start({place: read_adapter(path)[1] for place, path in exported.items() if path is not None})
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
-    return {name: Check(trained=loss, exported=evaluate(name).loss) for name, loss in losses.items()}
+    try:
+        return {name: Check(trained=loss, exported=session.evaluate(name).loss) for name, loss in losses.items()}
+    finally:
+        session.close()

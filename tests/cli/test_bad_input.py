@@ -204,7 +204,7 @@ def nothing_read(monkeypatch):
     def read(*arguments, **named):
         raise AssertionError("data are read first")
 
-    monkeypatch.setattr("lorafusion_jax.training.run.prepare", read)
+    monkeypatch.setattr("lorafusion_jax.training.start.prepare", read)
 
 
 def test_folder_of_another_run(lorafusion, job, finished, nothing_read):

@@ -18,7 +18,7 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig, load_frozen
-from lorafusion_jax.training.base import load_stages
+from lorafusion_jax.pipeline.base import load_stages
 from lorafusion_jax.training.verify import verify_exports
 
 SOURCE = """

@@ -10,9 +10,9 @@ import pytest
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
-from lorafusion_jax.training import run as run_module
 from lorafusion_jax.training.loop import Loop
 
 ADAPTERS = {
@@ -102,7 +102,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, tmp_path, monkeypatch):
     """The model is not even loaded; and a run that ended before it could say so says so now."""
     out = tmp_path / "run"
     whole, files = train(config, out), snapshot(out)
-    monkeypatch.setattr(run_module, "load_stages", None)
+    monkeypatch.setattr(Session, "open", None)
     assert resume(out) == whole
     assert resume(out, ["mesh.stages=1"]).adapters == whole.adapters
     assert snapshot(out) == files

@@ -15,10 +15,10 @@ from mixed import assert_equal, read_trained, write_mixed_job
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
-from lorafusion_jax.training.batches import Batches
 
 NAMES = ("law", "med")
 TIME_LIMIT_S = 180  # of one test, with compiling

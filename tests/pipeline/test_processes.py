@@ -19,11 +19,13 @@ from types import SimpleNamespace
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 
+from lorafusion_jax.checkpoint.requests import write_request
+from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.pipeline import executor
 from lorafusion_jax.pipeline.processes import LEAVE_S
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.training import resume, train
+from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.pipeline import Event
 
 TOLERANCE = 1e-5  # as in test_layouts
@@ -185,6 +187,20 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_progr
     left = wait(start(2, 1, "resume", str(again)))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
     assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
+
+
+def test_a_request_is_carried_out_by_all(mixed_job, tmp_path):
+    run = tmp_path / "run"
+    processes = start(2, 1, "train", str(mixed_job), "--out", str(run), "mesh.data=2", "epochs=12")
+    signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
+    write_request(run, "cancel", "chat")
+    left = wait(processes)
+    assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
+    adapters = run_numbers(run)["adapters"]
+    assert {name: own["status"] for name, own in adapters.items()} == {"law": "done", "chat": "cancelled"}
+    assert adapters["law"]["step"] == adapters["law"]["steps"]
+    assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
+    assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
 
 
 def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):

@@ -14,11 +14,11 @@ from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline import profile
+from lorafusion_jax.pipeline.base import load_stages
+from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.training_plan import plan_training
-from lorafusion_jax.training.base import load_stages
-from lorafusion_jax.training.batches import Batches
 
 PAUSE_S = 0.2
 

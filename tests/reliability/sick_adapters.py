@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.training.batches import Batches
 
 SICK = 1  # place of the sick adapter among the three
 NAN, INF = float("nan"), float("inf")

@@ -12,11 +12,11 @@ import pytest
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
+from lorafusion_jax.pipeline.batches import without
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.adapter_writer import AdapterWriter
-from lorafusion_jax.training.batches import without
 
 
 @pytest.fixture

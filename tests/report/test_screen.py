@@ -256,7 +256,7 @@ def test_a_run_on_several_devices_says_what_runs_where():
         return log_of([replace(STARTED, **values)])
 
     one, split = {"stages": 1, "data": 1, "fsdp": 1}, {"stages": 2, "data": 1, "fsdp": 2}
-    assert told(mesh=one, layers=[32], keep="everything") == told()  # nothing to say
-    assert told(mesh=one, layers=[32], keep="nothing")[-1] == "  kept for backward: nothing"
+    assert told(mesh=one, layers=[32], remat="everything") == told()  # nothing to say
+    assert told(mesh=one, layers=[32], remat="nothing")[-1] == "  kept for backward: nothing"
     line = "  2 stages (17 + 15 layers) × 2 replicas, 2 share a copy of the base"
-    assert told(mesh=split, layers=[17, 15], keep="everything")[-1] == line
+    assert told(mesh=split, layers=[17, 15], remat="everything")[-1] == line

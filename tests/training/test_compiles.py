@@ -7,7 +7,7 @@ from lorafusion_jax.pipeline import stage as stage_module
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.training import train
 
-PER_SLOT = ("inputs", "embed", "forward", "backward", "head", "inputs_without_dropout", "evaluate", "losses")
+PER_SLOT = ("inputs", "embed", "forward", "backward", "head", "inputs_without_dropout", "evaluate", "totals")
 
 
 @pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}], ids=["one", "stages of replicas"])
@@ -40,6 +40,6 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
         if number:
             wanted["embed"] = 0
         if number < len(made) - 1:
-            wanted["head"] = wanted["losses"] = 0
+            wanted["head"] = wanted["totals"] = 0
         assert {name: getattr(programs, name)._cache_size() for name in PER_SLOT} == wanted, f"stage {number}"
-        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {"finish": 1, "step": 1}
+        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {"close": 1, "step": 1}

@@ -44,7 +44,7 @@ def test_others_train_while_an_adapter_is_written(config, tmp_path, monkeypatch)
     others, in_time, events = threading.Event(), [], []
 
     def listen(event):
-        events.append((event.kind, event.adapter))
+        events.append((event.kind, getattr(event, "adapter", None)))
         if event.kind == "exported":
             assert (RunFolder(tmp_path / "run").latest(event.adapter) / "adapter_model.safetensors").is_file()
         if event.kind == "step" and event.adapter == "med" and event.step == 6:

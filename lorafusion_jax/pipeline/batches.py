@@ -30,10 +30,9 @@ class Batches:
     """
 
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
-        self._prepared, self._plan, self._replicas = prepared, plan, tuple(local_replicas)
+        self._config, self._prepared, self._plan, self._replicas = config, prepared, plan, tuple(local_replicas)
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        parts = [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
-        self._segments, self._table = places(config, parts)
+        self._segments, self._table = places(config, _parts(plan))
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
@@ -44,6 +43,13 @@ class Batches:
             (name, batch): _weights(config.adapter(name), batch, count, samples[name])
             for (name, batch), count in self.loss_tokens.items()
         }
+
+    def take_plan(self, plan: Plan) -> None:
+        """Goes on with another plan of the same job; microbatches keep their shape where its samples have room."""
+        segments, table = places(self._config, _parts(plan))
+        self._plan, self._segments = plan, max(self._segments, segments)
+        if table is not None and self._table is not None:
+            self._table = max(self._table[0], table[0]), self._table[1]
 
     def of(self, slot: int) -> Microbatch:
         return self._assembled(self._plan.slots[slot].replicas)
@@ -112,6 +118,11 @@ def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tupl
         return num_segments(most), None
     samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
     return num_segments(most), (max(samples, 1), max(widths))
+
+
+def _parts(plan: Plan) -> list[list[str]]:
+    """The adapter of each sample, for each microbatch."""
+    return [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
 
 
 def _weights(adapter: AdapterConfig, batch: int, loss_tokens: int, num_samples: int) -> Weights:

@@ -18,9 +18,9 @@ from lorafusion_jax.data.assemble import (
     stacked,
 )
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline.batches import places
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
-from lorafusion_jax.training.batches import places
 from scheduling import AdapterJob, Plan, Slot, make_plan
 
 

@@ -1,0 +1,152 @@
+"""A session: a base model on the devices of a job, its compiled programs, and a place for each adapter.
+
+Only the session and what it is made of know devices. A run keeps a folder; a loop executes a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.peft import Arrays
+from lorafusion_jax.checkpoint.warm_start import start_from
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.layout.layer import RematPolicy
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.pipeline.base import load_stages, memory_warning
+from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
+from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.leaves import Leaves
+from lorafusion_jax.pipeline.spans import Spans
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
+
+
+class Session:
+    """Adapters in their places on loaded stages; open one with `open`, and `start` it or `load_state` first.
+
+    Attributes:
+        executor: runs the events of a plan.
+        spans: when they ran.
+    """
+
+    def __init__(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]):
+        self._config, self._stages = config, tuple(stages)
+        self._places = {spec.name: place for place, spec in enumerate(specs)}
+        self.spans = Spans(len(self._stages))
+        self.executor = Executor(self._stages, list(self._places), self.spans)
+        self._evaluator = Evaluator(config, prepared, self.executor)
+
+    @classmethod
+    def open(cls, config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec] | None = None) -> Session:
+        """Loads the base model of a job onto its devices.
+
+        Args:
+            specs: the adapters, where they are not those of the job file.
+
+        Raises:
+            LoraFusionError: see `load_stages`.
+        """
+        specs = adapter_specs(config) if specs is None else specs
+        return cls(config, prepared, load_stages(config, prepared, specs), specs)
+
+    def start(self, weights: Mapping[int, Arrays]) -> None:
+        """Begins every place anew: with an adapter's initial weights, or with those given here.
+
+        Args:
+            weights: of some adapters by place, as `read_warm_starts` gives them.
+        """
+        lora = start_from(self._stages[0].first_lora(), weights)
+        for stage in self._stages:
+            stage.start(lora)
+
+    def compile_reads(self) -> None:
+        """Compiles `read`, which comes in the middle of the pipeline: 0.3 to 0.7 s on a CPU."""
+        with self.executor.blaming(None, None):
+            for part in self.executor.read(lambda stage: stage.adapter(0)):
+                part.result()
+
+    def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
+        """An adapter's weights after all that was issued so far; calling the result waits for them."""
+        place = self._places[name]
+        collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(place)))
+        if jax.process_count() == 1:
+            return collect
+        own = collect()  # processes may have to meet for it: in one order, so not in the background
+        return lambda: own
+
+    def evaluate(self, name: str) -> Evaluation:
+        """Evaluates an adapter on its held-out data."""
+        return self._evaluator(name)
+
+    def save_state(self) -> dict[str, Any]:
+        """All that training changes, on the host; every process must call it."""
+        self.executor.wait_dispatched()
+        return gather(self._stages)
+
+    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
+        """Goes on from what `save_state` gave, on this or another layout.
+
+        Args:
+            restore: reads arrays of the shapes and dtypes that it is given.
+            replicas: of the layout that they were saved on.
+        """
+        scatter(self._stages, restore(like(self._stages, replicas)))
+
+    def close(self) -> None:
+        """Ends the threads that watch the devices."""
+        self.spans.stop()
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what `save_state` gives, all copies counted."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.changing() for stage in self._stages]))
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
+
+    @property
+    def num_frozen(self) -> int:
+        return self._model.num_parameters  # a tied table lies on two stages
+
+    @property
+    def layers(self) -> list[float]:
+        """Layers of each stage."""
+        return [stage.extent.count for stage in self._stages]
+
+    @property
+    def remat(self) -> RematPolicy:
+        return self._stages[0].remat
+
+    @property
+    def memory_warning(self) -> str | None:
+        return memory_warning(self._config, self._model, self.remat)
+
+    @property
+    def device(self) -> dict[str, str]:
+        """Kind and platform, as run.json notes them."""
+        device = jax.devices()[0]
+        return {"device": device.device_kind, "platform": device.platform}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most device memory that was in use; None where the backend does not say (CPU)."""
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+    @property
+    def _model(self) -> ModelConfig:
+        return ModelConfig.from_hf(base_directory(self._config))
+
+
+def _collect(parts: Sequence[Future[Leaves]]) -> dict[str, np.ndarray]:
+    return adapter_arrays([part.result() for part in parts])

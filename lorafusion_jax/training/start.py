@@ -1,0 +1,302 @@
+"""Trains a job file from the first slot, or a run folder from its last checkpoint, to finished adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
+from lorafusion_jax.checkpoint.requests import request_files
+from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
+from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared, prepare
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.pipeline.base import check_mesh
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.planning.training_plan import plan_training, train_jobs
+from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, PhaseBegun, RunEvent, RunMoved
+from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
+from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
+from lorafusion_jax.training.exclusive import exclusive_run, fail_together
+from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
+from lorafusion_jax.training.run import Run, RunResult
+from lorafusion_jax.training.state import Progress
+from scheduling import Plan, PlanError, verify_plan
+
+SHOWN = 4  # damaged files that a message names
+
+
+def train(
+    config: JobConfig,
+    out: str | Path,
+    *,
+    plan: Plan | None = None,
+    listeners: Sequence[Listener] = (),
+    verify_base: bool = False,
+) -> RunResult:
+    """Trains all adapters of a job and leaves a run folder.
+
+    Args:
+        config: from `load_config`.
+        out: run folder, new.
+        plan: executed exactly; made here when absent.
+        listeners: called with every `RunEvent`.
+        verify_base: notes a digest of every byte of the base model, also of a large one.
+
+    Raises:
+        LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
+        Interrupted: stopped by a signal; the state is saved.
+    """
+    folder = RunFolder(Path(out))
+    _check_start(config, folder)
+    tell = _fan_out(listeners if is_first() else ())
+    with fail_together():  # a file may be missing on one host
+        config = pin_base(config)
+        prepared = prepare(config, progress=lambda text: tell(PhaseBegun(text=text)))
+        if plan is None:
+            tell(PhaseBegun(text="planning"))
+            plan = plan_training(config, prepared)
+        else:
+            _check_plan(plan, config, prepared)
+        folder.must_be_new(plan)
+        base_files = base_digests(base_directory(config), every_byte=verify_base)
+        record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
+    barrier("no folder yet")  # before the first process makes it
+    return _execute(config, prepared, plan, folder, record, _heard(listeners, lambda: Recorder(folder.path)))
+
+
+def resume(
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    listeners: Sequence[Listener] = (),
+    verify_base: bool = False,
+) -> RunResult:
+    """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
+
+    Args:
+        out: run folder.
+        overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
+            layout what is left is planned again and sums come in another order, so results are equal to rounding.
+        drop: adapters to leave out of what is left, e.g. failed ones. The rest is planned again without them, so
+            the results of the others are equal to rounding. An adapter that still trained counts as failed.
+        listeners: called with every `RunEvent`.
+        verify_base: compares every byte of the base model, also of a large one.
+
+    Raises:
+        CheckpointError: no run folder, another process trains it, or plan, data or base model changed since.
+        ConfigError: a setting that a begun run cannot change, or an adapter that cannot be dropped.
+    """
+    folder = RunFolder(Path(out))
+    with exclusive_run(folder):
+        return _go_on(folder, overrides, drop, listeners, verify_base)
+
+
+def _go_on(
+    folder: RunFolder,
+    overrides: Sequence[str],
+    drop: Sequence[str],
+    listeners: Sequence[Listener],
+    verify_base: bool,
+) -> RunResult:
+    before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
+    written = folder.read_config()
+    config = apply_resume_overrides(written, overrides)
+    found = find_checkpoint(folder.state, any_process)
+    status = {adapter.name: "running" for adapter in config.adapters}
+    status |= {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
+    check_drop(drop, status)
+    nothing_left = found.slot == before.num_slots and not any_process(bool(request_files(folder.path)))
+    if nothing_left and not (progress := Progress.of(found.position)).unwritten:
+        changes = recorded_changes(folder)
+        for change in changes:
+            apply(change, progress.adapters[change.adapter])  # the last may be newer than the checkpoint
+        progress.drop(stopped_otherwise(before, changes))
+        return _finished(folder, before, progress, listeners)
+    with fail_together():
+        check_mesh(config)
+        prepared = prepare(config)
+        check_record(record, prepared, before, found.position.get("plan"))
+        check_settings(folder.recorded_config(), written)
+        base_files = _checked_base(record, config, verify_base)
+        if found.slot is None:
+            read_warm_starts(config)  # names a folder that is not there any more
+            check_warm_starts(record.get("warm_starts", {}), config)
+        folder.check_record_file()
+        failed = [name for name, what in status.items() if what == "failed"]
+        plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
+    after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
+    heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
+    for notice in _notices(folder, found, record):
+        _fan_out(heard)(notice)
+    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not note them
+    return _execute(config, prepared, plan, folder, record, heard, found=found, before=before)
+
+
+def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
+    """Compares the base model with the run's; returns all digests that are known of it now."""
+    directory, before = base_directory(config), record.get("base_files")
+    now = base_digests(directory, every_byte=every_byte)
+    if before is not None:
+        check_base(before, now, directory)
+    return (before or {}) | now
+
+
+def _notices(folder: RunFolder, found: Found, record: dict) -> list[RunEvent]:
+    """What a user should know of the folder that the run goes on from."""
+    notices, slot = [], found.slot or 0
+    if found.damaged:
+        files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
+        text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
+        notices.append(FilesDamaged(slot=slot, text=text))
+    lacking = unchecked(record)
+    if found.unchecked:
+        own = f"the checkpoint {folder.state / str(found.slot)}"
+        lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
+    if lacking:
+        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
+    if (versions := other_versions(record)) is not None:
+        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+    return notices
+
+
+def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
+    """What a run came to that has nothing left to do; neither data nor model are read."""
+    result = RunResult(folder=folder.path, adapters=progress.adapters, seconds=progress.seconds, plan=plan)
+    told = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:]
+    if told != ["finished"]:  # it was cut off between its last checkpoint and the news of it
+        _fan_out(_heard(listeners, lambda: Recorder(folder.path)))(result.event())
+    return result
+
+
+def _check_start(config: JobConfig, folder: RunFolder) -> None:
+    """What can be wrong before any data are read."""
+    with fail_together():
+        must_hold_no_run(folder, config)
+        if is_first():
+            must_be_writable(folder.path)
+        check_mesh(config)
+        read_warm_starts(config)
+
+
+def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
+    try:
+        verify_plan(plan, train_jobs(config, prepared))
+    except PlanError as problem:
+        raise CheckpointError(
+            "plan.mismatch",
+            "the plan is not a plan of this job file and its data.",
+            why=str(problem).splitlines()[0],
+            fix="lorafusion plan jobs.yaml -o plan.json",
+        ) from None
+    of_plan = (plan.capacity_tokens, plan.tile_tokens, *(layout[1:] for layout in plan.layouts))
+    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, (config.mesh.stages, config.mesh.replicas))
+    if of_plan != of_job:
+        raise CheckpointError(
+            "plan.mismatch",
+            "the plan was made for another capacity, tile or mesh.",
+            why=f"capacity, tile, (stages, replicas) are {of_plan} in the plan, {of_job} in the job file",
+            fix="train with the settings that it was planned with, or lorafusion plan jobs.yaml -o plan.json again",
+        )
+
+
+def _heard(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:
+    """One process of a run writes and shows what happens."""
+    return [recorder(), *listeners] if is_first() else []
+
+
+def _fan_out(listeners: Sequence[Listener]) -> Listener:
+    def tell(event: RunEvent) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell
+
+
+def _execute(
+    config: JobConfig,
+    prepared: Prepared,
+    plan: Plan,
+    folder: RunFolder,
+    record: dict,
+    listeners: Sequence[Listener],
+    *,
+    found: Found | None = None,
+    before: Plan | None = None,
+) -> RunResult:
+    """Runs to the end, from the checkpoint found; `before` is the plan that the folder holds, if there is one."""
+    slot, tell = None if found is None else found.slot, _fan_out(listeners)
+    store = StateStore(folder.state, config.save.keep, slot)
+    weights = {} if slot is not None else read_warm_starts(config)  # the checkpoint has gone on from them
+    tell(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
+    with ExitStack() as held:
+        session = Session.open(config, prepared)
+        held.callback(session.close)
+        session.start(weights)
+        progress = Progress.first(_steps(config, prepared), replicas=config.mesh.replicas, plan=plan.digest)
+        if found is not None and slot is not None:
+            saved = Progress.of(found.position)
+            session.load_state(store.restore, saved.replicas)
+            progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        if is_first():  # not before the model has loaded: a failed start leaves everything as it was
+            if before is None:
+                folder.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(run_lock(folder.path))
+            _write(folder, config, record, plan, before, progress.slot, tell)
+        barrier("folder is there")
+        if not is_first():
+            plan = folder.read_plan()  # a search that the clock cut short may have ended elsewhere
+        run = Run(
+            config,
+            prepared,
+            plan,
+            folder,
+            store=store,
+            session=session,
+            progress=progress,
+            listener=tell,
+            resumed=slot is not None,
+        )
+        return run.execute()
+
+
+def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
+    """Optimizer steps of each adapter."""
+    return {
+        adapter.name: -(-len(prepared.adapters[adapter.name].order) // adapter.global_samples)
+        for adapter in config.adapters
+    }
+
+
+def _write(
+    folder: RunFolder, config: JobConfig, record: dict, plan: Plan, before: Plan | None, slot: int, tell: Listener
+) -> None:
+    """Begins a run folder, or notes what a run goes on with."""
+    if before is None:
+        folder.create(config, plan, record)
+        return
+    folder.write_config(config, record)
+    if plan is before:
+        return
+    folder.write_move(plan, slot)
+    tell(
+        RunMoved(
+            slot=slot,
+            stages=plan.num_stages,
+            replicas=plan.data_parallel,
+            slots_left=plan.num_slots - slot,
+            slots_left_before=before.num_slots - slot,
+            plan=plan.digest,
+        )
+    )

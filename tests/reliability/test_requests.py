@@ -1,0 +1,299 @@
+"""What users ask of a run while it trains happens once, at a slot that every later sitting comes to, and moves the
+numbers of nobody else: bitwise before that slot, and equal to rounding after it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import small_jobs
+from sick_adapters import settings
+
+from lorafusion_jax.checkpoint import folder as folder_module
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.requests import request_files, write_request
+from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.config import load_config
+from lorafusion_jax.report.recorder import read_rows
+from lorafusion_jax.training import RunFolder, resume, train
+from lorafusion_jax.training.revisions import Revisions
+
+NAMES = ("law", "bad", "med")
+WELL = ("law", "med")
+ONE_DEVICE = {"stages": 1, "data": 1}
+TWO_BY_TWO = {"stages": 2, "data": 2}
+MESHES = pytest.mark.parametrize("mesh", [ONE_DEVICE, TWO_BY_TWO], ids=["one device", "two by two"])
+LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
+SICK = settings("adamw lr 1e38", lr=1e38)
+
+
+@pytest.fixture(scope="module")
+def make_config(tmp_path_factory, tiny_base):
+    """make_config(mesh, optim, **train) → three adapters of six steps each; optim is of the one in the middle."""
+    folder = tmp_path_factory.mktemp("job")
+    draw = random.Random(3)
+    for name in NAMES:
+        rows = [
+            {"prompt": " ".join(draw.choices(small_jobs.WORDS, k=4)), "completion": " graph slot tile"}
+            for _ in range(12)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entries = [{"name": n, "data": {"train": f"{n}.jsonl"}, "lora": LORA, "seed": s} for s, n in enumerate(NAMES)]
+
+    def make(mesh, optim=None, **train):
+        config = load_config(
+            small_jobs.write_job(
+                folder,
+                tiny_base,
+                entries,
+                mesh=mesh,
+                batch={"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},
+                data={"max_length": 32},
+                optim={"lr": 1e-3},
+                save={"every_steps": 2, "keep": 20},
+                train={"log_every_s": 0, "plan_seconds": 0.1, **train},
+            )
+        )
+        adapters = tuple(
+            own.model_copy(update={"optim": own.optim.model_copy(update=optim or {})}) if own.name == "bad" else own
+            for own in config.adapters
+        )
+        return config.model_copy(update={"adapters": adapters})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(make_config, tmp_path_factory):
+    """whole(mesh) → folder of the run of which nobody asks anything."""
+    found = {}
+
+    def run(mesh):
+        key = tuple(mesh.items())
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("whole") / "run"
+            assert train(make_config(mesh), found[key]).exit_code == 0
+        return found[key]
+
+    return run
+
+
+def asks(run, *requests):
+    """A listener: (adapter, step, action, weight) is asked for when that adapter has taken that step."""
+    waiting = list(requests)
+
+    def listen(event):
+        for request in [one for one in waiting if event.kind == "step" and one[:2] == (event.adapter, event.step)]:
+            waiting.remove(request)
+            write_request(run, request[3], request[2], *request[4:])
+
+    return listen
+
+
+def crash_after(kind, count=1):
+    """A listener that ends the process' work as a kill would, right after the news."""
+    seen = []
+
+    def listen(event):
+        seen.extend([event] if event.kind == kind else [])
+        if event.kind == kind and len(seen) == count:
+            raise KeyboardInterrupt
+
+    return listen
+
+
+def weights_of(run, name):
+    arrays = read_adapter(RunFolder(run).latest(name))[1]
+    return {f"{path} {part}": array for path, pair in arrays.items() for part, array in zip("AB", pair, strict=True)}
+
+
+def losses_of(run, name):
+    rows = read_rows(run / "metrics.jsonl")
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step" and row["adapter"] == name}
+
+
+def events_of(run, *kinds):
+    return [row for row in read_rows(run / "events.jsonl") if row["kind"] in kinds]
+
+
+def assert_same_numbers(run, reference, names, atol=2e-5):
+    for name in names:
+        expected = weights_of(reference, name)
+        for key, array in weights_of(run, name).items():
+            np.testing.assert_allclose(array, expected[key], rtol=0, atol=atol, err_msg=f"{name} {key}")
+        own, others = losses_of(run, name), losses_of(reference, name)
+        assert own.keys() == others.keys()
+        np.testing.assert_allclose(list(own.values()), list(others.values()), rtol=0, atol=10 * atol)
+
+
+def statuses(result):
+    return {name: own.status for name, own in result.adapters.items()}
+
+
+@MESHES
+def test_slots_of_a_failed_adapter_are_free_where_the_job_says_so(mesh, make_config, whole, tmp_path):
+    kept = train(make_config(mesh, SICK.optim), tmp_path / "kept")
+    freed = train(make_config(mesh, SICK.optim, on_failed="replan"), tmp_path / "freed")
+    assert kept.exit_code == freed.exit_code == 3
+    assert freed.plan.num_slots < kept.plan.num_slots
+    assert statuses(freed) == {"law": "done", "bad": "failed", "med": "done"}
+    assert_same_numbers(tmp_path / "kept", whole(mesh), WELL, atol=0)
+    assert_same_numbers(tmp_path / "freed", whole(mesh), WELL)
+    stopped = dict(freed.plan.stopped)["bad"]
+    assert not any(ref.adapter == "bad" for slot in freed.plan.slots[stopped:] for ref in slot.samples)
+    slots = sorted(int(slot.name) for slot in (tmp_path / "freed" / "state").iterdir())
+    before = weights_of(tmp_path / "freed", "law")
+    for slot in slots[1:]:  # the oldest checkpoint does not know of the failure
+        shutil.rmtree(tmp_path / "freed" / "state" / str(slot))
+    again = resume(tmp_path / "freed")
+    assert (again.exit_code, again.plan) == (3, freed.plan)
+    for key, array in weights_of(tmp_path / "freed", "law").items():
+        np.testing.assert_array_equal(array, before[key])
+    assert len(events_of(tmp_path / "freed", "adapter-failed")) == 1
+
+
+@MESHES
+def test_a_cancelled_adapter_ends_and_leaves_its_folder(mesh, make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    result = train(make_config(mesh), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
+    assert (result.exit_code, statuses(result)) == (0, {"law": "done", "bad": "cancelled", "med": "done"})
+    bad = result.adapters["bad"]
+    assert 2 <= bad.step < 6
+    assert RunFolder(run).latest("bad") == RunFolder(run).adapter_step("bad", bad.step)
+    assert "Training failed" not in (RunFolder(run).latest("bad") / "README.md").read_text()
+    assert losses_of(run, "bad").items() <= losses_of(whole(mesh), "bad").items()
+    assert result.plan.num_slots < RunFolder(whole(mesh)).read_plan().num_slots
+    assert_same_numbers(run, whole(mesh), WELL)
+    assert request_files(run) == []
+    assert run_numbers(run)["adapters"]["bad"]["status"] == "cancelled"
+    assert [row["action"] for row in events_of(run, "adapter-changed")] == ["cancel"]
+    assert resume(run).adapters == result.adapters  # nothing left to do
+
+
+@MESHES
+def test_a_paused_adapter_goes_on_where_it_was(mesh, make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    listener = asks(run, ("bad", 2, "bad", "pause"), ("law", 5, "bad", "continue"))
+    result = train(make_config(mesh), run, listeners=[listener])
+    assert set(statuses(result).values()) == {"done"}
+    assert [row["status"] for row in events_of(run, "adapter-changed")] == ["paused", "running"]
+    assert_same_numbers(run, whole(mesh), NAMES)
+
+
+def test_an_adapter_that_stays_paused_waits_for_a_later_sitting(make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "pause"))])
+    assert (result.exit_code, statuses(result)) == (0, {"law": "done", "bad": "paused", "med": "done"})
+    assert RunFolder(run).latest("bad") is not None
+    assert run_numbers(run)["adapters"]["bad"]["status"] == "paused"
+    assert statuses(resume(run))["bad"] == "paused"
+    write_request(run, "continue", "bad")
+    assert set(statuses(resume(run)).values()) == {"done"}
+    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
+
+
+def test_an_adapter_that_finishes_takes_the_step_that_it_has_begun(make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "finish"))])
+    bad = result.adapters["bad"]
+    assert (bad.status, bad.step) == ("done", bad.num_steps)
+    assert 2 <= bad.step < 6
+    assert losses_of(run, "bad").keys() == set(range(1, bad.step + 1))
+    own, expected = losses_of(run, "bad"), losses_of(whole(ONE_DEVICE), "bad")
+    np.testing.assert_allclose(list(own.values()), [expected[step] for step in own], rtol=0, atol=2e-4)
+    assert_same_numbers(run, whole(ONE_DEVICE), WELL)
+
+
+def test_a_weight_changes_who_is_first(make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 1, "bad", "weight", 8.0))])
+    last = {name: slot for slot, name, _ in result.plan.batches_ending()}
+    assert last["bad"] < min(last[name] for name in WELL)
+    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
+
+
+@pytest.mark.parametrize("kind", ["replanned", "adapter-changed", "saved"])
+@pytest.mark.parametrize("action", ["cancel", "pause"])
+def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, whole, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    config = make_config(ONE_DEVICE)
+    requests = [("bad", 2, "bad", action)] + ([("law", 5, "bad", "continue")] if action == "pause" else [])
+    expected = train(config, straight, listeners=[asks(straight, *requests)])
+    listeners = [asks(killed, *requests), crash_after(kind, 3 if kind == "saved" else 1)]
+    with pytest.raises(KeyboardInterrupt):
+        train(config, killed, listeners=listeners)
+    result = resume(killed, listeners=listeners[:1])
+    assert result.adapters == expected.adapters
+    for name in NAMES:
+        assert losses_of(killed, name) == losses_of(straight, name)  # bitwise
+        for key, array in weights_of(killed, name).items():
+            np.testing.assert_array_equal(array, weights_of(straight, name)[key], err_msg=f"{name} {key}")
+    told = [(row["slot"], row["action"]) for row in events_of(killed, "adapter-changed")]
+    assert told == [(row["slot"], row["action"]) for row in events_of(straight, "adapter-changed")]
+    assert request_files(killed) == []
+
+
+def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    listener = asks(run, ("law", 2, "bad", "continue"), ("law", 2, "nobody", "pause"))
+
+    def scribbles(event):
+        if event.kind == "step" and (event.adapter, event.step) == ("law", 3):
+            (run / "control" / "note.json").write_text("cancel everything")
+
+    result = train(make_config(ONE_DEVICE), run, listeners=[listener, scribbles])
+    assert set(statuses(result).values()) == {"done"}
+    told = [row["text"] for row in events_of(run, "request-refused")]
+    assert len(told) == 3
+    assert "bad is not paused but running" in told[0]
+    assert "no adapter 'nobody'" in told[1]
+    assert "note.json is no request" in told[2]
+    assert_same_numbers(run, whole(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
+
+
+@pytest.mark.parametrize("left", ["the request, no plan", "the plan and the request"])
+def test_a_kill_while_a_request_is_carried_out(left, make_config, whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if left == "the request, no plan":  # run.json knows of a plan that was never written
+            written = folder_module.replace_text
+
+            def killed(path, text):
+                if path.name == "plan.json" and path.exists():
+                    raise KeyboardInterrupt
+                written(path, text)
+
+            patch.setattr(folder_module, "replace_text", killed)
+        else:
+
+            def killed(self, names):
+                if list(filter(None, names)):
+                    raise KeyboardInterrupt
+
+            patch.setattr(Revisions, "_remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
+    assert len(request_files(run)) == 1
+    result = resume(run)
+    assert statuses(result) == {"law": "done", "bad": "cancelled", "med": "done"}
+    assert [row["action"] for row in events_of(run, "adapter-changed")] == ["cancel"]
+    assert [len(move["changes"]) for move in RunFolder(run).moves()] == [1]
+    assert request_files(run) == []
+    assert_same_numbers(run, whole(ONE_DEVICE), WELL)
+
+
+def test_a_run_moves_to_other_devices_after_a_request(make_config, whole, tmp_path):
+    run = tmp_path / "run"
+    listeners = [asks(run, ("bad", 2, "bad", "pause")), crash_after("saved", 4)]
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(ONE_DEVICE), run, listeners=listeners)
+    for slot in sorted(int(slot.name) for slot in (run / "state").iterdir())[1:]:  # back to before the request
+        shutil.rmtree(run / "state" / str(slot))
+    assert statuses(resume(run, ["mesh.stages=2"])) == {"law": "done", "bad": "paused", "med": "done"}
+    write_request(run, "continue", "bad")
+    assert set(statuses(resume(run)).values()) == {"done"}
+    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
