@@ -2,7 +2,7 @@
 
     JAX_NUM_CPU_DEVICES=4 python examples/flax/sharded.py
 
-It prints, on any four devices:
+Expected output:
 
     gate kernel (64, 256), on one device (64, 128)
     step  0: loss 2.51

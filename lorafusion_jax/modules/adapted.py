@@ -100,7 +100,9 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         module = nnx.merge(graph, nnx.from_flat_state([(path, variable.replace(w))]), rest)
         return own_class(layer).__call__(module, *args, **options)
 
-    return exchange_product(call, getattr(layer, plan.linear.weight)[...], product, where=plan.path)
+    return exchange_product(
+        call, getattr(layer, plan.linear.weight)[...], product, where=plan.path, inside=plan.linear.inside
+    )
 
 
 def lora_product(

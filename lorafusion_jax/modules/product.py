@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
@@ -27,7 +28,9 @@ _SAME_AXES = frozenset({"convert_element_type", "copy", "copy_p", "sharding_cons
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
-def exchange_product(call: Callable[[Array], Any], weight: Array, product: Product, *, where: str) -> Any:
+def exchange_product(
+    call: Callable[[Array], Any], weight: Array, product: Product, *, where: str, inside: tuple[int, ...] = ()
+) -> Any:
     """Runs `call(weight)` with its product by the weight replaced.
 
     Args:
@@ -36,6 +39,7 @@ def exchange_product(call: Callable[[Array], Any], weight: Array, product: Produ
         product: what computes the product instead: (x with the contracted axes last, in the order of the weight's;
             weight; contracted axes of the weight) → [rows of x, other axes of the weight].
         where: path of the layer, for errors.
+        inside: axes of the weight that the product sums over; they may be split over a mesh.
 
     Raises:
         ConfigError: `lora.unsupported-linear`: the call does something else with the weight.
@@ -44,12 +48,25 @@ def exchange_product(call: Callable[[Array], Any], weight: Array, product: Produ
     >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
     [5.0, 5.0, 5.0, 5.0]
     """
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(weight)
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(_whole_inside(weight, inside))
     run = _Run(product=product, where=where)
     outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
     if run.products != 1:
         raise refusal(where, f"its call multiplies by the weight {run.products} times, not once")
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def _whole_inside(weight: Array, inside: tuple[int, ...]) -> Any:
+    """The weight's type for tracing, not split along the axes that are summed over.
+
+    On explicit mesh axes jax refuses a product whose sum runs over devices, unless told where its result lies. The
+    product that takes its place adds up over them, so its result lies as if the weight were whole there.
+    """
+    sharding = jax.typeof(weight).sharding
+    if sharding.mesh.empty or all(sharding.spec[axis] is None for axis in inside):
+        return weight
+    spec = [None if axis in inside else name for axis, name in enumerate(sharding.spec)]
+    return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding.update(spec=P(*spec)))
 
 
 def refusal(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:

@@ -1,8 +1,5 @@
 """A model of two layers with LoRA, whole on one device and split over data and tensor devices."""
 
-import runpy
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,11 +51,3 @@ def test_a_sharded_model_trains_as_on_one_device(kind):
     assert abs(loss - want_loss) < 1e-6 * want_loss
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
         assert np.abs(one - other).max() < 1e-5 * np.abs(other).max()
-
-
-def test_the_example_prints_what_it_says(capsys):
-    path = Path(__file__).resolve().parents[2] / "examples" / "flax" / "sharded.py"
-    names = runpy.run_path(str(path))
-    names["main"]()
-    printed = capsys.readouterr().out.strip().splitlines()
-    assert [line.strip() for line in names["__doc__"].split("It prints")[1].splitlines()[2:] if line] == printed

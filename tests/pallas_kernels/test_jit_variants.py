@@ -1,5 +1,7 @@
 """Public ops give the formula's values and gradients inside jit and outside; jit adds nothing but speed."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -34,16 +36,24 @@ def formula(x, w, a, b):
     return y, (dx, da, db)
 
 
+def one_adapter(x, *, weights):
+    return lora_linear(x, *weights, scale=0.5, implementation="xla")
+
+
 class JitVariants(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_device=True)
     def test_several_adapters(self):
         x, w, a, b = draw(T, K), draw(K, N), draw(3, K, R), draw(3, R, N)
 
+        frozen, table = jnp.asarray(w), jnp.asarray(TILE_ADAPTER)
+
         def loss(x, a, b):
-            y = multi_lora_linear(x, w, a, b, tile_adapter=jnp.asarray(TILE_ADAPTER), scale=SCALE, implementation="xla")
+            y = multi_lora_linear(x, frozen, a, b, tile_adapter=table, scale=SCALE, implementation="xla")
             return jnp.sum(y**2) / 2, y
 
-        (_, y), gradients = self.variant(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, a, b)
+        (_, y), gradients = self.variant(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
+            *map(jnp.asarray, (x, a, b))
+        )
         wanted, wanted_gradients = formula(x, w, a, b)
         chex.assert_shape(y, (T, N))
         chex.assert_equal_shape([y, wanted])
@@ -55,8 +65,8 @@ class JitVariants(chex.TestCase):
     @parameterized.parameters(((T, K),), ((2, 3, K),), ((K,),))
     def test_one_adapter_takes_any_leading_shape(self, shape):
         x, w, a, b = draw(*shape), draw(K, N), draw(K, R), draw(R, N)
-        op = self.variant(lambda x: lora_linear(x, w, a, b, scale=0.5, implementation="xla"))
-        y = op(x)
+        weights = map(jnp.asarray, (w, a, b))
+        y = self.variant(partial(one_adapter, weights=tuple(weights)))(jnp.asarray(x))
         chex.assert_shape(y, (*shape[:-1], N))
         chex.assert_tree_all_finite(y)
         want = x.astype(np.float64) @ (w + 0.5 * a.astype(np.float64) @ b)

@@ -6,7 +6,21 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize("name", ["api", "attention.blocks", "cost", "cost_ops", "device", "dropout", "mlp", "norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention.hopper.blocks",
+        "cost",
+        "cost_ops",
+        "device",
+        "dropout",
+        "linear.api",
+        "mlp.api",
+        "norm.api",
+        "policy",
+        "sizes",
+    ],
+)
 def test_examples_of(name):
     failed, attempted = doctest.testmod(import_module(f"pallas_kernels.{name}"))
     assert attempted

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 
+from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.batches import Batches
@@ -157,16 +158,21 @@ def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full(config, healthy, tmp_path, monkeypatch):
-    original, calls = ocp.CheckpointManager.save, []
+    original, calls = StateStore.save, []
 
-    def save(self, step, *arguments, **named):
-        calls.append(step)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, step, *arguments, **named)
+    def save(self, slot, arrays, position):
+        calls.append(slot)
+        if len(calls) < 2:
+            return original(self, slot, arrays, position)
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.Checkpointer, "save", no_space)
+            return original(self, slot, arrays, position)
+
+    def no_space(*arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "save", save)
+        patch.setattr(StateStore, "save", save)
         with pytest.raises(RunError) as caught:
             train(config, tmp_path / "run")
     assert caught.value.code == "save.no-space"
