@@ -324,7 +324,7 @@ def test_processes_offer_their_programs_in_one_order(monkeypatch):
         def __init__(self, place):
             self.place = place
 
-        def finish(self, number):
+        def close_batch(self, number):
             time.sleep(0.05 * (1 - self.place))
             order.append((self.place, number))
             return SimpleNamespace(squares=None), None

@@ -164,7 +164,7 @@ def test_a_plan_changes_only_where_it_must(planned):
 def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
     config, prepared, plan = planned
     moved = plan_for_mesh(plan, apply_resume_overrides(config, ["mesh.stages=1"]), 3)
-    record = make_record(config, prepared, plan)
+    record = make_record(config, prepared, plan, {}, {})
     with pytest.raises(CheckpointError, match=r"run\.other-plan"):
         check_record(record, prepared, moved)
     record |= {"moves": [{"plan": moved.digest}]}
