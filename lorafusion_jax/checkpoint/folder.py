@@ -26,7 +26,7 @@ from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
 from lorafusion_jax.config.load import dump_config, read_resolved
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import BEGUN, JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan
@@ -223,7 +223,7 @@ class RunFolder:
         """
         noted = self.read_record().get("config")
         try:
-            return None if noted is None else JobConfig.model_validate(noted)
+            return None if noted is None else JobConfig.model_validate(noted, context=BEGUN)
         except ValidationError as problem:
             raise self._damaged_record(f"config: {problem.errors()[0]['msg']}") from None
 

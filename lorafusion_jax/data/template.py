@@ -30,6 +30,8 @@ from lorafusion_jax.data.sandbox import (
 from lorafusion_jax.errors import CheckpointError
 
 MARKS = re.compile(f"([{GENERATION_OPEN}{GENERATION_CLOSE}]|{MESSAGE_OPEN}[0-9]*{MESSAGE_CLOSE})")
+BRACKETS = re.compile(r"[()\[\]{}]")
+DEEPEST = 1000  # brackets; real templates nest a few dozen
 PROBE = "\ufdd4"  # a content that no template can mistake for something else
 REASONING = ("reasoning_content", "thinking", "reasoning")
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -360,8 +362,19 @@ def check_template(template: ChatTemplate, where: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str) -> tuple[Sandbox, Template, bool]:
+    if (deepest := _nesting(source)) > DEEPEST:
+        raise SyntaxError(f"brackets are nested {deepest} deep")  # before the parser runs out of stack
     sandbox = Sandbox()
     return sandbox, *sandbox.compiled(source)
+
+
+def _nesting(source: str) -> int:
+    """Most brackets that are open at once; those in plain text count, too."""
+    deepest = depth = 0
+    for bracket in BRACKETS.findall(source):
+        depth = depth + 1 if bracket in "([{" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _without_marks(marked: str) -> _Marked:
