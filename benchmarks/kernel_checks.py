@@ -41,7 +41,7 @@ CASES = {  # what differs from LORA
     "bf16 r256 p0": {"adapters": 2, "ranks": (256,), "rate": 0.0, "tile": 64},
     "bf16 r256 p.1": {"adapters": 2, "ranks": (256,), "tile": 64},
 }
-# Who cannot serve a case, and words of the reason: any other refusal is a mistake, and so is none.
+# Who cannot serve a case, and words of the reason: any other reason is a mistake, and so is none.
 REFUSED = {
     (MOSAIC, "f32 A3 r16 p.1"): "x is float32",
     (MOSAIC, "bf16 odd 1000->300"): "1000 in features: it needs a multiple of 128",
@@ -79,7 +79,7 @@ def run(recorder, tiny: bool) -> None:
         wanted = {name: host.submit(kernel_calls.formula, *each) for name, each in calls.items()}
         jobs = {pair: _compile(compilers, pair[0], calls[pair[1]], QUICK if tiny else {}) for pair in pairs()}
         for name, pair, work in _checks(calls, wanted):
-            recorder.attempt(name, partial(_check, recorder, name, jobs[pair], refusal(*pair), work))
+            recorder.attempt(name, partial(_check, recorder, name, jobs[pair], expected_reason(*pair), work))
 
 
 def names() -> list[str]:
@@ -106,7 +106,7 @@ def call(name: str, tiny: bool) -> Call:
     return Call(*draw(int(seed), **(RANDOM[kind][0] | ({} if tiny else LARGER[kind]))))
 
 
-def refusal(backend: str, name: str) -> str | None:
+def expected_reason(backend: str, name: str) -> str | None:
     """Words of the reason for which the attached device's backend must refuse a call; None: it must serve it."""
     if backend == MOSAIC and not is_hopper():
         return "it needs a Hopper GPU"
@@ -114,7 +114,7 @@ def refusal(backend: str, name: str) -> str | None:
 
 
 def _compile(pool: ThreadPoolExecutor, backend: str, call: Call, options: dict[str, Any]) -> Future | str:
-    """Starts a compilation; a refusal comes back as the text of its reason."""
+    """Starts a compilation; a call that cannot be served comes back as the text of its reason."""
     try:
         lowered = jax.jit(partial(kernel_calls.gradients, backend)).lower(*call)
         return pool.submit(lowered.compile, compiler_options=options)

@@ -59,7 +59,7 @@ class Item:
 
 
 def share(name: str) -> float:
-    """Draws a number in [0, 1) from a name; the same for ever."""
+    """Draws a number in [0, 1) from a name; always the same."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 

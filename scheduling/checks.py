@@ -1,4 +1,4 @@
-"""What cannot be planned, and why: every refusal names what to change."""
+"""What cannot be planned, and why: every error names what to change."""
 
 from __future__ import annotations
 

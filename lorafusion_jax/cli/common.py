@@ -127,7 +127,7 @@ def warn(console: Console, texts: list[str]) -> None:
 
 
 MEMORY_FRACTION = 0.95  # of a GPU; CUDA, cuDNN and NCCL want about 1 GiB beside it
-# Where one of several GPUs runs out of memory inside a program, XLA lets the others wait for it for ever (four H200s,
+# Where one of several GPUs runs out of memory inside a program, XLA lets the others wait for it forever (four H200s,
 # jax 0.11.2). Longer than processes may differ in what they have left to compile.
 GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=600"
 

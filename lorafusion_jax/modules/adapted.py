@@ -23,7 +23,7 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.product import exchange_product, refusal
+from lorafusion_jax.modules.product import exchange_product, unsupported_linear
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
@@ -85,12 +85,16 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
     context = context_of(len(plan.adapters)) or _default(layer, plan)
     a_AKR, b_ARN = low_rank_bank(plan.kinds, {name: getattr(layer, name)[...] for name in plan.leaf_names})
     if a_AKR.ndim != 3:
-        raise refusal(plan.path, "a stack of layers was called as one", "call it inside nnx.scan or nnx.vmap")
+        raise unsupported_linear(
+            plan.path, "a stack of layers was called as one", "call it inside nnx.scan or nnx.vmap"
+        )
     site = layer.lora_site[...] if plan.linear.stack else plan.site
 
     def product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
         if inside != plan.linear.inside:
-            raise refusal(plan.path, f"its call sums over axes {inside} of the weight, not {plan.linear.inside}")
+            raise unsupported_linear(
+                plan.path, f"its call sums over axes {inside} of the weight, not {plan.linear.inside}"
+            )
         return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
 
     graph, weight, rest = nnx.split(layer, lambda path, _: path == (plan.linear.weight,), ...)

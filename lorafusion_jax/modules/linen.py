@@ -23,7 +23,7 @@ from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import HEADS
 from lorafusion_jax.modules.match import name_matches
-from lorafusion_jax.modules.product import exchange_product, refusal
+from lorafusion_jax.modules.product import exchange_product, unsupported_linear
 from lorafusion_jax.modules.spec import ALL_LINEAR, AdapterSpec
 
 COLLECTION = "LoRAParam"
@@ -93,7 +93,9 @@ class LinenLoRA:
             free = [axis for axis in range(w.ndim) if axis not in inside]
             seen.append(".".join(path))
             if not _stored(variables, path, w):
-                raise refusal(seen[-1], "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model")
+                raise unsupported_linear(
+                    seen[-1], "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
+                )
             if path not in drawn and (members := self._members(path)):
                 k, n = (_product(w.shape, axes) for axes in (inside, free))
                 rank = max(self.adapters[index].rank for index in members)
@@ -162,7 +164,9 @@ class LinenLoRA:
                 return call(*args, **options)
             params = dict(module.variables.get("params", {}))
             if weight not in params:
-                raise refusal(".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first")
+                raise unsupported_linear(
+                    ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
+                )
             w = nn.meta.unbox(params[weight])
 
             def own_call(w: Array) -> Any:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
-from lorafusion_jax.modules.product import refusal
+from lorafusion_jax.modules.product import unsupported_linear
 from lorafusion_jax.modules.spec import ALL_LINEAR
 from lorafusion_jax.modules.tree import Path, dotted, walk
 
@@ -36,7 +36,7 @@ class Place:
         return bool(self.path) and self.path[-1] in HEADS
 
     @property
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why it cannot carry LoRA."""
         return self.linear if isinstance(self.linear, str) else unknown_class(self.module)
 
@@ -77,7 +77,7 @@ def find_targets(
         able = [place for place in matched if isinstance(place.linear, Linear)]
         unable = [place for place in matched if not isinstance(place.linear, Linear)]
         if unable and (_is_name(target, places) or (not able and target != ALL_LINEAR)):
-            errors += [refusal(where, why) for why, where in by_reason(unable).items()]
+            errors += [unsupported_linear(where, why) for why, where in by_reason(unable).items()]
             continue
         left_out |= {place.path: place for place in unable}
         hits[target] = [place.path for place in able]
@@ -115,7 +115,7 @@ def by_reason(places: Sequence[Place]) -> dict[str, str]:
     """Why the places cannot carry LoRA → "first.of.them and 5 more"."""
     reasons: dict[str, list[str]] = {}
     for place in places:
-        reasons.setdefault(place.why_not, []).append(dotted(place.path))
+        reasons.setdefault(place.unsupported_reason, []).append(dotted(place.path))
     return {why: paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "") for why, paths in reasons.items()}
 
 

@@ -52,7 +52,7 @@ def exchange_product(
     run = _Run(product=product, where=where)
     outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
     if run.products != 1:
-        raise refusal(where, f"its call multiplies by the weight {run.products} times, not once")
+        raise unsupported_linear(where, f"its call multiplies by the weight {run.products} times, not once")
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
@@ -69,7 +69,7 @@ def _whole_inside(weight: Array, inside: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding.update(spec=P(*spec)))
 
 
-def refusal(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:
+def unsupported_linear(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:
     return ConfigError("lora.unsupported-linear", "this layer cannot carry LoRA.", where=where, why=why, fix=fix)
 
 
@@ -125,11 +125,11 @@ class _Run:
         ((place, order),) = weights.items()
         contract, batch = eqn.params["dimension_numbers"]
         if batch[0]:
-            raise refusal(self.where, "its product shares a batch axis between the input and the weight")
+            raise unsupported_linear(self.where, "its product shares a batch axis between the input and the weight")
         if eqn.params["precision"] not in (None, jax.lax.Precision.DEFAULT, (jax.lax.Precision.DEFAULT,) * 2):
-            raise refusal(self.where, f"it sets precision={eqn.params['precision']}")
+            raise unsupported_linear(self.where, f"it sets precision={eqn.params['precision']}")
         if eqn.params.get("out_sharding") is not None:
-            raise refusal(self.where, "it sets out_sharding", "call the layer without out_sharding")
+            raise unsupported_linear(self.where, "it sets out_sharding", "call the layer without out_sharding")
         self.products += 1
         dtype = jnp.result_type(eqn.outvars[0].aval)
         w = jnp.transpose(operands[place], [order.index(axis) for axis in range(len(order))]).astype(dtype)
@@ -146,7 +146,7 @@ class _Run:
         return jnp.transpose(y, [*back, *numbers] if place == 0 else [*numbers, *back])
 
     def _refused(self, primitive: str) -> ConfigError:
-        return refusal(self.where, f"its call does more with the weight than one product ({primitive})")
+        return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
 
 
 def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -99,7 +99,7 @@ def lora_report(model: nnx.Module) -> LoRAReport:
     for place in find_places(model):
         plan, path, number = getattr(place.module, "lora_plan", None), dotted(place.path), id(place.module)
         if plan is None:
-            why = place.why_not if not isinstance(place.linear, Linear) else "no adapter targets it"
+            why = place.unsupported_reason if not isinstance(place.linear, Linear) else "no adapter targets it"
             if place.is_head and isinstance(place.linear, Linear):
                 why = "output head: all-linear leaves it out, name it to adapt it"
             skipped.setdefault(number, SkippedRow(path=path, kind=type(place.module).__name__, why=why))

@@ -89,7 +89,7 @@ def context_of(count: int) -> LoRAContext | None:
         raise RunError(
             "lora.context-outside-jit",
             "`use_adapters` was entered outside the function that is compiled.",
-            why="the compiled function would keep this table for ever",
+            why="the compiled function would keep this table forever",
             fix=_INSIDE,
         )
     use.seen = True

@@ -59,9 +59,9 @@ def _number(value):
 
 
 def _cut_after(path: Path, slot: int) -> None:
-    """Cuts a log behind its last row of a checkpoint's slot or of one before.
+    """Cuts a log after its last row of a checkpoint's slot or of one before.
 
-    Everything is drained when a checkpoint is written, so no row behind that place is of an earlier slot. Damaged
+    Everything is drained when a checkpoint is written, so no row after that place is of an earlier slot. Damaged
     lines before it stay where they are.
     """
     if not path.exists():
@@ -86,7 +86,7 @@ def _cut_after(path: Path, slot: int) -> None:
 
 
 def _drop_repeated(path: Path, slot: int) -> None:
-    """Drops the events that a run tells again behind a slot, and a last line cut off by a crash; others stay as is."""
+    """Drops the events that a run tells again after a slot, and a last line cut off by a crash; others stay as is."""
     if not path.exists():
         return
     content = path.read_bytes()

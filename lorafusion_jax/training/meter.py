@@ -19,7 +19,7 @@ class Meter:
         slot_tokens: adapter → real tokens, for each slot of the plan.
         capacity_tokens: processed tokens of a slot.
         last_slot: slot after which each adapter is done.
-        done: slots that a resumed run has behind it.
+        done: slots that a resumed run has done.
     """
 
     def __init__(

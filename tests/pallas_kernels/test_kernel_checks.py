@@ -19,7 +19,7 @@ def test_an_h200_refuses_exactly_the_cases_that_say_so(backend):
     wrong = {}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for name in names:
-            expected, found = kernel_checks.refusal(backend, name), None
+            expected, found = kernel_checks.expected_reason(backend, name), None
             try:
                 jax.eval_shape(partial(gradients, backend), *kernel_checks.call(name, tiny=False))
             except NotImplementedError as refused:

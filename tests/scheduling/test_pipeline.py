@@ -88,7 +88,7 @@ def test_updates_come_before_the_next_batch_on_every_stage(jobs, num_stages, flu
             following = batches.get((adapter, batch + 1))
             if following:
                 assert place["update", max(slots)] < place["forward", min(following)]
-    spans = simulate(plan, UNIT, program=program).spans  # also proves that nothing waits for ever
+    spans = simulate(plan, UNIT, program=program).spans  # also proves that nothing waits forever
     assert len(spans) == sum(map(len, program))
     check_times(spans, num_stages)
 

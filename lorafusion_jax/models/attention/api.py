@@ -1,4 +1,4 @@
-"""Packed causal attention behind one call, isolated between segments.
+"""Packed causal attention as one call, isolated between segments.
 
 Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head width.
 """

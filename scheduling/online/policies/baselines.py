@@ -1,4 +1,4 @@
-"""Policies to compare with, behind the same interface and on the same rates."""
+"""Policies to compare with: the same interface and on the same rates."""
 
 from __future__ import annotations
 

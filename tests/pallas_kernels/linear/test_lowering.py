@@ -15,7 +15,7 @@ ODD = {"num_in": 1000, "widths": (300,)}
 LARGE = {"ranks": (256,), "tile": 64}  # taller tiles leave Hopper's products no shared memory
 QKV = {"ranks": (16, 16, 16), "widths": (1024, 256, 256)}
 
-# what differs from SIZES, Triton's kernels, and Hopper's (Triton's, Mosaic's) or words of its refusal
+# what differs from SIZES, Triton's kernels, and Hopper's (Triton's, Mosaic's) or words of its unsupported_reason
 CASES = {
     "float16": ({"dtype": "float16"}, 9, (5, 4)),
     "float32": ({"dtype": "float32"}, 9, "x is float32"),
