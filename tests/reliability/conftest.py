@@ -81,3 +81,18 @@ def copied(whole_run, tmp_path) -> Callable[[], Finished]:
         return Finished(home=tmp_path)
 
     return copy
+
+
+@pytest.fixture(scope="module")
+def healthy(make_config, tmp_path_factory):
+    """healthy(mesh) → folder of a run of the module's `make_config` in which nothing happens."""
+    found = {}
+
+    def run(mesh):
+        key = tuple(mesh.items())
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("healthy") / "run"
+            assert train(make_config(mesh), found[key]).exit_code == 0
+        return found[key]
+
+    return run

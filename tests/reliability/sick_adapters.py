@@ -138,3 +138,12 @@ WOUNDS = [
     Case(name="base rows NaN", wound=partial(base_rows, NAN), at=0),
 ]
 CASES = SETTINGS + WOUNDS
+
+
+def with_optim(config, name: str, changes: dict):
+    """The job with other settings of one adapter's optimizer, also those that a job file may not hold."""
+    adapters = tuple(
+        own.model_copy(update={"optim": own.optim.model_copy(update=changes)}) if own.name == name else own
+        for own in config.adapters
+    )
+    return config.model_copy(update={"adapters": adapters})

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
-from sick_adapters import settings
+from sick_adapters import settings, with_optim
 
 from lorafusion_jax.checkpoint import folder as folder_module
 from lorafusion_jax.checkpoint.peft import read_adapter
@@ -58,28 +58,9 @@ def make_config(tmp_path_factory, tiny_base):
                 train={"log_every_s": 0, "plan_seconds": 0.1, **train},
             )
         )
-        adapters = tuple(
-            own.model_copy(update={"optim": own.optim.model_copy(update=optim or {})}) if own.name == "bad" else own
-            for own in config.adapters
-        )
-        return config.model_copy(update={"adapters": adapters})
+        return with_optim(config, "bad", optim or {})
 
     return make
-
-
-@pytest.fixture(scope="module")
-def whole(make_config, tmp_path_factory):
-    """whole(mesh) → folder of the run of which nobody asks anything."""
-    found = {}
-
-    def run(mesh):
-        key = tuple(mesh.items())
-        if key not in found:
-            found[key] = tmp_path_factory.mktemp("whole") / "run"
-            assert train(make_config(mesh), found[key]).exit_code == 0
-        return found[key]
-
-    return run
 
 
 def asks(run, *requests):
@@ -135,14 +116,14 @@ def statuses(result):
 
 
 @MESHES
-def test_slots_of_a_failed_adapter_are_free_where_the_job_says_so(mesh, make_config, whole, tmp_path):
+def test_slots_of_a_failed_adapter_are_free_where_the_job_says_so(mesh, make_config, healthy, tmp_path):
     kept = train(make_config(mesh, SICK.optim), tmp_path / "kept")
     freed = train(make_config(mesh, SICK.optim, on_failed="replan"), tmp_path / "freed")
     assert kept.exit_code == freed.exit_code == 3
     assert freed.plan.num_slots < kept.plan.num_slots
     assert statuses(freed) == {"law": "done", "bad": "failed", "med": "done"}
-    assert_same_numbers(tmp_path / "kept", whole(mesh), WELL, atol=0)
-    assert_same_numbers(tmp_path / "freed", whole(mesh), WELL)
+    assert_same_numbers(tmp_path / "kept", healthy(mesh), WELL, atol=0)
+    assert_same_numbers(tmp_path / "freed", healthy(mesh), WELL)
     stopped = dict(freed.plan.stopped)["bad"]
     assert not any(ref.adapter == "bad" for slot in freed.plan.slots[stopped:] for ref in slot.samples)
     slots = sorted(int(slot.name) for slot in (tmp_path / "freed" / "state").iterdir())
@@ -157,7 +138,7 @@ def test_slots_of_a_failed_adapter_are_free_where_the_job_says_so(mesh, make_con
 
 
 @MESHES
-def test_a_cancelled_adapter_ends_and_leaves_its_folder(mesh, make_config, whole, tmp_path):
+def test_a_cancelled_adapter_ends_and_leaves_its_folder(mesh, make_config, healthy, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(mesh), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
     assert (result.exit_code, statuses(result)) == (0, {"law": "done", "bad": "cancelled", "med": "done"})
@@ -165,9 +146,9 @@ def test_a_cancelled_adapter_ends_and_leaves_its_folder(mesh, make_config, whole
     assert 2 <= bad.step < 6
     assert RunFolder(run).latest("bad") == RunFolder(run).adapter_step("bad", bad.step)
     assert "Training failed" not in (RunFolder(run).latest("bad") / "README.md").read_text()
-    assert losses_of(run, "bad").items() <= losses_of(whole(mesh), "bad").items()
-    assert result.plan.num_slots < RunFolder(whole(mesh)).read_plan().num_slots
-    assert_same_numbers(run, whole(mesh), WELL)
+    assert losses_of(run, "bad").items() <= losses_of(healthy(mesh), "bad").items()
+    assert result.plan.num_slots < RunFolder(healthy(mesh)).read_plan().num_slots
+    assert_same_numbers(run, healthy(mesh), WELL)
     assert request_files(run) == []
     assert run_numbers(run)["adapters"]["bad"]["status"] == "cancelled"
     assert [row["action"] for row in events_of(run, "adapter-changed")] == ["cancel"]
@@ -175,16 +156,16 @@ def test_a_cancelled_adapter_ends_and_leaves_its_folder(mesh, make_config, whole
 
 
 @MESHES
-def test_a_paused_adapter_goes_on_where_it_was(mesh, make_config, whole, tmp_path):
+def test_a_paused_adapter_goes_on_where_it_was(mesh, make_config, healthy, tmp_path):
     run = tmp_path / "run"
     listener = asks(run, ("bad", 2, "bad", "pause"), ("law", 5, "bad", "continue"))
     result = train(make_config(mesh), run, listeners=[listener])
     assert set(statuses(result).values()) == {"done"}
     assert [row["status"] for row in events_of(run, "adapter-changed")] == ["paused", "running"]
-    assert_same_numbers(run, whole(mesh), NAMES)
+    assert_same_numbers(run, healthy(mesh), NAMES)
 
 
-def test_an_adapter_that_stays_paused_waits_for_a_later_sitting(make_config, whole, tmp_path):
+def test_an_adapter_that_stays_paused_waits_for_a_later_sitting(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "pause"))])
     assert (result.exit_code, statuses(result)) == (0, {"law": "done", "bad": "paused", "med": "done"})
@@ -193,32 +174,32 @@ def test_an_adapter_that_stays_paused_waits_for_a_later_sitting(make_config, who
     assert statuses(resume(run))["bad"] == "paused"
     write_request(run, "continue", "bad")
     assert set(statuses(resume(run)).values()) == {"done"}
-    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
+    assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)
 
 
-def test_an_adapter_that_finishes_takes_the_step_that_it_has_begun(make_config, whole, tmp_path):
+def test_an_adapter_that_finishes_takes_the_step_that_it_has_begun(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "finish"))])
     bad = result.adapters["bad"]
     assert (bad.status, bad.step) == ("done", bad.num_steps)
     assert 2 <= bad.step < 6
     assert losses_of(run, "bad").keys() == set(range(1, bad.step + 1))
-    own, expected = losses_of(run, "bad"), losses_of(whole(ONE_DEVICE), "bad")
+    own, expected = losses_of(run, "bad"), losses_of(healthy(ONE_DEVICE), "bad")
     np.testing.assert_allclose(list(own.values()), [expected[step] for step in own], rtol=0, atol=2e-4)
-    assert_same_numbers(run, whole(ONE_DEVICE), WELL)
+    assert_same_numbers(run, healthy(ONE_DEVICE), WELL)
 
 
-def test_a_weight_changes_who_is_first(make_config, whole, tmp_path):
+def test_a_weight_changes_who_is_first(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 1, "bad", "weight", 8.0))])
     last = {name: slot for slot, name, _ in result.plan.batches_ending()}
     assert last["bad"] < min(last[name] for name in WELL)
-    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
+    assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)
 
 
 @pytest.mark.parametrize("kind", ["replanned", "adapter-changed", "saved"])
 @pytest.mark.parametrize("action", ["cancel", "pause"])
-def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, whole, tmp_path):
+def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, healthy, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     config = make_config(ONE_DEVICE)
     requests = [("bad", 2, "bad", action)] + ([("law", 5, "bad", "continue")] if action == "pause" else [])
@@ -237,7 +218,7 @@ def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_co
     assert request_files(killed) == []
 
 
-def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, whole, tmp_path):
+def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     listener = asks(run, ("law", 2, "bad", "continue"), ("law", 2, "nobody", "pause"))
 
@@ -252,11 +233,11 @@ def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, whole, tmp
     assert "bad is not paused but running" in told[0]
     assert "no adapter 'nobody'" in told[1]
     assert "note.json is no request" in told[2]
-    assert_same_numbers(run, whole(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
+    assert_same_numbers(run, healthy(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
 
 
 @pytest.mark.parametrize("left", ["the request, no plan", "the plan and the request"])
-def test_a_kill_while_a_request_is_carried_out(left, make_config, whole, tmp_path, monkeypatch):
+def test_a_kill_while_a_request_is_carried_out(left, make_config, healthy, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         if left == "the request, no plan":  # run.json knows of a plan that was never written
@@ -283,10 +264,10 @@ def test_a_kill_while_a_request_is_carried_out(left, make_config, whole, tmp_pat
     assert [row["action"] for row in events_of(run, "adapter-changed")] == ["cancel"]
     assert [len(move["changes"]) for move in RunFolder(run).moves()] == [1]
     assert request_files(run) == []
-    assert_same_numbers(run, whole(ONE_DEVICE), WELL)
+    assert_same_numbers(run, healthy(ONE_DEVICE), WELL)
 
 
-def test_a_run_moves_to_other_devices_after_a_request(make_config, whole, tmp_path):
+def test_a_run_moves_to_other_devices_after_a_request(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     listeners = [asks(run, ("bad", 2, "bad", "pause")), crash_after("saved", 4)]
     with pytest.raises(KeyboardInterrupt):
@@ -296,4 +277,4 @@ def test_a_run_moves_to_other_devices_after_a_request(make_config, whole, tmp_pa
     assert statuses(resume(run, ["mesh.stages=2"])) == {"law": "done", "bad": "paused", "med": "done"}
     write_request(run, "continue", "bad")
     assert set(statuses(resume(run)).values()) == {"done"}
-    assert_same_numbers(run, whole(ONE_DEVICE), NAMES)
+    assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
-from sick_adapters import CASES, Case, install
+from sick_adapters import CASES, Case, install, with_optim
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
@@ -61,28 +61,9 @@ def make_config(tmp_path_factory, tiny_base):
             "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
         }
         config = load_config(small_jobs.write_job(folder, tiny_base, entries, mesh=mesh, **sections))
-        adapters = tuple(
-            own.model_copy(update={"optim": own.optim.model_copy(update=optim or {})}) if own.name == "bad" else own
-            for own in config.adapters
-        )
-        return config.model_copy(update={"adapters": adapters})
+        return with_optim(config, "bad", optim or {})
 
     return make
-
-
-@pytest.fixture(scope="module")
-def healthy(make_config, tmp_path_factory):
-    """healthy(mesh) → folder of the run in which nobody is sick."""
-    found = {}
-
-    def run(mesh):
-        key = tuple(mesh.items())
-        if key not in found:
-            found[key] = tmp_path_factory.mktemp("healthy") / "run"
-            assert train(make_config(mesh), found[key]).exit_code == 0
-        return found[key]
-
-    return run
 
 
 def weights_of(run, name, step=None):
