@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 import shape_checks
 
@@ -18,6 +19,11 @@ shape_checks.install()
 import small_jobs  # noqa: E402
 
 from lorafusion_jax.examples import examples_directory  # noqa: E402
+
+# The same cases on every run: a change is judged by what it changes. `--hypothesis-profile=nightly` looks for new ones.
+hypothesis.settings.register_profile("same_cases", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=None)
+hypothesis.settings.load_profile("same_cases")
 
 KEPT = {}  # programs of stages that runs of one module share, in order of their last use
 MOST_KEPT = 16  # each holds some megabytes of machine code
