@@ -46,18 +46,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import (
-    LENGTHS,
-    LONGEST,
-    SHAPES,
-    WORKLOADS,
-    Draw,
-    random_data,
-    sample_lengths,
-)
+from benchmarks.end_to_end_inputs import Draw, random_data
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
+from benchmarks.workloads import LENGTHS, LONGEST, SHAPES, WORKLOADS, sample_lengths
 from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.config.schema import (
     AdapterConfig,

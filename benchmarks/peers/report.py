@@ -1,0 +1,83 @@
+"""The table and the plot of a run of peers."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+LABELS = {
+    "frozen": "frozen base, forward and backward",
+    "ours": "ours, four adapters together",
+    "single": "ours, one adapter after another",
+    "lorafusion_full": "LoRAFusion's kernels, every microbatch full",
+    "lorafusion": "LoRAFusion's kernels, one adapter",
+    "packed_full": "PEFT + Liger, every microbatch full",
+    "packed": "PEFT + Liger, no padding, one adapter",
+    "compiled": "PEFT + Liger, no padding, torch.compile",
+    "default": "transformers + PEFT, defaults",
+    "checkpointed": "transformers + PEFT, checkpointing",
+}
+COLUMNS = ("global_batch", "variant", "useful_tokens_per_s", "processed_tokens_per_s", "over_floor", "peak_gb")
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All rows of ours and of the peers; the last of a variant and batch counts."""
+    found: dict[tuple, dict] = {}
+    for name in ("end_to_end.jsonl", "peers.jsonl"):
+        path = folder / name
+        for line in path.read_text().splitlines() if path.exists() else []:
+            row = json.loads(line)
+            if row["variant"] in LABELS and "error" not in row:
+                found[row["global_batch"], row["variant"]] = row
+    return list(found.values())
+
+
+def table(rows: list[dict]) -> list[dict]:
+    """Useful and processed tokens/s of each row, and its share of the frozen floor at the same batch."""
+    floors = {row["global_batch"]: row["useful_tokens_per_s"] for row in rows if row["variant"] == "frozen"}
+    result = []
+    for row in sorted(rows, key=lambda row: (row["global_batch"], list(LABELS).index(row["variant"]))):
+        useful, floor = row["useful_tokens_per_s"], floors.get(row["global_batch"])
+        processed = row["processed"] / row["seconds"] if "processed" in row else useful / row["density"]
+        result.append(
+            {
+                "global_batch": row["global_batch"],
+                "variant": row["variant"],
+                "useful_tokens_per_s": round(useful),
+                "processed_tokens_per_s": round(processed),
+                "over_floor": round(useful / floor, 3) if floor else None,
+                "peak_gb": row.get("peak_gb"),
+            }
+        )
+    return result
+
+
+def report(folder: Path) -> None:
+    """Writes table.csv and peers.png from the rows in `folder`."""
+    lines = table(rows_of(folder))
+    if not lines:
+        return
+    with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(lines)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    batch = min(line["global_batch"] for line in lines)
+    shown = [line for line in reversed(lines) if line["global_batch"] == batch]
+    colours = {"frozen": "#b0b0b0", "ours": "#1f77b4", "single": "#7fb3dd"}
+    figure, axes = plt.subplots(figsize=(8, 0.42 * len(shown) + 1.0), layout="constrained")
+    bars = axes.barh(
+        [LABELS[line["variant"]] for line in shown],
+        [line["useful_tokens_per_s"] / 1000 for line in shown],
+        color=[colours.get(line["variant"], "#e0a458") for line in shown],
+    )
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.set_xlabel(f"useful tokens per second, thousands (batch {batch})")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "peers.png", dpi=150)
+    plt.close(figure)

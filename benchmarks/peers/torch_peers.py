@@ -1,0 +1,217 @@
+"""LoRA training in torch, one adapter after another: transformers + PEFT with defaults, and in the best known set-up.
+
+    python -m benchmarks.peers.torch_peers --model 8b --variant packed --out results
+
+Needs torch >= 2.11 (`varlen_attn`), transformers, peft and liger-kernel; no jax. Rank 16 on all linear layers, alpha
+32, dropout 0.1, bfloat16, fused AdamW, gradients clipped to 1, random weights and tokens, nothing recomputed unless
+said.
+
+    default       padded microbatches of `--rows` samples, SDPA, no Liger: what the documentation shows
+    checkpointed  the same with gradient checkpointing and twice the rows
+    packed        samples of a batch packed without padding, variable-length flash attention, Liger's norms, rotary
+                  embedding, SwiGLU and fused loss
+    packed_full   the same, every microbatch filled as if several adapters shared it: an upper bound
+    compiled      packed, decoder layers through torch.compile with dynamic lengths
+    lorafusion, lorafusion_full   packed and packed_full with LoRAFusion's kernels (`--lorafusion CHECKOUT`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from benchmarks.peers import lorafusion
+from benchmarks.peers.packing import Microbatch, full_steps, global_batches, pack, padded
+from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS
+
+VARIANTS = ("default", "checkpointed", "packed", "packed_full", "compiled", "lorafusion", "lorafusion_full")
+WARM_UP = 2  # steps before the clock starts
+CAUSAL: dict[str, Any] = (
+    {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+)
+TINY_SCALE, TINY_LONGEST = 0.05, 96
+
+
+class Documents:
+    """Where the documents of the present microbatch end: attention and positions ask for it."""
+
+    ends: torch.Tensor
+    longest: int
+
+    def set(self, lengths: Microbatch, device: torch.device) -> torch.Tensor:
+        """Takes the lengths in row order and returns the positions [1, T]."""
+        self.longest = max(lengths)
+        self.ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        return torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+
+
+def register_packed_attention(documents: Documents) -> None:
+    """Makes `packed` an attention of transformers: causal within each document of one long row."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        q, k, v = (part[0].transpose(0, 1).contiguous() for part in (q, k, v))  # [T, heads, width]
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        ends, longest = documents.ends, documents.longest
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **CAUSAL)[None], None
+
+    AttentionInterface.register("packed", attend)
+    AttentionMaskInterface.register("packed", lambda *_, **__: None)
+
+
+def build(shape: dict[str, Any], attention: str, liger: bool, device: str) -> Any:
+    """The base with random weights, and one adapter whose B is not zero, as after some training."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
+    config = LlamaConfig(
+        vocab_size=shape["vocab_size"], hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"],
+        num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"], head_dim=shape["head_dim"], max_position_embeddings=8192,
+        attn_implementation=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        base = LlamaForCausalLM(config)
+    base.config.use_cache = False
+    lora = LoraConfig(
+        r=16, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", exclude_modules=["lm_head"],
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = get_peft_model(base, lora, autocast_adapter_dtype=False)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.01)
+    return model.train()
+
+
+def packed_losses(model: Any, documents: Documents, microbatches: list[Microbatch], multiple: int) -> Iterator[Any]:
+    """The loss of each microbatch as one row of documents; rows come in multiples that a kernel may want."""
+    device, total = model.device, sum(map(sum, microbatches))
+    for lengths in microbatches:
+        real = sum(lengths)
+        rest = -real % multiple
+        positions = documents.set([*lengths, *([rest] if rest else [])], device)
+        ids = torch.randint(0, model.config.vocab_size, (1, real + rest), device=device)
+        labels = ids.clone()
+        labels[:, real:] = -100
+        yield model(input_ids=ids, position_ids=positions, labels=labels).loss * (real / total)
+
+
+def padded_losses(model: Any, microbatches: list[Microbatch]) -> Iterator[Any]:
+    """The loss of each microbatch as a padded rectangle."""
+    device, total = model.device, sum(map(sum, microbatches))
+    for lengths in microbatches:
+        ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)), device=device)
+        seen = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+        out = model(input_ids=ids, attention_mask=seen.long(), labels=ids.masked_fill(~seen, -100))
+        yield out.loss * (sum(lengths) / total)
+
+
+def train(model: Any, steps: list[list[Microbatch]], losses: Callable[[list[Microbatch]], Iterator[Any]]) -> dict:
+    """Optimizer steps over all microbatches; the clock runs after the warm-up."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
+    on_gpu = model.device.type == "cuda"
+    began = 0.0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for index, microbatches in enumerate(steps):
+        if index == WARM_UP:
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+        for loss in losses(microbatches):
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    timed = [lengths for step in steps[WARM_UP:] for lengths in step]
+    useful = sum(map(sum, timed))
+    return {
+        "useful_tokens_per_s": round(useful / seconds, 1), "useful_tokens": useful, "seconds": round(seconds, 3),
+        "microbatches": len(timed), "trainable": sum(weight.numel() for weight in weights),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if on_gpu else None,
+    }  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures one variant. Liger and LoRAFusion change classes for good, so a process runs one."""
+    variant, tiny = options.variant, options.model == "tiny"
+    shape = SHAPES[options.model] | ({"num_layers": options.layers} if options.layers else {})
+    scale, longest = (TINY_SCALE, TINY_LONGEST) if tiny else (1, LONGEST)
+    batches = global_batches(options.workload, options.batch, options.steps + WARM_UP, scale, longest)
+    packs = variant not in ("default", "checkpointed")
+    documents = Documents()
+    if packs:
+        register_packed_attention(documents)
+    model = build(shape, "packed" if packs else "sdpa", packs, options.device)
+    if not packs:
+        rows = options.rows * (2 if variant == "checkpointed" else 1)
+        if variant == "checkpointed":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        steps = [padded(batch, rows) for batch in batches]
+        processed = sum(len(m) * max(m) for step in steps[WARM_UP:] for m in step)
+        return train(model, steps, lambda each: padded_losses(model, each)) | {"rows": rows, "processed": processed}
+    multiple = 1
+    if variant.startswith("lorafusion"):
+        lorafusion.install(options.lorafusion)
+        multiple = lorafusion.ROWS
+    if variant == "compiled":
+        for layer in model.base_model.model.model.layers:
+            layer.compile(dynamic=True)
+    full = variant.endswith("_full")
+    steps = full_steps(batches, options.capacity) if full else [pack(batch, options.capacity) for batch in batches]
+    warm = steps[:WARM_UP] * 2  # lengths differ from step to step: kernels are chosen and compiled here
+    train(model, warm, lambda each: packed_losses(model, documents, each, multiple))
+    row = train(model, steps, lambda each: packed_losses(model, documents, each, multiple))
+    return row | {"processed": sum(-(-sum(m) // multiple) * multiple for step in steps[WARM_UP:] for m in step)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("8b", "70b", "tiny"), default="8b", help="llama shapes")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to try")
+    parser.add_argument("--workload", choices=WORKLOADS, default="mix")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a global batch")
+    parser.add_argument("--steps", type=int, default=12, help="timed optimizer steps")
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of a packed microbatch")
+    parser.add_argument("--rows", type=int, default=2, help="samples of a padded microbatch")
+    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--lorafusion", type=Path, help="a checkout of LoRAFusion")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True, help="folder; the row is appended to peers.jsonl")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    row = {
+        "variant": options.variant, "workload": options.workload, "global_batch": options.batch, "model": options.model
+    } | run(options)  # fmt: skip
+    row |= {"torch": torch.__version__, "transformers": version("transformers"), "peft": version("peft")}
+    if options.device == "cuda":
+        row["device"] = torch.cuda.get_device_name()
+    with (options.out / "peers.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
