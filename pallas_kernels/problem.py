@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.policy import LinearShape
+from pallas_kernels.quantised.weight import FrozenWeight, is_quantised
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Operands:
     """Arrays of one call: projections ws[i], as_[i], bs[i] of one input; as_[i] is None where there is no LoRA."""
 
     x: jax.Array  # [T, K]
-    ws: tuple[jax.Array, ...]  # [K, N_i]
+    ws: tuple[FrozenWeight, ...]  # [K, N_i]
     as_: tuple[jax.Array | None, ...]  # [A, K, R_i]
     bs: tuple[jax.Array | None, ...]  # [A, R_i, N_i]
     biases: tuple[jax.Array | None, ...]  # [N_i]
@@ -59,6 +60,11 @@ class Operands:
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
     first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a weight multiplies by itself, see `pallas_kernels.quantised`."""
+        return any(is_quantised(w) for w in self.ws)
 
     @property
     def with_lora(self) -> tuple[int, ...]:

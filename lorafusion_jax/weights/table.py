@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from lorafusion_jax.plugins import find, not_known
-from lorafusion_jax.weights import int8
+from lorafusion_jax.weights import fp8, int8
 
 GROUP = "lorafusion_jax.stored_weights"
 NONE = "none"  # kernels stay plain arrays of `base.dtype`
@@ -57,6 +57,9 @@ class StoredKind:
         quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
             the same input must give the same bytes however it is split over devices.
         dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
+        operand: stored arrays → a `pallas_kernels.quantised.weight.QuantisedWeight`, which multiplies by itself. None:
+            a layer is dequantised when it runs.
+        unsupported_reason: (K, N) → why a kernel of that shape cannot be stored so; None: it can.
 
     Example:
         >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
@@ -66,6 +69,8 @@ class StoredKind:
     arrays: Callable[[int, int], Mapping[str, ArraySpec]]
     quantise: Callable[[Any], Mapping[str, Any]]
     dequantise: Callable[[Mapping[str, Any], Any], Any]
+    operand: Callable[[Mapping[str, Any]], Any] | None = None
+    unsupported_reason: Callable[[int, int], str | None] = lambda in_features, out_features: None
 
 
 def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
@@ -75,9 +80,17 @@ def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     }
 
 
-INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+def _fp8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    return {
+        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn"),
+        "scales": ArraySpec(shape=(out_features,), dtype="float32"),
+    }
 
-KINDS: Mapping[str, StoredKind] = {"int8": INT8}
+
+INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+FP8 = StoredKind(arrays=_fp8_arrays, quantise=fp8.quantise, dequantise=fp8.dequantise, operand=fp8.operand)
+
+KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8}
 
 
 def stored_kind(name: str) -> StoredKind | None:

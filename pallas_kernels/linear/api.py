@@ -23,6 +23,7 @@ from pallas_kernels.linear.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, select_projections
+from pallas_kernels.quantised.weight import is_quantised
 
 
 def lora_linear(
@@ -179,7 +180,11 @@ def multi_lora_linears(
 
 def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
-    mesh = partition.mesh_of((x, *ws, *as_, *bs), implementation)
+    mesh = partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation)
+    if mesh is not None and any(is_quantised(w) for w in ws):
+        raise NotImplementedError(
+            "a quantised weight is served on one device: call the op inside jax.shard_map, on each device's own rows"
+        )
     run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
     ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)

@@ -35,6 +35,8 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
         return "it needs a Hopper GPU (sm_90)"
     if wide_integers():
         return "its kernels count in 32 bits: turn jax_enable_x64 off"
+    if ops.quantised:
+        return "its products read plain weights"
     return policy.hopper_unsupported_reason(linear_shape(static, ops)) or _shared_memory_reason(static, ops)
 
 

@@ -30,6 +30,8 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
         return f"it needs an NVIDIA GPU, not {target_platform()!r}"
     if wide_integers():
         return "its kernels count in 32 bits: turn jax_enable_x64 off"
+    if ops.quantised:
+        return "its products read plain weights"
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"x is {ops.x.dtype}; it takes bfloat16, float16 and float32"
     if not static.single and static.tile % 16:

@@ -1,0 +1,105 @@
+"""A frozen weight of 8-bit floats whose products read 8-bit floats on both sides: twice the rate of bfloat16 on sm_89 on.
+
+    forward    y  = (q(x) · Wq) · sx[t] · sw[n]
+    backward   dx = (q(dY · sw) · Wq^T) · sd[t]
+
+The weight's scales belong to its out features, over which backward sums, so they go into dY before it is rounded. Both
+directions read the same values. Rows of x and dY are rounded by themselves (see `quantised.rows`); the LoRA branch reads
+x as it is.
+
+T packed tokens · K in features · N out features
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.device import has_fp8_products, target_platform
+from pallas_kernels.quantised.rows import round_rows
+
+# Hopper's matrix units add 8-bit products into float32 registers with some 14 bits. "highest" lets cuBLAS add partial
+# sums in full every few steps, about 8 % slower. The rounding of e4m3 is 2^-4, so forward does without; a gradient is a
+# sum of layers' errors and gets it.
+FORWARD, BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """W[k, n] = values[n, k] · scales[n].
+
+    Products of 8-bit floats want the axis that they sum over last in both operands. Forward sums over K, backward over
+    N: with `transposed` neither rearranges anything, without it backward transposes the bytes whenever it runs.
+
+    Args:
+        values: e4m3 [N, K], as checkpoints have them.
+        scales: float32 [N].
+        transposed: the same values once more, [K, N], or None.
+
+    Example:
+        >>> weight = quantise(jnp.eye(32))
+        >>> weight.shape, weight.multiply(jnp.full((1, 32), 3.0))[0, 0].item()
+        ((32, 32), 3.0)
+    """
+
+    values: Float[Array, "N K"]
+    scales: Float[Array, " N"]
+    transposed: Float[Array, "K N"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[1], self.values.shape[0]
+
+    @property
+    def ndim(self) -> Literal[2]:
+        return 2
+
+    def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """x W."""
+        x8, scales = round_rows(x)
+        sums = _sum_last(x8, self.values, _sum_type(x.dtype), FORWARD)
+        return (sums.astype(jnp.float32) * scales * self.scales).astype(x.dtype)
+
+    def multiply_transposed(self, dy: Float[Array, "*B N"]) -> Float[Array, "*B K"]:
+        """dY W^T."""
+        dy8, scales = round_rows(dy.astype(jnp.float32) * self.scales)
+        values_KN = self.values.T if self.transposed is None else self.transposed
+        sums = _sum_last(dy8, values_KN, _sum_type(dy.dtype), BACKWARD)
+        return (sums.astype(jnp.float32) * scales).astype(dy.dtype)
+
+
+def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
+    """Rounds a weight, with a scale for each out feature.
+
+    Args:
+        kernel_KN: floating.
+        both: keep the values in both orders.
+    """
+    values_NK, scales_N1 = round_rows(kernel_KN.T)
+    return Fp8Weight(values=values_NK, scales=scales_N1[:, 0], transposed=values_NK.T if both else None)
+
+
+def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
+    """The values times their scales: exact in bfloat16 and wider types where scales are powers of two."""
+    return (weight.values.astype(jnp.float32) * weight.scales[:, None]).astype(dtype).T
+
+
+def _sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype, precision: lax.Precision) -> jax.Array:
+    """Sums lhs[t, i] · rhs[j, i] over i. Devices without such products multiply the same values in a wider type."""
+    last = (((lhs.ndim - 1,), (1,)), ((), ()))
+    if not has_fp8_products():
+        wide = jnp.float32 if target_platform() == "cpu" else jnp.bfloat16  # either holds every e4m3 value
+        lhs, rhs, precision = lhs.astype(wide), rhs.astype(wide), lax.Precision.HIGHEST
+        return lax.dot_general(lhs, rhs, last, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+    return lax.dot_general(lhs, rhs, last, precision=precision, preferred_element_type=dtype)
+
+
+def _sum_type(dtype: jnp.dtype) -> jnp.dtype:
+    """What a product writes before scales: bfloat16 has the range, and float32 would double the bytes."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
