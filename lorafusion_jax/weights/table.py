@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from lorafusion_jax.plugins import find, not_known
-from lorafusion_jax.weights import fp8, int8
+from lorafusion_jax.weights import fp8, int8, nf4
 
 GROUP = "lorafusion_jax.stored_weights"
 NONE = "none"  # kernels stay plain arrays of `base.dtype`
@@ -87,10 +87,28 @@ def _fp8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     }
 
 
+def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    groups = nf4.groups_of(in_features, out_features)
+    return {
+        "codes": ArraySpec(shape=(out_features, in_features // 2), dtype="uint8"),
+        "absmax": ArraySpec(shape=(groups, nf4.GROUP), dtype="uint8"),
+        "group_absmax": ArraySpec(shape=(groups,), dtype="float32"),
+        "offset": ArraySpec(shape=(1,), dtype="float32"),
+    }
+
+
 INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+NF4 = StoredKind(
+    arrays=_nf4_arrays,
+    quantise=nf4.quantise,
+    dequantise=nf4.dequantise,
+    unsupported_reason=lambda in_features, out_features: (
+        f"{in_features} in features: two share a byte, so it needs an even number" if in_features % 2 else None
+    ),
+)
 FP8 = StoredKind(arrays=_fp8_arrays, quantise=fp8.quantise, dequantise=fp8.dequantise, operand=fp8.operand)
 
-KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8}
+KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8, "nf4": NF4}
 
 
 def stored_kind(name: str) -> StoredKind | None:

@@ -4,8 +4,8 @@
     backward   dx = (q(dY · sw) · Wq^T) · sd[t]
 
 The weight's scales belong to its out features, over which backward sums, so they go into dY before it is rounded. Both
-directions read the same values. Rows of x and dY are rounded by themselves (see `quantised.rows`); the LoRA branch reads
-x as it is.
+directions read the same values. Rows of x and dY are rounded by themselves (see `quantised.rows`); the LoRA branch
+reads x as it is.
 
 T packed tokens · K in features · N out features
 """

@@ -1,7 +1,7 @@
 """Rounding to 8-bit floats (e4m3: three bits of mantissa) with one scale per row.
 
-A row's scale depends on that row only. So a row is rounded to the same values whatever rows lie beside it: adapters that
-share a microbatch get what each would get alone, and a NaN stays in its row.
+A row's scale depends on that row only. So a row is rounded to the same values whatever rows lie beside it: adapters
+that share a microbatch get what each would get without the others, and a NaN stays in its row.
 
 Scales are powers of two. An 8-bit float loses nothing by that, as its precision is relative, and multiplying by such a
 scale rounds nothing: a value is rounded once, to e4m3, and a result once, to its own type.
