@@ -236,8 +236,8 @@ class StagePrograms:
     def _whole(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Weights of a layer, or of half of it, as they are used.
 
-        What devices gather are the stored arrays. A layer that is dequantised waits for its input x (in backward: the gradient
-        of its output): a program of several layers would be free to dequantise them all at once.
+        What devices gather are the stored arrays. A layer that is dequantised waits for its input x (in backward: the
+        gradient of its output): a program of several layers would be free to dequantise them all at once.
         """
         specs = {name: self._frozen_specs[name] for name in stored}
         stored = jax.tree.map(lambda leaf, spec: _gathered(leaf, _axis(spec)), stored, specs)

@@ -160,4 +160,3 @@ def _batched(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.f
     layer and would only be rounded to it: float32 would double the bytes written.
     """
     return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)
-

@@ -1,4 +1,4 @@
-"""A frozen weight of 8-bit floats whose products read 8-bit floats on both sides: twice the rate of bfloat16 on sm_89 on.
+"""A frozen weight of 8-bit floats whose products read 8-bit floats on both sides: twice bfloat16's rate on sm_89 on.
 
     forward    y  = (q(x) · Wq) · sx[t] · sw[n]
     backward   dx = (q(dY · sw) · Wq^T) · sd[t]
@@ -63,15 +63,23 @@ class Fp8Weight:
     def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x W."""
         x8, scales = round_rows(x)
-        sums = _sum_last(x8, self.values, _sum_type(x.dtype), FORWARD)
+        sums = self.sums(x8, x.dtype)
         return (sums.astype(jnp.float32) * scales * self.scales).astype(x.dtype)
 
     def multiply_transposed(self, dy: Float[Array, "*B N"]) -> Float[Array, "*B K"]:
         """dY W^T."""
         dy8, scales = round_rows(dy.astype(jnp.float32) * self.scales)
-        values_KN = self.values.T if self.transposed is None else self.transposed
-        sums = _sum_last(dy8, values_KN, _sum_type(dy.dtype), BACKWARD)
+        sums = self.transposed_sums(dy8, dy.dtype)
         return (sums.astype(jnp.float32) * scales).astype(dy.dtype)
+
+    def sums(self, x8: Float[Array, "*B K"], dtype: jnp.dtype) -> Float[Array, "*B N"]:
+        """x W without any scale, as wide as a result of type `dtype` wants."""
+        return _sum_last(x8, self.values, _sum_type(dtype), FORWARD)
+
+    def transposed_sums(self, dy8: Float[Array, "*B N"], dtype: jnp.dtype) -> Float[Array, "*B K"]:
+        """dY W^T without any scale."""
+        values_KN = self.values.T if self.transposed is None else self.transposed
+        return _sum_last(dy8, values_KN, _sum_type(dtype), BACKWARD)
 
 
 def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
