@@ -148,9 +148,10 @@ def input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], bi
 
 
 def _makes_low(prepared: Prepared) -> bool:
-    """True where cuBLAS makes a product, and where dx is a sum of products anyway: with its masked low-rank part written by the pass over x (8 % of the
-    time of a product) they are all plain ones.  Masking in the last step of a product costs 5 to 15 % of it, the more
-    the larger the rank."""
+    """True where cuBLAS makes the product, and where dx is a sum of products anyway.
+
+    With its masked low-rank part written by the pass over x (8 % of the time of a product) they are all plain ones.
+    Masking in the last step of a product costs 5 to 15 % of it, the more the larger the rank."""
     return prepared.ops.quantised or len(prepared.ops.ws) > 1 or prepared.layout.total > policy.MIN_RANK
 
 
