@@ -23,10 +23,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.device import has_fp8_products, target_platform
 from pallas_kernels.quantised.rows import round_rows
 
-# Hopper's matrix units add 8-bit products into float32 registers with some 14 bits. "highest" lets cuBLAS add partial
-# sums in full every few steps, about 8 % slower. The rounding of e4m3 is 2^-4, so forward does without; a gradient is a
-# sum of layers' errors and gets it.
-FORWARD, BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+# Hopper's matrix units add 8-bit products with some 14 bits. "highest" lets cuBLAS add partial sums in full every few
+# steps, about 8 % slower; next to operands that are rounded to 2^-4 it gains nothing.
+PRECISION = lax.Precision.DEFAULT
 
 
 @jax.tree_util.register_dataclass
@@ -74,12 +73,12 @@ class Fp8Weight:
 
     def sums(self, x8: Float[Array, "*B K"], dtype: jnp.dtype) -> Float[Array, "*B N"]:
         """x W without any scale, as wide as a result of type `dtype` wants."""
-        return _sum_last(x8, self.values, _sum_type(dtype), FORWARD)
+        return _sum_last(x8, self.values, _sum_type(dtype))
 
     def transposed_sums(self, dy8: Float[Array, "*B N"], dtype: jnp.dtype) -> Float[Array, "*B K"]:
         """dY W^T without any scale."""
         values_KN = self.values.T if self.transposed is None else self.transposed
-        return _sum_last(dy8, values_KN, _sum_type(dtype), BACKWARD)
+        return _sum_last(dy8, values_KN, _sum_type(dtype))
 
 
 def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
@@ -98,14 +97,14 @@ def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:
     return (weight.values.astype(jnp.float32) * weight.scales[:, None]).astype(dtype).T
 
 
-def _sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype, precision: lax.Precision) -> jax.Array:
+def _sum_last(lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Sums lhs[t, i] · rhs[j, i] over i. Devices without such products multiply the same values in a wider type."""
     last = (((lhs.ndim - 1,), (1,)), ((), ()))
     if not has_fp8_products():
         wide = jnp.float32 if target_platform() == "cpu" else jnp.bfloat16  # either holds every e4m3 value
-        lhs, rhs, precision = lhs.astype(wide), rhs.astype(wide), lax.Precision.HIGHEST
-        return lax.dot_general(lhs, rhs, last, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
-    return lax.dot_general(lhs, rhs, last, precision=precision, preferred_element_type=dtype)
+        lhs, rhs, highest = lhs.astype(wide), rhs.astype(wide), lax.Precision.HIGHEST
+        return lax.dot_general(lhs, rhs, last, precision=highest, preferred_element_type=jnp.float32).astype(dtype)
+    return lax.dot_general(lhs, rhs, last, precision=PRECISION, preferred_element_type=dtype)
 
 
 def _sum_type(dtype: jnp.dtype) -> jnp.dtype:
