@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.plugins import find, not_known
 from lorafusion_jax.weights import fp8, int8, nf4
 
@@ -118,6 +119,25 @@ def stored_kind(name: str) -> StoredKind | None:
         ConfigError: `plugin.unknown`, `plugin.broken`.
     """
     return None if name == NONE else find(GROUP, KINDS, name, StoredKind)
+
+
+def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Whether a kind can store kernels of these shapes (K, N), by their names.
+
+    Raises:
+        ConfigError: `base.quantize-shape`.
+    """
+    kind = stored_kind(name)
+    reasons = {} if kind is None else {leaf: kind.unsupported_reason(*shape) for leaf, shape in shapes.items()}
+    for leaf, reason in reasons.items():
+        if reason is not None:
+            raise ConfigError(
+                "base.quantize-shape",
+                f"{leaf} {list(shapes[leaf])} cannot be stored as {name}.",
+                where="base.quantize",
+                why=reason,
+                fix=f"one of [{', '.join(kind for kind in (NONE, *KINDS) if kind != name)}]",
+            )
 
 
 def unknown_stored_kind(name: str) -> str | None:
