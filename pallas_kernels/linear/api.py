@@ -23,12 +23,12 @@ from pallas_kernels.linear.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, select_projections
-from pallas_kernels.quantised.weight import is_quantised
+from pallas_kernels.quantised.weight import QuantisedWeight, is_quantised
 
 
 def lora_linear(
     x: Float[Array, "*B K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | QuantisedWeight,
     a: Float[Array, "K R"],
     b: Float[Array, "R N"],
     *,
@@ -83,7 +83,7 @@ def lora_linear(
 
 def multi_lora_linear(
     x: Float[Array, "*B K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | QuantisedWeight,
     a: Float[Array, "A K R"],
     b: Float[Array, "A R N"],
     *,
@@ -104,8 +104,8 @@ def multi_lora_linear(
 
     Args:
         x: [..., K]; the leading dimensions flatten to T rows.
-        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in
-            `lora_linear`.
+        w: [K, N], frozen: an array, or what multiplies by itself, see `pallas_kernels.quantised`.
+        a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in `lora_linear`.
         tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
             to a and b).  Traced values cannot be checked: what is outside counts as -1.  None: every row belongs to
             adapter 0.
@@ -134,7 +134,7 @@ def multi_lora_linear(
 
 def multi_lora_linears(
     x: Float[Array, "*B K"],
-    ws: Sequence[Float[Array, "K _"]],
+    ws: Sequence[Float[Array, "K _"] | QuantisedWeight],
     as_: Sequence[Float[Array, "A K _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
@@ -151,7 +151,7 @@ def multi_lora_linears(
 
     Args:
         x: rows, as in `multi_lora_linear`.
-        ws: frozen weight of each projection.
+        ws: frozen weight of each projection, as in `multi_lora_linear`.
         as_: A of each projection; None for one without LoRA.  Ranks may differ between projections.
         bs: B of each projection; None for one without LoRA.
         tile_adapter: as in `multi_lora_linear`.

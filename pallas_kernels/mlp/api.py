@@ -28,12 +28,12 @@ from pallas_kernels.mlp import vjp
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, linear_shape
-from pallas_kernels.quantised.weight import is_quantised
+from pallas_kernels.quantised.weight import QuantisedWeight, is_quantised
 
 
 def multi_lora_mlp(
     x: Float[Array, "*B D"],
-    ws: Sequence[Float[Array, "_ _"]],
+    ws: Sequence[Float[Array, "_ _"] | QuantisedWeight],
     as_: Sequence[Float[Array, "A _ _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
