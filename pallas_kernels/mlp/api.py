@@ -28,7 +28,7 @@ from pallas_kernels.mlp import vjp
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, linear_shape
-from pallas_kernels.quantised.weight import QuantisedWeight, is_quantised
+from pallas_kernels.quantised.weight import QuantisedWeight
 
 
 def multi_lora_mlp(
@@ -111,9 +111,7 @@ def _fused_call(
 
     On a mesh the three ops split themselves.
     """
-    if any(is_quantised(w) for w in ws):
-        return None  # the passes at the gate are part of products of plain weights
-    if partition.mesh_of((x, *ws, *as_, *bs), implementation) is not None:
+    if partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation) is not None:
         return None
     shared = (tile_adapter, scale)
     static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)

@@ -12,6 +12,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from pallas_kernels.quantised.fp8 import Fp8Weight
 from pallas_kernels.quantised.triton.finish import ROWS, finish
 from pallas_kernels.quantised.triton.rows import round_rows
 from pallas_kernels.sizes import row_block
+
+type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
 
 
 def unsupported_reason(static: Static, ops: Operands) -> str | None:
@@ -45,42 +48,83 @@ def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
     prepared = prepare(static, refuse_vmap(ops))
     s, bits = hopper.input_pass(prepared) if ops.with_lora else (None, None)
-    x8, scales_T1 = round_rows(ops.x, interpret=static.interpret)
-    ys = tuple(_project(prepared, i, s, x8, scales_T1) for i in range(len(ops.ws)))
+    rounded = _rounded(prepared, ops.x)
+    ys = tuple(_project(prepared, i, s, rounded) for i in range(len(ops.ws)))
     return ys, () if s is None else (s,), bits
 
 
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
     prepared = prepare(static, ops)
-    das, dbs = {}, {}
-    low, ds = None, None
-    if ops.with_lora:
-        partials, dbs = hopper.output_passes(prepared, ss[0], dys)
-        das, low, ds = hopper.input_gradient_pass(prepared, partials, bits)
+    partials, dbs = hopper.output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
+    das, dx = gradients_from_ds(prepared, partials, bits, dys)
+    return dx, das, dbs
+
+
+def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
+    """dA float32 by projection number, and dx; as in `linear.hopper.backend`."""
+    ops = prepared.ops
+    das, low, ds = hopper.input_gradient_pass(prepared, ds_partials, bits) if ops.with_lora else ({}, None, None)
     dx: Any = 0.0 if low is None else low.astype(jnp.float32)
-    for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
-        dy8, scales_T1 = round_rows(dy, w.scales, interpret=static.interpret)
-        sums = w.transposed_sums(dy8, dy.dtype)
+    for i, dy in enumerate(dys):
+        sums, scales_T1 = _gradient_sums(prepared, i, dy)
         if i == 0 and ds is not None:
             dx = _finish(prepared, sums, scales_T1, None, ds, prepared.transposed_bank_a()).astype(jnp.float32)
         else:
             dx = sums.astype(jnp.float32) * scales_T1 + dx
-    return dx.astype(ops.x.dtype), das, dbs
+    return das, dx.astype(ops.x.dtype)
 
 
-def _project(prepared: Prepared, i: int, s: jax.Array | None, x8: jax.Array, scales_T1: jax.Array) -> jax.Array:
+def frozen_parts(prepared: Prepared) -> list[jax.Array]:
+    """x W of every projection."""
+    rounded = _rounded(prepared, prepared.ops.x)
+    return [_frozen(prepared, i, rounded) for i in range(len(prepared.ops.ws))]
+
+
+def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
+    """dY W^T of one projection."""
+    sums, scales_T1 = _gradient_sums(prepared, i, dy)
+    return (sums.astype(jnp.float32) * scales_T1).astype(dy.dtype)
+
+
+def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     """y = x W (+ bias) + scale S B."""
+    return _project(prepared, i, s, _rounded(prepared, prepared.ops.x))
+
+
+def _project(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
-    w = ops.ws[i]
-    assert isinstance(w, Fp8Weight), i
-    sums = w.sums(x8, ops.x.dtype)
     if s is None or i not in layout.ranks:
-        y = (sums.astype(jnp.float32) * scales_T1 * w.scales).astype(ops.x.dtype)
+        y = _frozen(prepared, i, rounded)
     else:
-        y = _finish(prepared, sums, scales_T1, w.scales, s, prepared.bank_b(i), layout.offsets[i])
+        w = _weight(prepared, i)
+        sums = w.sums(rounded[0], ops.x.dtype)
+        y = _finish(prepared, sums, rounded[1], w.scales, s, prepared.bank_b(i), layout.offsets[i])
     bias = ops.biases[i]
     return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
+    w, dtype = _weight(prepared, i), prepared.ops.x.dtype
+    x8, scales_T1 = rounded
+    return (w.sums(x8, dtype).astype(jnp.float32) * scales_T1 * w.scales).astype(dtype)
+
+
+def _gradient_sums(prepared: Prepared, i: int, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dY W^T without the scales of rows, and these."""
+    w = _weight(prepared, i)
+    dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+    return w.transposed_sums(dy8, dy.dtype), scales_T1
+
+
+def _rounded(prepared: Prepared, rows: jax.Array, factor: jax.Array | None = None) -> Rounded:
+    return round_rows(rows, factor, interpret=prepared.static.interpret)
+
+
+def _weight(prepared: Prepared, i: int) -> Fp8Weight:
+    w = prepared.ops.ws[i]
+    assert isinstance(w, Fp8Weight), i
+    return w
 
 
 def _finish(prepared: Prepared, sums, row_scales, column_scales, s, bank, rank_offset: int = 0) -> jax.Array:

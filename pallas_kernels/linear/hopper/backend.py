@@ -160,6 +160,17 @@ def _drops_here(ops: Operands) -> bool:
     return ops.dropout is not None and ops.first_column is None and ops.x.shape[1] % BLOCK == 0
 
 
+def frozen_parts(prepared: Prepared) -> list[jax.Array]:
+    """x W of every projection."""
+    ops = prepared.ops
+    return [jnp.matmul(ops.x, w.astype(ops.x.dtype)) for w in ops.ws]
+
+
+def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
+    """dY W^T of one projection."""
+    return jnp.matmul(dy, prepared.ops.ws[i].astype(dy.dtype).T)
+
+
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
     if i not in layout.ranks:
