@@ -1,6 +1,6 @@
 """Frozen weights in fewer bytes: correctness on the device first, then products, layouts, linears and a whole layer.
 
-    python -m benchmarks.quantised --out results/quantised [--seconds 150] [--small]
+    python -m benchmarks.quantised --out results/quantised [--seconds 150] [--parts mlp layer passes] [--small]
 
 Every case writes its row at once, and one that fails writes its error and ends nothing. Times are medians of
 interleaved rounds; ratios are within the run, over the frozen bfloat16 case of the same part.
@@ -11,6 +11,7 @@ T packed tokens · K in features · N out features · A adapters
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 import traceback
@@ -70,21 +71,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="in this order")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
     given = parser.parse_args()
     rows_out = Rows(given.out, given.seconds)
     rows_out.add(part="conditions", **conditions())
     shape = SMALL if given.small else kl.SHAPES[0]
     budget = {"rounds": 2, "round_s": 0.001} if given.small else {"rounds": 7, "round_s": 0.04}
-    for name, part in (
-        ("check", check),
-        ("linears", partial(groups, names=("frozen", "fp8", "ours", "ours_fp8", "xla_fp8"))),
-        ("layer", whole_layer),
-        ("products", products),
-        ("rounding", rounding),
-        ("stored", partial(groups, names=("frozen", "ours", "int8", "nf4"))),
-    ):
-        rows_out.attempt(name, lambda part=part: part(rows_out, shape, budget))
+    for name in given.parts:
+        rows_out.attempt(name, lambda name=name: PARTS[name](rows_out, shape, budget))
 
 
 # --- correctness -------------------------------------------------------------------------------------------------
@@ -150,6 +145,34 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
     out.attempt("check dropout", with_dropout)
     out.attempt("check joint", joint)
     out.attempt("check rows", rounded_rows)
+
+
+def check_mlp(out: Rows, shape: kl.Shape, budget: dict) -> None:
+    """The whole MLP as one op next to XLA's three, with dropout. What is rounded between them differs by a rounding to
+    bfloat16, 2^-9, which now and then decides to which e4m3 value an element goes: some 2^-4 of 2 % of all."""
+    small = dataclasses.replace(shape, tokens=min(shape.tokens, 2048))
+    variant, prepare = _variant("ours_fp8")
+    arrays = prepare(kl.make_arrays(small, variant))
+    names = (*kl.GROUPS[2], *kl.GROUPS[3])
+
+    def step(implementation, arrays, x, a, b):
+        w = [arrays["w"][name] for name in names]
+
+        def mlp(x, a, b):
+            return pk.multi_lora_mlp(
+                x, w, a, b, tile_adapter=arrays["tile_adapter"], scale=arrays["scale"],
+                dropout=kl.dropout_of("gate", arrays), down_dropout=kl.dropout_of("down", arrays),
+                implementation=implementation,
+            )  # fmt: skip
+
+        y, pullback = jax.vjp(mlp, x, a, b)
+        return {"y": y} | dict(zip(("dx", "da", "db"), pullback(x), strict=True))
+
+    banks = ([arrays[part][name] for name in names] for part in "ab")
+    given = (arrays, arrays["x"], *banks)
+    ours, xla = (jax.jit(partial(step, implementation))(*given) for implementation in (None, "xla"))
+    errors = jax.tree.map(lambda a, b: _relative(a, np.asarray(b, np.float64)), ours, xla)
+    out.add(part="check", case="mlp", errors=errors, ok=max(jax.tree.leaves(errors)) <= 0.02)
 
 
 def _operands(T: int, K: int, N: int) -> dict[str, jax.Array]:
@@ -283,9 +306,12 @@ def groups(out: Rows, shape: kl.Shape, budget: dict, *, names: tuple[str, ...]) 
 
 
 def whole_layer(out: Rows, shape: kl.Shape, budget: dict) -> None:
-    """With attention, norms and residual sums; FP8 with the weights in both orders, and in one."""
-    chosen = [(name, *_variant(name)) for name in ("frozen", "fp8", "ours", "ours_fp8")]
+    """With attention, norms and residual sums; FP8 with the weights in both orders, and in one as a run stores them."""
+    chosen = [(name, *_variant(name)) for name in ("frozen", "fp8", "ours_fp8")]
     chosen.append(("ours_fp8 one order", *_variant("ours_fp8", both=False)))
+    chosen += [(name, *_variant(name)) for name in ("nf4", "int8", "ours")]
+    apart, prepare = _variant("ours_fp8")
+    chosen.append(("ours_fp8 mlp apart", dataclasses.replace(apart, mlp=None), prepare))
     chosen.append(("ours_fp8 exact sums", *_variant("ours_fp8")))
     _compare(out, "layer", shape, budget, chosen, kl.layer)
 
@@ -375,6 +401,27 @@ def rounding(out: Rows, shape: kl.Shape, budget: dict) -> None:
         _time_parts(out, "rounding", budget, cases, shape=[T, K])
 
 
+def passes(out: Rows, shape: kl.Shape, budget: dict) -> None:
+    """The kernels around products, next to a copy of as many bytes; and the bytes of a weight in another order."""
+    from pallas_kernels.quantised.triton.finish import finish
+    from pallas_kernels.quantised.triton.rows import round_rows
+
+    T, interpret = shape.tokens, jax.default_backend() == "cpu"
+    for N in (shape.width, shape.inner):
+        sums = jax.random.normal(jax.random.key(0), (T, N), jnp.bfloat16)
+        s, bank = jnp.ones((T, 64), jnp.bfloat16), jnp.ones((5, 16, N), jnp.bfloat16)
+        scales, columns, owners = jnp.ones((T, 1)), jnp.ones(N), jnp.zeros(T // 64, jnp.int32)
+        w8 = jnp.ones((N, shape.width), jnp.float8_e4m3fn)
+        cases = {
+            "round": (partial(round_rows, interpret=interpret), (sums, columns)),
+            "finish": (partial(finish, interpret=interpret), (sums, scales, columns, s, bank, owners)),
+            "scale by xla": (lambda x, a, b: (x.astype(jnp.float32) * a * b).astype(x.dtype), (sums, scales, columns)),
+            "copy": (lambda x: -x, (sums,)),
+            "transpose fp8": (lambda w: w.T, (w8,)),
+        }
+        _time_parts(out, "passes", budget, cases, shape=[T, N])
+
+
 def _time_parts(out: Rows, part: str, budget: dict, cases: dict, flops: int = 0, **more: Any) -> None:
     calls = {}
     for name, (function, operands) in cases.items():
@@ -391,6 +438,16 @@ def _time_parts(out: Rows, part: str, budget: dict, cases: dict, flops: int = 0,
         rate = {"tflops": flops / timing.p50_us / 1e6} if flops else {}
         out.add(part=part, case=name, us=timing.p50_us, **rate, **more)
 
+
+PARTS: dict[str, Callable[[Rows, kl.Shape, dict], None]] = {
+    "check": check,
+    "mlp": check_mlp,
+    "layer": whole_layer,
+    "passes": passes,
+    "products": products,
+    "rounding": rounding,
+    "linears": partial(groups, names=("frozen", "fp8", "ours", "ours_fp8", "xla_fp8", "int8", "nf4")),
+}
 
 if __name__ == "__main__":
     main()
