@@ -29,8 +29,10 @@ import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
 from lorafusion_jax.weights.table import stored_kind
+from pallas_kernels import device as pk_device
+from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.mlp.xla import silu_gate
-from pallas_kernels.quantised import fp8, rows
+from pallas_kernels.quantised import fp8, hopper, hopper_gemm, rows
 from pallas_kernels.quantised.weight import frozen_product
 from pallas_kernels.tuning.timing import time_calls
 
@@ -170,9 +172,14 @@ def check_mlp(out: Rows, shape: kl.Shape, budget: dict) -> None:
 
     banks = ([arrays[part][name] for name in names] for part in "ab")
     given = (arrays, arrays["x"], *banks)
-    ours, xla = (jax.jit(partial(step, implementation))(*given) for implementation in (None, "xla"))
-    errors = jax.tree.map(lambda a, b: _relative(a, np.asarray(b, np.float64)), ours, xla)
-    out.add(part="check", case="mlp", errors=errors, ok=max(jax.tree.leaves(errors)) <= 0.02)
+    xla = jax.jit(partial(step, "xla"))(*given)
+    for own in (False, True):
+        hopper.OWN_PRODUCTS = own
+        ours = jax.jit(partial(step, None))(*given)
+        errors = jax.tree.map(lambda a, b: _relative(a, np.asarray(b, np.float64)), ours, xla)
+        case = "mlp, own products" if own else "mlp"
+        out.add(part="check", case=case, errors=errors, ok=max(jax.tree.leaves(errors)) <= 0.02)
+    hopper.OWN_PRODUCTS = False
 
 
 def _operands(T: int, K: int, N: int) -> dict[str, jax.Array]:
@@ -307,9 +314,10 @@ def groups(out: Rows, shape: kl.Shape, budget: dict, *, names: tuple[str, ...]) 
 
 def whole_layer(out: Rows, shape: kl.Shape, budget: dict) -> None:
     """With attention, norms and residual sums; FP8 with the weights in both orders, and in one as a run stores them."""
-    chosen = [(name, *_variant(name)) for name in ("frozen", "fp8", "ours_fp8")]
+    chosen = [(name, *_variant(name)) for name in ("frozen", "ours_fp8")]
+    chosen.append(("ours_fp8 own products", *_variant("ours_fp8")))
     chosen.append(("ours_fp8 one order", *_variant("ours_fp8", both=False)))
-    chosen += [(name, *_variant(name)) for name in ("nf4", "int8", "ours")]
+    chosen += [(name, *_variant(name)) for name in ("nf4", "int8", "fp8", "ours")]
     apart, prepare = _variant("ours_fp8")
     chosen.append(("ours_fp8 mlp apart", dataclasses.replace(apart, mlp=None), prepare))
     chosen.append(("ours_fp8 exact sums", *_variant("ours_fp8")))
@@ -322,6 +330,7 @@ def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, 
 
         def compile_one(name=name, variant=variant, prepare=prepare):
             fp8.PRECISION = lax.Precision.HIGHEST if name.endswith("exact sums") else lax.Precision.DEFAULT
+            hopper.OWN_PRODUCTS = "own products" in name
             arrays = prepare(kl.make_arrays(shape, variant))
             options = pk.compiler_options() if variant.options else None
             step = jax.jit(kl.forward_backward(variant, body, shape), compiler_options=options)
@@ -340,8 +349,8 @@ def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, 
         out.attempt(f"{part} {name}", compile_one)
     times = {name: each.p50_us for name, each in time_calls(calls, **budget).items()}
     for name, us in times.items():
-        like = found["frozen" if name in ("frozen", "fp8") else "ours"] if "ours" in found else found["frozen"]
-        cosine = {key: _cosine(found[name][key], like[key]) for key in ("y", "dx")}
+        like = found.get("frozen" if name in ("frozen", "fp8") else "ours")
+        cosine = {key: _cosine(found[name][key], like[key]) for key in ("y", "dx")} if like else None
         numbers = {key: value for key, value in found[name].items() if key not in ("y", "dx")}
         over = us / times["frozen"] if "frozen" in times else None
         out.add(part=part, case=name, us=us, over_frozen_bf16=over, cosine_to_bf16=cosine, **numbers)
@@ -367,10 +376,15 @@ def products(out: Rows, shape: kl.Shape, budget: dict) -> None:
             dims = (((1,), (axis,)), ((), ()))
             return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.bfloat16)
 
+        tiles = gemm_config(T, K // 2, N, 0, 128, transposed=True) or GemmConfig()
+        own = partial(
+            hopper_gemm.gemm, config=dataclasses.replace(tiles, tile_k=2 * tiles.tile_k), num_sms=pk_device.num_sms()
+        )
         cases = {
             "bf16": (partial(product, axis=0), (x, w)),
             "fp8 nk": (partial(product, axis=1), (x8, w8_nk)),
             "fp8 nk exact sums": (partial(product, axis=1, precision=lax.Precision.HIGHEST), (x8, w8_nk)),
+            "fp8 nk own": (own, (x8, w8_nk, jnp.ones(T), jnp.ones(N))),
             "fp8 kn": (partial(product, axis=0), (x8, w8)),
             "int8 nk": (
                 lambda a, b: lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32),

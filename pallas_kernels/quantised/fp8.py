@@ -21,10 +21,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import has_fp8_products, target_platform
-from pallas_kernels.quantised.rows import round_rows
+from pallas_kernels.quantised.rows import E4M3, power_of_two_scales, round_rows
 
 # Hopper's matrix units add 8-bit products with some 14 bits. "highest" lets cuBLAS add partial sums in full every few
 # steps, about 8 % slower; next to operands that are rounded to 2^-4 it gains nothing.
+SMALLEST_SCALE = 2.0**-48  # of a weight: adapters are divided by it, and must stay in bfloat16's range
 PRECISION = lax.Precision.DEFAULT
 
 
@@ -59,6 +60,11 @@ class Fp8Weight:
     def ndim(self) -> Literal[2]:
         return 2
 
+    @property
+    def values_KN(self) -> Float[Array, "K N"]:
+        """In the order that backward wants."""
+        return self.values.T if self.transposed is None else self.transposed
+
     def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x W."""
         x8, scales = round_rows(x)
@@ -77,8 +83,7 @@ class Fp8Weight:
 
     def transposed_sums(self, dy8: Float[Array, "*B N"], dtype: jnp.dtype) -> Float[Array, "*B K"]:
         """dY W^T without any scale."""
-        values_KN = self.values.T if self.transposed is None else self.transposed
-        return _sum_last(dy8, values_KN, _sum_type(dtype))
+        return _sum_last(dy8, self.values_KN, _sum_type(dtype))
 
 
 def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight:
@@ -88,8 +93,11 @@ def quantise(kernel_KN: Float[Array, "K N"], *, both: bool = False) -> Fp8Weight
         kernel_KN: floating.
         both: keep the values in both orders.
     """
-    values_NK, scales_N1 = round_rows(kernel_KN.T)
-    return Fp8Weight(values=values_NK, scales=scales_N1[:, 0], transposed=values_NK.T if both else None)
+    wide_NK = kernel_KN.T.astype(jnp.float32)
+    scales_N, _ = power_of_two_scales(jnp.max(jnp.abs(wide_NK), axis=1))
+    scales_N = jnp.maximum(scales_N, SMALLEST_SCALE)
+    values_NK = (wide_NK * (1 / scales_N)[:, None]).astype(E4M3)
+    return Fp8Weight(values=values_NK, scales=scales_N, transposed=values_NK.T if both else None)
 
 
 def dequantise(weight: Fp8Weight, dtype: jnp.dtype) -> Float[Array, "K N"]:

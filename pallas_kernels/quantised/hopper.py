@@ -19,14 +19,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batching import refuse_vmap
+from pallas_kernels.device import num_sms
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.linear.hopper import backend as hopper
+from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.quantised.fp8 import Fp8Weight
+from pallas_kernels.quantised.hopper_gemm import LowRank, gemm
 from pallas_kernels.quantised.triton.finish import ROWS, finish
 from pallas_kernels.quantised.triton.rows import round_rows
 from pallas_kernels.sizes import row_block
+
+OWN_PRODUCTS = False  # of `hopper_gemm`, in place of cuBLAS's and a pass that scales its result: not measured yet
 
 type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
 
@@ -83,6 +88,11 @@ def frozen_parts(prepared: Prepared) -> list[jax.Array]:
 
 def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
     """dY W^T of one projection."""
+    w = _weight(prepared, i)
+    config = _own_config(prepared, i, 0, transposed=True)
+    if config is not None:
+        dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+        return gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
     sums, scales_T1 = _gradient_sums(prepared, i, dy)
     return (sums.astype(jnp.float32) * scales_T1).astype(dy.dtype)
 
@@ -94,8 +104,11 @@ def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
 
 def _project(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
+    config = _own_config(prepared, i, layout.ranks.get(i, 0))
     if s is None or i not in layout.ranks:
         y = _frozen(prepared, i, rounded)
+    elif config is not None:
+        y = _own_product(prepared, i, s, rounded, config)
     else:
         w = _weight(prepared, i)
         sums = w.sums(rounded[0], ops.x.dtype)
@@ -107,6 +120,9 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) 
 def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
     w, dtype = _weight(prepared, i), prepared.ops.x.dtype
     x8, scales_T1 = rounded
+    config = _own_config(prepared, i, 0)
+    if config is not None:
+        return gemm(x8, w.values, scales_T1[:, 0], w.scales, config=config, num_sms=num_sms())
     return (w.sums(x8, dtype).astype(jnp.float32) * scales_T1 * w.scales).astype(dtype)
 
 
@@ -115,6 +131,30 @@ def _gradient_sums(prepared: Prepared, i: int, dy: jax.Array) -> tuple[jax.Array
     w = _weight(prepared, i)
     dy8, scales_T1 = _rounded(prepared, dy, w.scales)
     return w.transposed_sums(dy8, dy.dtype), scales_T1
+
+
+def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, config: GemmConfig) -> jax.Array:
+    """With scales and low-rank part inside, which is divided by the scales that the sum is multiplied by."""
+    w, (x8, scales_T1) = _weight(prepared, i), rounded
+    low = LowRank(
+        s=(s.astype(jnp.float32) * (1 / scales_T1)).astype(s.dtype),
+        bank=(prepared.bank_b(i).astype(jnp.float32) * (1 / w.scales)).astype(s.dtype),
+        block_adapter=prepared.block_adapter(config.tile_m),
+        offset=prepared.layout.offsets[i],
+    )
+    return gemm(x8, w.values, scales_T1[:, 0], w.scales, low, config=config, num_sms=num_sms())
+
+
+def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
+    """Tiles of our own product; None where cuBLAS's serves.
+
+    An element is half as wide as in products of bfloat16, so twice as many take the same place.
+    """
+    if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
+        return None
+    depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
+    config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)
+    return config and dataclasses.replace(config, tile_k=2 * config.tile_k)
 
 
 def _rounded(prepared: Prepared, rows: jax.Array, factor: jax.Array | None = None) -> Rounded:

@@ -1,6 +1,6 @@
 """A product of 8-bit floats with its scales and low-rank part in the last step, for Hopper (TMA, wgmma).
 
-    y[m, n] = (sum_c lhs[m, c] · rhs[n, c] + low[m] bank[k, :, n]) · row_scale[m] · column_scale[n],  k = adapter of row m
+    y[m, n] = (sum_c lhs[m, c] rhs[n, c] + low[m] bank[k, :, n]) · row_scale[m] · column_scale[n],  k = adapter of row m
 
 The low-rank part goes into the accumulator in bfloat16, divided by the scales beforehand: they are powers of two, so
 that rounds nothing. Against cuBLAS's product, which knows one scale for a whole array only, this saves the pass that
