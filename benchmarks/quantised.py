@@ -28,7 +28,7 @@ from jax import lax
 import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
-from lorafusion_jax.weights.table import stored_kind
+from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.mlp.xla import silu_gate
@@ -135,7 +135,7 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
         ours = jax.jit(partial(round_rows, interpret=interpret))(x, weight.scales[:K])
         formula = jax.jit(lambda x, f: rows.round_rows(x.astype(jnp.float32) * f))(x, weight.scales[:K])
         bits = [np.asarray(lax.bitcast_convert_type(each[0], jnp.uint8)) for each in (ours, formula)]
-        same = np.array_equal(*bits) and np.array_equal(ours[1], formula[1])
+        same = np.array_equal(bits[0], bits[1]) and np.array_equal(ours[1], formula[1])
         out.add(part="check", case="rounded rows", ok=bool(same), apart=int((bits[0] != bits[1]).sum()))
 
     def with_dropout():
@@ -216,7 +216,7 @@ def _step(
 def _exact(ops: dict[str, jax.Array], weight: Any) -> dict[str, np.ndarray]:
     """In float64, by the values of the quantised weight."""
     x, a, b, dy = (np.asarray(ops[name].astype(jnp.float32), np.float64) for name in ("x", "a", "b", "dy"))
-    w = np.asarray(fp8.dequantise(weight, jnp.float32), np.float64)
+    w = np.asarray(fp8.dequantise(weight, jnp.dtype("float32")), np.float64)
     half, scale = x.shape[0] // 2, (2.0, 0.5)
     y, dx = x @ w, dy @ w.T
     da, db = np.zeros_like(a), np.zeros_like(b)
@@ -233,7 +233,7 @@ def _rounded(ops: dict[str, jax.Array], weight: Any) -> np.ndarray:
     values, scales = rows.round_rows(ops["x"])
     x8 = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(scales, np.float64)
     x = np.asarray(ops["x"].astype(jnp.float32), np.float64)
-    w = np.asarray(fp8.dequantise(weight, jnp.float32), np.float64)
+    w = np.asarray(fp8.dequantise(weight, jnp.dtype("float32")), np.float64)
     a, b = (np.asarray(ops[name], np.float64) for name in ("a", "b"))
     half = x.shape[0] // 2
     low = np.concatenate([2.0 * x[:half] @ a[0] @ b[0], 0.5 * x[half:] @ a[1] @ b[1]])
@@ -258,7 +258,7 @@ def _variant(name: str, *, both: bool = True) -> tuple[kl.Variant, Callable[[dic
         return arrays | {"w": {name: make(w) for name, w in arrays["w"].items()}}
 
     def stored(kind: str, arrays: dict) -> dict:
-        make = jax.jit(lambda w: stored_kind(kind).quantise(w.astype(jnp.float32)))
+        make = jax.jit(lambda w: KINDS[kind].quantise(w.astype(jnp.float32)))
         return arrays | {"w": {name: make(w) for name, w in arrays["w"].items()}}
 
     with_lora = {"adapters": ADAPTERS, "rate": RATE, "options": True}
@@ -283,7 +283,7 @@ def _dequantised(kind: str, options: dict) -> kl.Variant:
 
     def usable(x, names, arrays):
         stored, x = lax.optimization_barrier(({name: arrays["w"][name] for name in names}, x))
-        dequantise = stored_kind(kind).dequantise
+        dequantise = KINDS[kind].dequantise
         return x, arrays | {"w": {name: dequantise(each, x.dtype) for name, each in stored.items()}}
 
     def project(names, x, arrays):
@@ -338,7 +338,7 @@ def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, 
             y, (dx, *_) = compiled(arrays)
             memory = compiled.memory_analysis()
             found[name] = {
-                "f8_products": compiled.as_text().count("__cublas$lt$matmul$f8"),
+                "f8_products": (compiled.as_text() or "").count("__cublas$lt$matmul$f8"),
                 "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(arrays["w"])) / 1e6,
                 "temporary_mb": getattr(memory, "temp_size_in_bytes", 0) / 1e6,
                 "y": np.asarray(y[:256], np.float32),

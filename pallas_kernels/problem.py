@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -60,6 +60,12 @@ class Operands:
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
     first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The weights of a call that has no others."""
+        assert not self.quantised
+        return cast(tuple[jax.Array, ...], self.ws)
 
     @property
     def quantised(self) -> bool:

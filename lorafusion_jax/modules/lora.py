@@ -23,7 +23,7 @@ from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.mlp.xla import silu_gate
-from pallas_kernels.quantised.weight import FrozenWeight, frozen_product, is_quantised
+from pallas_kernels.quantised.weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 
 
 class LoRALinear(nnx.Module):
@@ -224,5 +224,5 @@ def _sizes(
 
 
 def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:
-    y = frozen_product(x, w_KN) if is_quantised(w_KN) else x @ w_KN
+    y = frozen_product(x, w_KN) if isinstance(w_KN, QuantisedWeight) else x @ w_KN
     return y if bias is None else y + bias

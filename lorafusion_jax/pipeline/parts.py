@@ -126,7 +126,7 @@ class Parts:
 
         return {name: used(weight) for name, weight in stored.items()}
 
-    def half(self, frozen: StoredWeights) -> Half | None:
+    def half(self, frozen: Mapping[str, Any]) -> Half | None:
         """Which half of a layer these tensors are; None: a whole one."""
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 

@@ -98,10 +98,10 @@ def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits
         if dx is None:
             fused = split_graph.widest(ops)
             dx = _gemm(
-                prepared, dys[fused], ops.ws[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
+                prepared, dys[fused], ops.arrays[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
                 transposed=True, bits=bits,
             )  # fmt: skip
-    for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
+    for i, (dy, w) in enumerate(zip(dys, ops.arrays, strict=True)):
         if i != fused:
             # product first: only there does XLA let cuBLAS add to what comes second (see `device.compiler_options`)
             dx = jnp.matmul(dy, w.astype(dy.dtype).T) + dx
@@ -163,21 +163,21 @@ def _drops_here(ops: Operands) -> bool:
 def frozen_parts(prepared: Prepared) -> list[jax.Array]:
     """x W of every projection."""
     ops = prepared.ops
-    return [jnp.matmul(ops.x, w.astype(ops.x.dtype)) for w in ops.ws]
+    return [jnp.matmul(ops.x, w.astype(ops.x.dtype)) for w in ops.arrays]
 
 
 def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
     """dY W^T of one projection."""
-    return jnp.matmul(dy, prepared.ops.ws[i].astype(dy.dtype).T)
+    return jnp.matmul(dy, prepared.ops.arrays[i].astype(dy.dtype).T)
 
 
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
     if i not in layout.ranks:
-        y = jnp.matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
+        y = jnp.matmul(ops.x, ops.arrays[i].astype(ops.x.dtype))
     else:
         y = _gemm(
-            prepared, ops.x, ops.ws[i], s, prepared.bank_b(i), _forward_config(prepared, i),
+            prepared, ops.x, ops.arrays[i], s, prepared.bank_b(i), _forward_config(prepared, i),
             transposed=False, low_offset=layout.offsets[i],
         )  # fmt: skip
     bias = ops.biases[i]
