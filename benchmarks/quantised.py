@@ -30,10 +30,10 @@ from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
+from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.quantised import fp8, hopper, hopper_gemm, rows
-from pallas_kernels.quantised.weight import frozen_product
 from pallas_kernels.tuning.timing import time_calls
 
 SMALL = kl.Shape(name="small", width=128, heads=2, key_heads=1, head=64, inner=256, tokens=256)

@@ -12,8 +12,8 @@ from typing import Any, cast
 import jax
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import FrozenWeight, is_quantised
 from pallas_kernels.policy import LinearShape
-from pallas_kernels.quantised.weight import FrozenWeight, is_quantised
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
+from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate
-from pallas_kernels.quantised.weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 
 
 class LoRALinear(nnx.Module):

@@ -28,7 +28,7 @@ from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.weights.table import NONE, stored_kind
-from pallas_kernels.quantised.weight import FrozenWeight
+from pallas_kernels.frozen_weight import FrozenWeight
 
 Weights = dict[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
 StoredWeights = Mapping[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays

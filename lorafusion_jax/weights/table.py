@@ -58,7 +58,7 @@ class StoredKind:
         quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
             the same input must give the same bytes however it is split over devices.
         dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
-        operand: stored arrays → a `pallas_kernels.quantised.weight.QuantisedWeight`, which multiplies by itself. None:
+        operand: stored arrays → a `pallas_kernels.frozen_weight.QuantisedWeight`, which multiplies by itself. None:
             a layer is dequantised when it runs.
         product_speed: of its products, with all that they need around them, on Hopper: next to those of bfloat16. For
             predictions; measured.

@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import QuantisedWeight, is_quantised
 from pallas_kernels.linear import partition, vjp
 from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
 from pallas_kernels.linear.shard import Call
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, select_projections
-from pallas_kernels.quantised.weight import QuantisedWeight, is_quantised
 
 
 def lora_linear(

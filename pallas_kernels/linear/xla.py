@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.dropout import inverse_keep, keep_words, unpack
+from pallas_kernels.frozen_weight import frozen_product, frozen_product_transposed
 from pallas_kernels.problem import Operands, Static
-from pallas_kernels.quantised.weight import frozen_product, frozen_product_transposed
 from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
 
 

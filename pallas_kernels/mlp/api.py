@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import QuantisedWeight
 from pallas_kernels.linear import partition
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
 from pallas_kernels.linear.describe import describe
@@ -28,7 +29,6 @@ from pallas_kernels.mlp import vjp
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.policy import Implementation
 from pallas_kernels.problem import Operands, Static, linear_shape
-from pallas_kernels.quantised.weight import QuantisedWeight
 
 
 def multi_lora_mlp(

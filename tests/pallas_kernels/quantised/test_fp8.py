@@ -11,10 +11,10 @@ import pytest
 from cuda_lowering import H200, lowered, num_kernels
 
 import pallas_kernels as pk
+from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.quantised import fp8
 from pallas_kernels.quantised.rows import E4M3, round_rows
 from pallas_kernels.quantised.triton import finish, rows
-from pallas_kernels.quantised.weight import frozen_product
 
 T, K, N, R, TILE = 64, 96, 80, 4, 16
 TABLE, SCALE = jnp.array([0, 1, -1, 0]), jnp.array([2.0, 0.5])
