@@ -16,6 +16,7 @@ peak_gb is null where memory did not grow past what an earlier variant had neede
 Variants (all rows are reported, also those that win):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
     ours_xla        the same with the XLA form of LoRA
+    ours_fp8, ours_int8, ours_nf4    ours on a base that is stored in these forms; frozen_fp8 is the floor of the first
     single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
     fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
@@ -81,6 +82,7 @@ from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.training.loop import Hooks, Loop
 from lorafusion_jax.training.state import AdapterProgress, Progress
+from lorafusion_jax.weights.table import NONE
 from scheduling import AdapterJob, Plan, make_plan, simulate
 from scheduling.baselines import batch_by_batch, one_after_another
 from scheduling.comparison import host_wait_s
@@ -98,11 +100,16 @@ class Variant(NamedTuple):
     flush: bool = False
     fsdp: bool = False
     frozen: bool = False
+    quantize: str = NONE
 
 
 VARIANTS = {
     "ours": Variant(True, None, "ours"),
     "ours_xla": Variant(True, "xla", "ours"),
+    "ours_fp8": Variant(True, None, "ours", quantize="fp8"),
+    "ours_int8": Variant(True, None, "ours", quantize="int8"),
+    "ours_nf4": Variant(True, None, "ours", quantize="nf4"),
+    "frozen_fp8": Variant(True, None, "ours", frozen=True, quantize="fp8"),
     "single_xla": Variant(False, "xla", "single"),
     "single": Variant(False, None, "single"),
     "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
@@ -194,7 +201,7 @@ class Bench:
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
             "layers_per_stage": [stage.extent.count for stage in stages],
             "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
-            "keep": stages[0].remat, "settings": [*options.set, *options.xla],
+            "quantize": variant.quantize, "keep": stages[0].remat, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
             "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
@@ -264,7 +271,9 @@ class Bench:
     def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
         settings = dict(pair.split("=") for pair in self.options.set)
         return JobConfig(
-            base=BaseSettings(model="random", dtype="float32" if self.dtype == jnp.float32 else "bfloat16"),
+            base=BaseSettings(
+                model="random", dtype="float32" if self.dtype == jnp.float32 else "bfloat16", quantize=variant.quantize
+            ),
             adapters=tuple(
                 AdapterConfig(
                     name=f"a{i}", data=DataSettings(train="random"), global_samples=self.options.batch,
@@ -285,15 +294,16 @@ class Bench:
             return self._stages[1]
         self._stages = None
         mesh = config.mesh
-        layout = (mesh.stages, mesh.data, mesh.fsdp, tuple(mesh.layers or ()))
+        layout = (mesh.stages, mesh.data, mesh.fsdp, tuple(mesh.layers or ()), config.base.quantize)
         if self._layout != layout:
             self._weights = []
             self._weights, self._layout = self.weights(config), layout
         remat = fitting_remat(config, self.model) if config.train.remat == "auto" else config.train.remat
         specs = tuple(adapter_specs(config))
         parts = Parts(
-            model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype
-        )
+            model=self.model, specs=without_lora(specs) if frozen else specs, settings=config.train, dtype=self.dtype,
+            quantize=config.base.quantize,
+        )  # fmt: skip
         stages = [
             (FrozenStage if frozen else Stage)(
                 parts, own, here, config.adapters, remat=remat,
@@ -313,13 +323,14 @@ class Bench:
         table = (self.model.vocab_size, self.model.hidden_size)
         result = []
         for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):
-            draw = Draw(here, self.dtype)
+            draw = Draw(here, self.dtype, config.base.quantize)
             result.append(
                 (
                     StageWeights(
                         extent=own,
                         pieces=[
-                            {n: draw(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in own.pieces
+                            {n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()}
+                            for _, half in own.pieces
                         ],
                         embed=draw("embed.kernel", table) if stage == 0 else None,
                         norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,

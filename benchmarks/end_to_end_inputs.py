@@ -11,14 +11,26 @@ import numpy as np
 from lorafusion_jax.data.prepare import AdapterData
 from lorafusion_jax.data.tokenized import TokenizedSet
 from lorafusion_jax.pipeline.mesh import StageMesh
+from lorafusion_jax.weights.table import NONE, stored_kind
 from scheduling import AdapterJob
 
 
 class Draw:
     """Random tensors on a stage: norms 1, biases 0, products scaled by their input."""
 
-    def __init__(self, stage: StageMesh, dtype: Any):
+    def __init__(self, stage: StageMesh, dtype: Any, quantize: str = NONE):
         self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}
+        self._kind, self._stored = stored_kind(quantize), {}
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The same, a projection's kernel as the stage stores it."""
+        array, kind = self(name, shape), self._kind
+        if kind is None or not name.endswith(".kernel"):
+            return array
+        if shape not in self._stored:
+            targets = {name: self._stage.weight(each.shape) for name, each in kind.arrays(*shape).items()}
+            self._stored[shape] = jax.jit(lambda w: dict(kind.quantise(w.astype(jnp.float32))), out_shardings=targets)
+        return jax.block_until_ready(self._stored[shape](array))  # one kernel of the wide type at a time
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         self._key += 1

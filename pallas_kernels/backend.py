@@ -24,6 +24,7 @@ _BUILT_IN = {
     policy.TRITON: "pallas_kernels.linear.triton.backend",
     policy.HOPPER: "pallas_kernels.linear.hopper.backend",
 }
+_QUANTISED = {policy.HOPPER: "pallas_kernels.quantised.hopper"}  # for weights that multiply by themselves
 _registered: dict[str, Backend] = {}
 
 type Arrays = tuple[jax.Array, ...]
@@ -73,8 +74,11 @@ def names() -> tuple[str, ...]:
     return (*_BUILT_IN, *_registered)
 
 
-def load(name: str) -> Backend:
+def load(name: str, *, quantised: bool = False) -> Backend:
     """Returns a backend; one of this package is imported when it is first asked for.
+
+    Args:
+        quantised: the one of that name that serves quantised weights, where there are two.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -83,12 +87,13 @@ def load(name: str) -> Backend:
         return _registered[name]
     if name not in _BUILT_IN:
         raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(sorted(names()))} or None")
-    return cast(Backend, importlib.import_module(_BUILT_IN[name]))
+    homes = _BUILT_IN | _QUANTISED if quantised else _BUILT_IN
+    return cast(Backend, importlib.import_module(homes[name]))
 
 
 def select(static: Static, ops: Operands, wanted: str | None) -> Backend:
     """Returns the backend of a call; see `select_name`."""
-    return load(select_name(static, ops, wanted))
+    return load(select_name(static, ops, wanted), quantised=ops.quantised)
 
 
 def select_name(static: Static, ops: Operands, wanted: str | None) -> str:
@@ -101,7 +106,7 @@ def select_name(static: Static, ops: Operands, wanted: str | None) -> str:
     order = (wanted,) if wanted is not None else preferred(static, ops)
     reasons = []
     for name in order:
-        reason = load(name).unsupported_reason(static, ops)
+        reason = load(name, quantised=ops.quantised).unsupported_reason(static, ops)
         if reason is None:
             return name
         reasons.append(f"implementation={name!r} cannot serve this call: {reason}")

@@ -46,6 +46,16 @@ def is_hopper() -> bool:
     return any(name in device_kind() for name in ("H100", "H200", "GH200", "H800", "H20"))
 
 
+def has_fp8_products() -> bool:
+    """True where matrix units multiply 8-bit floats: sm_89 (L40S, RTX 4090) and later."""
+    if target_platform() not in ("gpu", "cuda"):
+        return False
+    capability = None if _abstract_device() is not None else getattr(jax.devices()[0], "compute_capability", None)
+    if capability is None:
+        return is_hopper()
+    return tuple(int(part) for part in str(capability).split(".")) >= (8, 9)
+
+
 def compiler_options() -> dict[str, bool]:
     """Options of XLA with which programs of these ops run fastest on this device; none on devices not measured.
 

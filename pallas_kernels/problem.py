@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import FrozenWeight, is_quantised
 from pallas_kernels.policy import LinearShape
 
 
@@ -51,7 +52,7 @@ class Operands:
     """Arrays of one call: projections ws[i], as_[i], bs[i] of one input; as_[i] is None where there is no LoRA."""
 
     x: jax.Array  # [T, K]
-    ws: tuple[jax.Array, ...]  # [K, N_i]
+    ws: tuple[FrozenWeight, ...]  # [K, N_i]
     as_: tuple[jax.Array | None, ...]  # [A, K, R_i]
     bs: tuple[jax.Array | None, ...]  # [A, R_i, N_i]
     biases: tuple[jax.Array | None, ...]  # [N_i]
@@ -59,6 +60,17 @@ class Operands:
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
     first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The weights of a call that has no others."""
+        assert not self.quantised
+        return cast(tuple[jax.Array, ...], self.ws)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a weight multiplies by itself, see `pallas_kernels.quantised`."""
+        return any(is_quantised(w) for w in self.ws)
 
     @property
     def with_lora(self) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.table import NONE, check_kernels
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="run folder")]
@@ -79,13 +81,15 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
 
 
 def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
-    """What is wrong with the layers of each stage, or why that cannot be said; a base of no known kind is no mistake
-    of the job file."""
+    """What is wrong with the layers of each stage and how they are stored, or why that cannot be said; a base of no
+    known kind is no mistake of the job file."""
     mesh = config.mesh
-    if mesh.stages == 1 and mesh.layers is None:
+    if mesh.stages == 1 and mesh.layers is None and config.base.quantize == NONE:
         return [], []
     try:
-        stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
+        model = ModelConfig.from_hf(base_directory(config))
+        check_kernels(config.base.quantize, LAYER.kernel_shapes(model))
+        stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
         return [f"the layers of each stage are not checked: {problem.what}"], []
     except ConfigError as problem:

@@ -61,6 +61,7 @@ def _kernels() -> dict[str, str]:
     import jax.numpy as jnp
 
     from pallas_kernels import Implementation, compiler_options, lora_linear
+    from pallas_kernels.device import has_fp8_products
 
     x, w, a, b = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (4096, 4096), (4096, 16), (16, 4096))
@@ -72,6 +73,9 @@ def _kernels() -> dict[str, str]:
             found[name] = "available"
         except NotImplementedError as problem:
             found[name] = f"not here: {str(problem).split(': ', 1)[-1]}"
+    found["8-bit products"] = (
+        "on matrix units" if has_fp8_products() else "in a wider type: base.quantize=fp8 saves memory, no time"
+    )
     wanted = " ".join(f"{name}={json.dumps(value)}" for name, value in compiler_options().items())
     found["compiler options"] = (
         f"{wanted}, set by train; scripts: see pallas_kernels.compiler_options" if wanted else "none"

@@ -309,7 +309,10 @@ def _refuse_other_options(said: HFConfig, unsupported: list[str]) -> None:
     if said.hidden_act not in ("silu", "swish", None):
         unsupported.append(f"hidden_act {shortened(said.hidden_act)} (known: silu)")
     if said.quantization_config is not None:
-        unsupported.append(f"quantised weights ({said.quantization_config.get('quant_method', 'unknown')})")
+        method = said.quantization_config.get("quant_method", "unknown")
+        unsupported.append(
+            f"quantised weights ({method}): name the model that they were made of, with base.quantize: fp8, int8 or nf4"
+        )
     if said.num_experts or said.num_local_experts:
         unsupported.append("mixture of experts")
     if said.is_encoder_decoder:

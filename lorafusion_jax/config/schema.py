@@ -76,8 +76,8 @@ class BaseSettings(Section):
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
     quantize: str = Field(
         default=NONE,
-        description="how the layers' projections are stored: none (in dtype), int8 (per output channel), or what an "
-        "installed package adds; a layer is dequantised when it runs",
+        description="how the layers' projections are stored: none (in dtype), fp8 (8-bit floats that multiply as they "
+        "are), int8, nf4 (dequantised when a layer runs), or what an installed package adds",
     )
 
     @field_validator("quantize")

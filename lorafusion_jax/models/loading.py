@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from ..config.families import family_named
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
+from ..layout.layer import LAYER
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
-from ..weights.table import NONE, StoredKind, stored_kind
+from ..weights.table import NONE, StoredKind, check_kernels, stored_kind
 from .checkpoint import READABLE, Stored, list_tensors, read_slice
 from .decoder import Decoder
 from .naming import Tensor, frozen_tensors, is_ignored
@@ -81,7 +82,7 @@ def load_frozen(
         quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`.
     Raises:
         CheckpointError: see `load_decoder`.
-        ConfigError: a kind that does not exist, or whose package is broken.
+        ConfigError: a kind that does not exist, whose package is broken, or that cannot store these kernels.
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -96,6 +97,7 @@ def _read_all(
     """Reads the frozen tensors of an abstract decoder, one after the other."""
     stored, tensors, kind = list_tensors(model_dir), frozen_tensors(model), stored_kind(quantize)
     _check(tensors, stored, model.config, Path(model_dir))
+    check_kernels(quantize, LAYER.kernel_shapes(model.config))
     last = None
     for tensor in tensors:
         own = kind if tensor.transposed else None  # kernels of linears, of which only the layers have any

@@ -22,6 +22,7 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
+from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate
 
 
@@ -115,10 +116,11 @@ class LoRALinear(nnx.Module):
             implementation=ctx.implementation,
         )
 
-    def _inputs(self, x: Array) -> tuple[Array, Array, Array | None]:
+    def _inputs(self, x: Array) -> tuple[Array, FrozenWeight, Array | None]:
         dtype = x.dtype if self.dtype is None else self.dtype
         bias = None if self.bias is None else self.bias[...].astype(dtype)
-        return x.astype(dtype), self.kernel[...].astype(dtype), bias
+        kernel = self.kernel.get_value()  # an array, or a quantised weight that is none
+        return x.astype(dtype), kernel if is_quantised(kernel) else kernel[...].astype(dtype), bias
 
     def _bank(self) -> tuple[Array | None, Array | None]:
         if self.lora_a is None:
@@ -221,6 +223,6 @@ def _sizes(
     return num_adapters, rank, ("lora",) * num_adapters if kinds is None else tuple(kinds)
 
 
-def _plain(x: Array, w_KN: Array, bias: Array | None) -> Array:
-    y = x @ w_KN
+def _plain(x: Array, w_KN: FrozenWeight, bias: Array | None) -> Array:
+    y = frozen_product(x, w_KN) if isinstance(w_KN, QuantisedWeight) else x @ w_KN
     return y if bias is None else y + bias

@@ -28,8 +28,9 @@ from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import SFT, Chosen
 from lorafusion_jax.weights.table import NONE, stored_kind
+from pallas_kernels.frozen_weight import FrozenWeight
 
-Weights = dict[str, Array]  # "self_attn.q_proj.kernel" -> [K, N]
+Weights = dict[str, FrozenWeight]  # "self_attn.q_proj.kernel" -> [K, N]
 StoredWeights = Mapping[str, Weight]  # the same names; a quantised kernel is a dictionary of its arrays
 
 
@@ -107,19 +108,25 @@ class Parts:
         arrays = {name: kind.arrays(*shape) for name, shape in kernels.items()}
         return shapes | {name: {leaf: one.shape for leaf, one in each.items()} for name, each in arrays.items()}
 
-    def dequantised(self, stored: StoredWeights) -> Weights:
-        """Weights of a layer, or of a part of it, as they are used."""
+    @property
+    def dequantises(self) -> bool:
+        """Whether kernels become arrays of `dtype` before they multiply."""
+        kind = stored_kind(self.quantize)
+        return kind is not None and kind.operand is None
+
+    def usable(self, stored: StoredWeights) -> Weights:
+        """Weights of a layer, or of a part of it, as its ops take them."""
         kind = stored_kind(self.quantize)
 
-        def used(weight: Weight) -> Array:
+        def used(weight: Weight) -> FrozenWeight:
             if not isinstance(weight, dict):
                 return weight
             assert kind is not None, "weights were loaded with base.quantize, and these parts were made without"
-            return kind.dequantise(weight, self.dtype)
+            return kind.dequantise(weight, self.dtype) if kind.operand is None else kind.operand(weight)
 
         return {name: used(weight) for name, weight in stored.items()}
 
-    def half(self, frozen: StoredWeights) -> Half | None:
+    def half(self, frozen: Mapping[str, Any]) -> Half | None:
         """Which half of a layer these tensors are; None: a whole one."""
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 

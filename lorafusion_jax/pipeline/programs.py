@@ -32,7 +32,6 @@ from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Parts, StoredWeights, Weights
 from lorafusion_jax.pipeline.remat import Split
-from lorafusion_jax.weights.table import NONE
 from pallas_kernels import compiler_options
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
@@ -237,14 +236,14 @@ class StagePrograms:
     def _whole(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Weights of a layer, or of half of it, as they are used.
 
-        What devices gather are the stored arrays. A quantised layer waits for its input x (in backward: the gradient
-        of its output): a program of several layers would be free to dequantise them all at once.
+        What devices gather are the stored arrays. A layer that is dequantised waits for its input x (in backward: the
+        gradient of its output): a program of several layers would be free to dequantise them all at once.
         """
         specs = {name: self._frozen_specs[name] for name in stored}
         stored = jax.tree.map(lambda leaf, spec: _gathered(leaf, _axis(spec)), stored, specs)
-        if self._parts.quantize != NONE:
+        if self._parts.dequantises:
             stored, x = lax.optimization_barrier((stored, x))
-        return self._parts.dequantised(stored), x
+        return self._parts.usable(stored), x
 
 
 def hidden_gathers(fsdp: int) -> dict[str, bool]:

@@ -325,8 +325,14 @@ def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1
 
 
 def _dequantised_bytes(problem: MemoryProblem) -> int:
-    """One layer's kernels, made to be used."""
-    return 0 if problem.quantize == NONE else kernel_bytes(replace(problem, quantize=NONE))
+    """One layer's kernels, made to be used: in the model's dtype, or in another order of their bytes, next to the
+    widest input in as few bytes, where they multiply as they are."""
+    kind = stored_kind(problem.quantize)
+    if kind is None:
+        return 0
+    if kind.operand is None:
+        return kernel_bytes(replace(problem, quantize=NONE))
+    return kernel_bytes(problem) + problem.capacity_tokens * problem.model.intermediate_size
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:

@@ -18,6 +18,7 @@ from lorafusion_jax.planning import memory
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
+from lorafusion_jax.weights.table import stored_kind
 from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
 
 DEVICES = ("h200", "h100", "cpu")
@@ -37,7 +38,7 @@ def memory_of(device: str) -> int | None:
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
     """Default costs of a job's stages on a device."""
     mesh = config.mesh
-    layer = sum(map(prod, LAYER.linear_shapes(model).values()))
+    layer = sum(map(prod, LAYER.linear_shapes(model).values())) / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
     parts = default_cost_parts(
         device,
@@ -57,6 +58,11 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
+
+
+def _product_speed(config: JobConfig, device: str) -> float:
+    kind = stored_kind(config.base.quantize)
+    return 1.0 if kind is None or device == "cpu" else kind.product_speed
 
 
 def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> CostModel:

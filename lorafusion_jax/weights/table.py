@@ -16,8 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.plugins import find, not_known
-from lorafusion_jax.weights import int8
+from lorafusion_jax.weights import fp8, int8, nf4
 
 GROUP = "lorafusion_jax.stored_weights"
 NONE = "none"  # kernels stay plain arrays of `base.dtype`
@@ -57,6 +58,11 @@ class StoredKind:
         quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
             the same input must give the same bytes however it is split over devices.
         dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
+        operand: stored arrays → a `pallas_kernels.frozen_weight.QuantisedWeight`, which multiplies by itself. None:
+            a layer is dequantised when it runs.
+        product_speed: of its products, with all that they need around them, on Hopper: next to those of bfloat16. For
+            predictions; measured.
+        unsupported_reason: (K, N) → why a kernel of that shape cannot be stored so; None: it can.
 
     Example:
         >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
@@ -66,6 +72,9 @@ class StoredKind:
     arrays: Callable[[int, int], Mapping[str, ArraySpec]]
     quantise: Callable[[Any], Mapping[str, Any]]
     dequantise: Callable[[Mapping[str, Any], Any], Any]
+    operand: Callable[[Mapping[str, Any]], Any] | None = None
+    product_speed: float = 1.0
+    unsupported_reason: Callable[[int, int], str | None] = lambda in_features, out_features: None
 
 
 def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
@@ -75,9 +84,43 @@ def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     }
 
 
-INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+def _fp8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    return {
+        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn"),
+        "scales": ArraySpec(shape=(out_features,), dtype="float32"),
+    }
 
-KINDS: Mapping[str, StoredKind] = {"int8": INT8}
+
+def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    groups = nf4.groups_of(in_features, out_features)
+    return {
+        "codes": ArraySpec(shape=(out_features, in_features // 2), dtype="uint8"),
+        "absmax": ArraySpec(shape=(groups, nf4.GROUP), dtype="uint8"),
+        "group_absmax": ArraySpec(shape=(groups,), dtype="float32"),
+        "offset": ArraySpec(shape=(1,), dtype="float32"),
+    }
+
+
+INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+NF4 = StoredKind(
+    arrays=_nf4_arrays,
+    quantise=nf4.quantise,
+    dequantise=nf4.dequantise,
+    unsupported_reason=lambda in_features, out_features: (
+        f"{in_features} in features: two share a byte, so it needs an even number" if in_features % 2 else None
+    ),
+)
+FP8 = StoredKind(
+    arrays=_fp8_arrays,
+    quantise=fp8.quantise,
+    dequantise=fp8.dequantise,
+    operand=fp8.operand,
+    # A layer of Llama-3.1-8B's shape with four adapters takes 0.70 of the time, and the predicted products are three
+    # quarters of it (H200, benchmarks/results/quantised_h200_2026-11-23).
+    product_speed=1.65,
+)
+
+KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8, "nf4": NF4}
 
 
 def stored_kind(name: str) -> StoredKind | None:
@@ -87,6 +130,25 @@ def stored_kind(name: str) -> StoredKind | None:
         ConfigError: `plugin.unknown`, `plugin.broken`.
     """
     return None if name == NONE else find(GROUP, KINDS, name, StoredKind)
+
+
+def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Whether a kind can store kernels of these shapes (K, N), by their names.
+
+    Raises:
+        ConfigError: `base.quantize-shape`.
+    """
+    kind = stored_kind(name)
+    reasons = {} if kind is None else {leaf: kind.unsupported_reason(*shape) for leaf, shape in shapes.items()}
+    for leaf, reason in reasons.items():
+        if reason is not None:
+            raise ConfigError(
+                "base.quantize-shape",
+                f"{leaf} {list(shapes[leaf])} cannot be stored as {name}.",
+                where="base.quantize",
+                why=reason,
+                fix=f"one of [{', '.join(kind for kind in (NONE, *KINDS) if kind != name)}]",
+            )
 
 
 def unknown_stored_kind(name: str) -> str | None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import QuantisedWeight, is_quantised
 from pallas_kernels.linear import partition, vjp
 from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
 from pallas_kernels.linear.shard import Call
@@ -27,7 +28,7 @@ from pallas_kernels.problem import Operands, Static, select_projections
 
 def lora_linear(
     x: Float[Array, "*B K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | QuantisedWeight,
     a: Float[Array, "K R"],
     b: Float[Array, "R N"],
     *,
@@ -82,7 +83,7 @@ def lora_linear(
 
 def multi_lora_linear(
     x: Float[Array, "*B K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | QuantisedWeight,
     a: Float[Array, "A K R"],
     b: Float[Array, "A R N"],
     *,
@@ -103,8 +104,8 @@ def multi_lora_linear(
 
     Args:
         x: [..., K]; the leading dimensions flatten to T rows.
-        w: [K, N], frozen; a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in
-            `lora_linear`.
+        w: [K, N], frozen: an array, or what multiplies by itself, see `pallas_kernels.quantised`.
+        a: [A, K, R]; b: [A, R, N], lower ranks padded with zeros; bias: [N], frozen; types as in `lora_linear`.
         tile_adapter: int32 [T / tile], each -1 .. A - 1; -1 marks tiles of padding rows (frozen part only, no gradient
             to a and b).  Traced values cannot be checked: what is outside counts as -1.  None: every row belongs to
             adapter 0.
@@ -133,7 +134,7 @@ def multi_lora_linear(
 
 def multi_lora_linears(
     x: Float[Array, "*B K"],
-    ws: Sequence[Float[Array, "K _"]],
+    ws: Sequence[Float[Array, "K _"] | QuantisedWeight],
     as_: Sequence[Float[Array, "A K _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
@@ -150,7 +151,7 @@ def multi_lora_linears(
 
     Args:
         x: rows, as in `multi_lora_linear`.
-        ws: frozen weight of each projection.
+        ws: frozen weight of each projection, as in `multi_lora_linear`.
         as_: A of each projection; None for one without LoRA.  Ranks may differ between projections.
         bs: B of each projection; None for one without LoRA.
         tile_adapter: as in `multi_lora_linear`.
@@ -179,7 +180,11 @@ def multi_lora_linears(
 
 def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
-    mesh = partition.mesh_of((x, *ws, *as_, *bs), implementation)
+    mesh = partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation)
+    if mesh is not None and any(is_quantised(w) for w in ws):
+        raise NotImplementedError(
+            "a quantised weight is served on one device: call the op inside jax.shard_map, on each device's own rows"
+        )
     run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
     ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.dropout import inverse_keep, keep_words, unpack
+from pallas_kernels.frozen_weight import frozen_product, frozen_product_transposed
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import per_tile, row_adapter, select_tiles, sum_tiles
 
@@ -41,7 +42,7 @@ def backward(
     """Returns dx, and dA and dB (float32) by projection number."""
     del bits
     ops = _known(static, ops)
-    dx_TK: Any = sum(_matmul(dy, w.astype(dy.dtype).T) for dy, w in zip(dys, ops.ws, strict=True))
+    dx_TK: Any = sum(frozen_product_transposed(dy, w) for dy, w in zip(dys, ops.ws, strict=True))
     das, dbs = {}, {}
     if ops.with_lora:
         keep = _keep_tiles(static, ops)
@@ -76,7 +77,7 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
 
 def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.Array:
     """y = x W (+ bias) + scale S B."""
-    y_TN = _matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
+    y_TN = frozen_product(ops.x, ops.ws[i])
     bias = ops.biases[i]
     if bias is not None:
         y_TN = y_TN + bias.astype(y_TN.dtype)
@@ -159,8 +160,3 @@ def _batched(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.f
     layer and would only be rounded to it: float32 would double the bytes written.
     """
     return jnp.einsum(spec, lhs, rhs, precision=_precision(lhs.dtype), preferred_element_type=dtype)
-
-
-def _matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The frozen product, in the dtype of its operands: a float32 result would double the bytes written."""
-    return jnp.matmul(lhs, rhs, precision=_precision(lhs.dtype))

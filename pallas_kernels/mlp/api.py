@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.frozen_weight import QuantisedWeight
 from pallas_kernels.linear import partition
 from pallas_kernels.linear.api import multi_lora_linear, multi_lora_linears
 from pallas_kernels.linear.describe import describe
@@ -32,7 +33,7 @@ from pallas_kernels.problem import Operands, Static, linear_shape
 
 def multi_lora_mlp(
     x: Float[Array, "*B D"],
-    ws: Sequence[Float[Array, "_ _"]],
+    ws: Sequence[Float[Array, "_ _"] | QuantisedWeight],
     as_: Sequence[Float[Array, "A _ _"] | None],
     bs: Sequence[Float[Array, "A _ _"] | None],
     *,
@@ -110,7 +111,7 @@ def _fused_call(
 
     On a mesh the three ops split themselves.
     """
-    if partition.mesh_of((x, *ws, *as_, *bs), implementation) is not None:
+    if partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation) is not None:
         return None
     shared = (tile_adapter, scale)
     static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)

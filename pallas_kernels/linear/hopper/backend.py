@@ -35,6 +35,8 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
         return "it needs a Hopper GPU (sm_90)"
     if wide_integers():
         return "its kernels count in 32 bits: turn jax_enable_x64 off"
+    if ops.quantised:
+        return "its products read plain weights"
     return policy.hopper_unsupported_reason(linear_shape(static, ops)) or _shared_memory_reason(static, ops)
 
 
@@ -71,13 +73,16 @@ def forward(static: Static, ops: Operands):
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
     prepared = prepare(static, ops)
-    partials, dbs = {}, {}
-    if ops.with_lora:
-        s_transposed = jnp.pad(ss[0].T, ((0, 0), (0, ROWS)))
-        for i in ops.with_lora:
-            partials[i], dbs[i] = output_pass(prepared, i, ss[0], s_transposed, dys[i])
-    das, dx = gradients_from_ds(prepared, [partials[i] for i in prepared.layout.offsets], bits, dys)
+    partials, dbs = output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
+    das, dx = gradients_from_ds(prepared, partials, bits, dys)
     return dx, das, dbs
+
+
+def output_passes(prepared: Prepared, s: jax.Array, dys) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """Partial sums of dS [parts, T, R] in the order of S, and dB float32 by projection number."""
+    s_transposed = jnp.pad(s.T, ((0, 0), (0, ROWS)))
+    found = {i: output_pass(prepared, i, s, s_transposed, dys[i]) for i in prepared.ops.with_lora}
+    return [found[i][0] for i in prepared.layout.offsets], {i: db for i, (_, db) in found.items()}
 
 
 def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
@@ -89,14 +94,14 @@ def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits
     ops = prepared.ops
     das, dx, fused = {}, 0.0, None
     if ops.with_lora:
-        das, dx, ds = _input_gradient_pass(prepared, ds_partials, bits)
+        das, dx, ds = input_gradient_pass(prepared, ds_partials, bits)
         if dx is None:
             fused = split_graph.widest(ops)
             dx = _gemm(
-                prepared, dys[fused], ops.ws[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
+                prepared, dys[fused], ops.arrays[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
                 transposed=True, bits=bits,
             )  # fmt: skip
-    for i, (dy, w) in enumerate(zip(dys, ops.ws, strict=True)):
+    for i, (dy, w) in enumerate(zip(dys, ops.arrays, strict=True)):
         if i != fused:
             # product first: only there does XLA let cuBLAS add to what comes second (see `device.compiler_options`)
             dx = jnp.matmul(dy, w.astype(dy.dtype).T) + dx
@@ -124,7 +129,7 @@ def output_pass(prepared: Prepared, i: int, s: jax.Array, s_transposed: jax.Arra
     return ds_partials, split_graph.output_gradient(prepared, i, partials, chunks.adapter)
 
 
-def _input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None):
+def input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None):
     """dA float32 of every projection, and the low-rank part of dx where this pass makes it or else dS [T, R of all]."""
     ops, total = prepared.ops, prepared.layout.total
     if bits is None or not _drops_here(ops):
@@ -143,10 +148,11 @@ def _input_gradient_pass(prepared: Prepared, ds_partials: Sequence[jax.Array], b
 
 
 def _makes_low(prepared: Prepared) -> bool:
-    """True where dx is a sum of products anyway: with its masked low-rank part written by the pass over x (8 % of the
-    time of a product) they are all plain ones.  Masking in the last step of a product costs 5 to 15 % of it, the more
-    the larger the rank."""
-    return len(prepared.ops.ws) > 1 or prepared.layout.total > policy.MIN_RANK
+    """True where cuBLAS makes the product, and where dx is a sum of products anyway.
+
+    With its masked low-rank part written by the pass over x (8 % of the time of a product) they are all plain ones.
+    Masking in the last step of a product costs 5 to 15 % of it, the more the larger the rank."""
+    return prepared.ops.quantised or len(prepared.ops.ws) > 1 or prepared.layout.total > policy.MIN_RANK
 
 
 def _drops_here(ops: Operands) -> bool:
@@ -154,13 +160,24 @@ def _drops_here(ops: Operands) -> bool:
     return ops.dropout is not None and ops.first_column is None and ops.x.shape[1] % BLOCK == 0
 
 
+def frozen_parts(prepared: Prepared) -> list[jax.Array]:
+    """x W of every projection."""
+    ops = prepared.ops
+    return [jnp.matmul(ops.x, w.astype(ops.x.dtype)) for w in ops.arrays]
+
+
+def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
+    """dY W^T of one projection."""
+    return jnp.matmul(dy, prepared.ops.arrays[i].astype(dy.dtype).T)
+
+
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout = prepared.ops, prepared.layout
     if i not in layout.ranks:
-        y = jnp.matmul(ops.x, ops.ws[i].astype(ops.x.dtype))
+        y = jnp.matmul(ops.x, ops.arrays[i].astype(ops.x.dtype))
     else:
         y = _gemm(
-            prepared, ops.x, ops.ws[i], s, prepared.bank_b(i), _forward_config(prepared, i),
+            prepared, ops.x, ops.arrays[i], s, prepared.bank_b(i), _forward_config(prepared, i),
             transposed=False, low_offset=layout.offsets[i],
         )  # fmt: skip
     bias = ops.biases[i]

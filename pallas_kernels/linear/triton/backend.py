@@ -30,6 +30,8 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
         return f"it needs an NVIDIA GPU, not {target_platform()!r}"
     if wide_integers():
         return "its kernels count in 32 bits: turn jax_enable_x64 off"
+    if ops.quantised:
+        return "its products read plain weights"
     if ops.x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"x is {ops.x.dtype}; it takes bfloat16, float16 and float32"
     if not static.single and static.tile % 16:
@@ -70,7 +72,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         das = {i: da[:, : ops.x.shape[1]] for i, da in split_graph.input_side(prepared, ds, bits).items()}
         fused = split_graph.widest(ops)
         dx = _dx(prepared, fused, dys[fused], ds, bits)
-    for i, (dy, w) in enumerate(zip(dys, padded.ws, strict=True)):
+    for i, (dy, w) in enumerate(zip(dys, padded.arrays, strict=True)):
         if i != fused:
             dx = jnp.matmul(dy, w.T, precision=_precision(dy.dtype)) + dx  # in this order one pass, as on Hopper
     return dx[: ops.x.shape[0], : ops.x.shape[1]], das, dbs
@@ -79,7 +81,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
 def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     ops, layout, static = prepared.ops, prepared.layout, prepared.static
     if i not in layout.ranks:
-        y = jnp.matmul(ops.x, ops.ws[i], precision=_precision(ops.x.dtype))
+        y = jnp.matmul(ops.x, ops.arrays[i], precision=_precision(ops.x.dtype))
         bias = ops.biases[i]
         return y if bias is None else y + bias
     num_in, num_out = ops.ws[i].shape
@@ -89,7 +91,7 @@ def _project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     config = given or prepared.tuned("triton_fwd", num_in, num_out, layout.ranks[i], heuristic)
     return gemm(
         ops.x,
-        ops.ws[i],
+        ops.arrays[i],
         s,
         prepared.bank_b(i),
         prepared.block_adapter(config.block_m),
@@ -109,7 +111,7 @@ def _dx(prepared: Prepared, i: int, dy: jax.Array, ds: jax.Array, bits: jax.Arra
     config = given or prepared.tuned("triton_dx", num_in, num_out, total, heuristic)
     return gemm(
         dy,
-        ops.ws[i],
+        ops.arrays[i],
         ds,
         prepared.bank_a(),
         prepared.block_adapter(config.block_m),
@@ -140,7 +142,7 @@ def _pad(static: Static, ops: Operands) -> tuple[Static, Operands]:
 
     return static, Operands(
         x=_pad_to(ops.x, (padded_rows, padded_in)),
-        ws=tuple(_pad_to(w, (padded_in, n)).astype(dtype) for w, n in zip(ops.ws, widths, strict=True)),
+        ws=tuple(_pad_to(w, (padded_in, n)).astype(dtype) for w, n in zip(ops.arrays, widths, strict=True)),
         as_=each(ops.as_, lambda a, n: (a.shape[0], padded_in, a.shape[2])),
         bs=each(ops.bs, lambda b, n: (b.shape[0], b.shape[1], n)),
         biases=each(ops.biases, lambda b, n: (n,)),

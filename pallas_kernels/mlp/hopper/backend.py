@@ -18,6 +18,7 @@ T packed tokens · D model width · F MLP width · R padded rank · A adapters
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from pallas_kernels.mlp.hopper.gate.config import (
     wide_gate_config,
 )
 from pallas_kernels.problem import Operands, Static, linear_shape
+from pallas_kernels.quantised import hopper as quantised
 
 GATE, UP = range(2)
 
@@ -70,7 +72,7 @@ def unsupported_reason(static: Static, ops: Operands, down: Operands) -> str | N
     if _config(prepared, prepared_down) is None:
         ranks = f"{prepared.layout.total} and {prepared_down.layout.total}"
         return f"the passes over the gate with ranks of {ranks} do not fit into shared memory"
-    return backend.unsupported_reason(static, ops) or backend.unsupported_reason(static, down)
+    return next(filter(None, (_linears(each).unsupported_reason(static, each) for each in (ops, down))), None)
 
 
 def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, Residuals]:
@@ -83,8 +85,8 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
     prepared = prepare(static, ops)
     s, bits = backend.input_pass(prepared)
     gate, up = (
-        checkpoint_name(_plus(jnp.matmul(ops.x, w.astype(ops.x.dtype)), bias), name)
-        for w, bias, name in zip(ops.ws, ops.biases, ("gate", "up"), strict=True)
+        checkpoint_name(_plus(y, bias), name)
+        for y, bias, name in zip(_linears(ops).frozen_parts(prepared), ops.biases, ("gate", "up"), strict=True)
     )
     prepared_down = prepare(static, dataclasses.replace(down, x=gate))
     table = prepared.block_adapter(ROWS)
@@ -100,7 +102,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
         config=_config(prepared, prepared_down),
     )
     down_s, down_bits = named_s(down_s), named_bits(down_bits)
-    y = backend.project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
+    y = _linears(down).project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
     return y, Residuals(gate=gate, up=up, s=(s,), bits=bits, down_s=(down_s,), down_bits=down_bits)
 
 
@@ -113,7 +115,7 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
     down_ds, db = backend.output_pass(prepared_down, 0, down_s, transposed, dy)
     (ds_transposed,) = split_graph.join_ds(prepared_down, [down_ds], rows=prepared_down.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
-    dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
+    dh = _linears(down).frozen_gradient(prepared_down, 0, dy)
     wide = _wide_config(prepared, prepared_down)
     chunks = prepared_down.chunks(ROWS, gate_blocks(prepared_down.rows) if wide is None else wide.blocks_per_chunk)
     given = BackwardInputs(
@@ -122,7 +124,7 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
     )  # fmt: skip
     if wide is None:
         dgate, dup, partials = gate_backward(given, places=_places(prepared), config=_config(prepared, prepared_down))
-        dx, das, dbs = backend.backward(static, ops, saved.s, saved.bits, (dgate, dup))
+        dx, das, dbs = _linears(ops).backward(static, ops, saved.s, saved.bits, (dgate, dup))
     else:
         dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
             given, places=_places(prepared), config=wide
@@ -131,9 +133,14 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
             i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
             for i, each in zip((GATE, UP), db_partials, strict=True)
         }
-        das, dx = backend.gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
+        das, dx = _linears(ops).gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
     da = split_graph.input_gradients(prepared_down, partials, chunks)
     return (dx, das, dbs), (da, {0: db})
+
+
+def _linears(ops: Operands) -> ModuleType:
+    """Whose products these are: cuBLAS's and ours of plain weights, or those of 8-bit floats."""
+    return quantised if ops.quantised else backend
 
 
 def _bank_b(prepared: Prepared) -> jax.Array:

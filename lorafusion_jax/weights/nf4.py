@@ -1,0 +1,94 @@
+"""NF4 with double quantisation, as QLoRA and bitsandbytes store it: 4.13 bits a weight.
+
+    W[k, n] ≈ NF4[code] · absmax[block]                     blocks of 64 weights of an output channel
+    absmax[block] ≈ DYNAMIC[code] · group[block / 256] + offset
+
+Blocks run through W^T row by row, the order of checkpoints, so a channel may end within a block. Codes, values and
+scales are those of bitsandbytes for the same matrix, bit for bit, but the offset, a mean, whose last bit depends on the
+order of a sum. jax is imported on use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lorafusion_jax.weights.nf4_maps import DYNAMIC, NF4, borders
+
+BLOCK, GROUP = 64, 256
+
+
+def groups_of(in_features: int, out_features: int) -> int:
+    """Number of groups of blocks; the last one may be padded."""
+    return math.ceil(math.ceil(in_features * out_features / BLOCK) / GROUP)
+
+
+def quantise(kernel_KN: Any) -> dict[str, Any]:
+    """Rounds every weight to the nearest value of its block, and every block's scale to the nearest of its group."""
+    import jax.numpy as jnp
+
+    in_features, out_features = kernel_KN.shape
+    values = _blocks(kernel_KN.T.reshape(-1), BLOCK)
+    absmax = jnp.max(jnp.abs(values), axis=1)
+    offset = _mean(absmax)
+    grouped = _blocks(absmax - offset, GROUP)
+    group_absmax = jnp.max(jnp.abs(grouped), axis=1)
+    codes = _nearest(_scaled(values, absmax[:, None]), NF4).reshape(-1)[: in_features * out_features]
+    return {
+        "codes": ((codes[::2] << 4) | codes[1::2]).reshape(out_features, in_features // 2),
+        "absmax": _nearest(_scaled(grouped, group_absmax[:, None]), DYNAMIC),
+        "group_absmax": group_absmax,
+        "offset": offset[None],
+    }
+
+
+def dequantise(arrays: Mapping[str, Any], dtype: Any) -> Any:
+    """The kernel [K, N], multiplied in float32 and rounded once."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    scales = jnp.asarray(DYNAMIC)[arrays["absmax"]] * arrays["group_absmax"][:, None]
+    # Rounded before the sum, as bitsandbytes does: compilers would multiply and add in one step.
+    absmax = (lax.optimization_barrier(scales) + arrays["offset"]).reshape(-1)
+    codes = arrays["codes"]
+    size = 2 * codes.size
+    packed = _blocks(codes.reshape(-1), BLOCK // 2)
+    absmax = absmax[: len(packed), None]
+    high, low = (jnp.asarray(NF4)[code] * absmax for code in (packed >> 4, packed & 15))
+    values = jnp.stack([high, low], axis=-1).astype(dtype).reshape(-1)
+    return values[:size].reshape(codes.shape[0], 2 * codes.shape[1]).T
+
+
+def _blocks(flat: Any, size: int) -> Any:
+    """[blocks, size], the last block filled up with zeros."""
+    import jax.numpy as jnp
+
+    return jnp.pad(flat, (0, -len(flat) % size)).reshape(-1, size)
+
+
+def _nearest(x: Any, numbers: np.ndarray) -> Any:
+    """The code of the nearest number, the lower of two as near."""
+    import jax.numpy as jnp
+
+    return jnp.searchsorted(jnp.asarray(borders(numbers)), x, side="left").astype(jnp.uint8)
+
+
+def _scaled(x: Any, largest: Any) -> Any:
+    """x / largest as bitsandbytes divides: by its inverse, and zero where all are."""
+    import jax.numpy as jnp
+
+    return x * jnp.where(largest > 0, 1 / largest, 0)
+
+
+def _mean(x: Any) -> Any:
+    """A sum in an order of its own, by halves, so that the result is the same however x lies on devices."""
+    import jax.numpy as jnp
+
+    size = 1 << (len(x) - 1).bit_length()
+    total = jnp.pad(x, (0, size - len(x)))
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return total[0] / jnp.float32(len(x))

@@ -1,0 +1,70 @@
+"""What a frozen weight must offer to the ops in place of an array, and the two products of either.
+
+T packed tokens · K in features · N out features
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@runtime_checkable
+class QuantisedWeight(Protocol):
+    """A frozen [K, N] weight that multiplies without becoming an array first: a pytree, and constant for gradients.
+
+    `shape` is (K, N) and `ndim` is 2, whatever its arrays look like.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    def multiply(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """x W in the type of x. A row of the result depends on that row of x only."""
+        ...
+
+    def multiply_transposed(self, dy: Float[Array, "*B N"]) -> Float[Array, "*B K"]:
+        """dY W^T in the type of dY, row by row as well."""
+        ...
+
+
+type FrozenWeight = jax.Array | QuantisedWeight
+
+
+def is_quantised(w: Any) -> bool:
+    """Whether a weight multiplies by itself."""
+    return isinstance(w, QuantisedWeight)
+
+
+def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
+    """x W in the type of x: a float32 result of a half type would double the bytes written."""
+    if isinstance(w, QuantisedWeight):
+        return _quantised_product(x, w)
+    return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x.dtype))
+
+
+@jax.custom_vjp
+def _quantised_product(x: jax.Array, w: QuantisedWeight) -> jax.Array:
+    """Rounding has no slope of use, so the gradient is that of the product by the values."""
+    return w.multiply(x)
+
+
+_quantised_product.defvjp(lambda x, w: (w.multiply(x), w), lambda w, dy: (w.multiply_transposed(dy), None))
+
+
+def frozen_product_transposed(dy: Float[Array, "*B N"], w: FrozenWeight) -> Float[Array, "*B K"]:
+    """dY W^T in the type of dY."""
+    if isinstance(w, QuantisedWeight):
+        return w.multiply_transposed(dy)
+    return jnp.matmul(dy, w.astype(dy.dtype).T, precision=_precision(dy.dtype))
+
+
+def _precision(dtype: jnp.dtype) -> str | None:
+    # float32 promises 1e-5, which tf32 products do not keep
+    return "highest" if dtype == jnp.float32 else None

@@ -1,0 +1,1 @@
+"""Frozen weights in fewer bytes that products read as they are."""

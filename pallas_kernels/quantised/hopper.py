@@ -1,0 +1,174 @@
+"""Hopper's backend for weights of 8-bit floats: cuBLAS's products between our passes.
+
+    forward    S = drop(x) A                     the pass over x of `linear.hopper`
+               x8 = q(x)                         once for all projections
+               y_i = x8 W8_i, scales, + S_i B_i  a product, and one pass that finishes it
+    backward   dS_i, dB_i, dA, mask (dS A^T)     the passes of `linear.hopper`
+               dx = sum_i q(dY_i sw_i) W8_i^T · scale + low-rank part
+
+T packed tokens · K in features · N out features · R padded rank · A adapters
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.batching import refuse_vmap
+from pallas_kernels.device import num_sms
+from pallas_kernels.dropout import BLOCK
+from pallas_kernels.linear.hopper import backend as hopper
+from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
+from pallas_kernels.linear.split_graph import Prepared, prepare
+from pallas_kernels.problem import Operands, Static
+from pallas_kernels.quantised.fp8 import Fp8Weight
+from pallas_kernels.quantised.hopper_gemm import LowRank, gemm
+from pallas_kernels.quantised.triton.finish import ROWS, finish
+from pallas_kernels.quantised.triton.rows import round_rows
+from pallas_kernels.sizes import row_block
+
+OWN_PRODUCTS = False  # of `hopper_gemm`, in place of cuBLAS's and a pass that scales its result: not measured yet
+
+type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
+
+
+def unsupported_reason(static: Static, ops: Operands) -> str | None:
+    """Says why a call cannot be served; None: it can."""
+    if not all(isinstance(w, Fp8Weight) for w in ops.ws):
+        return "it multiplies weights of 8-bit floats only"
+    if ops.dropout is not None and (ops.first_column is not None or ops.x.shape[1] % BLOCK):
+        return f"dropout on {ops.x.shape[1]} features of a row: it needs whole blocks of {BLOCK}"
+    odd = [size for w in ops.ws for size in w.shape if size % 16]
+    if odd:
+        return f"{odd[0]} features: products of 8-bit floats need a multiple of 16"
+    plain = tuple(jax.ShapeDtypeStruct(w.shape, ops.x.dtype) for w in ops.ws)
+    return hopper.unsupported_reason(static, dataclasses.replace(ops, ws=plain))
+
+
+def forward(static: Static, ops: Operands):
+    """Returns every y, S (one array for all projections) and the packed keep bits."""
+    prepared = prepare(static, refuse_vmap(ops))
+    s, bits = hopper.input_pass(prepared) if ops.with_lora else (None, None)
+    rounded = _rounded(prepared, ops.x)
+    ys = tuple(_project(prepared, i, s, rounded) for i in range(len(ops.ws)))
+    return ys, () if s is None else (s,), bits
+
+
+def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
+    """Returns dx, and dA and dB (float32) by projection number."""
+    prepared = prepare(static, ops)
+    partials, dbs = hopper.output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
+    das, dx = gradients_from_ds(prepared, partials, bits, dys)
+    return dx, das, dbs
+
+
+def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
+    """dA float32 by projection number, and dx; as in `linear.hopper.backend`."""
+    ops = prepared.ops
+    das, low, ds = hopper.input_gradient_pass(prepared, ds_partials, bits) if ops.with_lora else ({}, None, None)
+    dx: Any = 0.0 if low is None else low.astype(jnp.float32)
+    for i, dy in enumerate(dys):
+        sums, scales_T1 = _gradient_sums(prepared, i, dy)
+        if i == 0 and ds is not None:
+            dx = _finish(prepared, sums, scales_T1, None, ds, prepared.transposed_bank_a()).astype(jnp.float32)
+        else:
+            dx = sums.astype(jnp.float32) * scales_T1 + dx
+    return das, dx.astype(ops.x.dtype)
+
+
+def frozen_parts(prepared: Prepared) -> list[jax.Array]:
+    """x W of every projection."""
+    rounded = _rounded(prepared, prepared.ops.x)
+    return [_frozen(prepared, i, rounded) for i in range(len(prepared.ops.ws))]
+
+
+def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
+    """dY W^T of one projection."""
+    w = _weight(prepared, i)
+    config = _own_config(prepared, i, 0, transposed=True)
+    if config is not None:
+        dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+        return gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
+    sums, scales_T1 = _gradient_sums(prepared, i, dy)
+    return (sums.astype(jnp.float32) * scales_T1).astype(dy.dtype)
+
+
+def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
+    """y = x W (+ bias) + scale S B."""
+    return _project(prepared, i, s, _rounded(prepared, prepared.ops.x))
+
+
+def _project(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
+    ops, layout = prepared.ops, prepared.layout
+    config = _own_config(prepared, i, layout.ranks.get(i, 0))
+    if s is None or i not in layout.ranks:
+        y = _frozen(prepared, i, rounded)
+    elif config is not None:
+        y = _own_product(prepared, i, s, rounded, config)
+    else:
+        w = _weight(prepared, i)
+        sums = w.sums(rounded[0], ops.x.dtype)
+        y = _finish(prepared, sums, rounded[1], w.scales, s, prepared.bank_b(i), layout.offsets[i])
+    bias = ops.biases[i]
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
+    w, dtype = _weight(prepared, i), prepared.ops.x.dtype
+    x8, scales_T1 = rounded
+    config = _own_config(prepared, i, 0)
+    if config is not None:
+        return gemm(x8, w.values, scales_T1[:, 0], w.scales, config=config, num_sms=num_sms())
+    return (w.sums(x8, dtype).astype(jnp.float32) * scales_T1 * w.scales).astype(dtype)
+
+
+def _gradient_sums(prepared: Prepared, i: int, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dY W^T without the scales of rows, and these."""
+    w = _weight(prepared, i)
+    dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+    return w.transposed_sums(dy8, dy.dtype), scales_T1
+
+
+def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, config: GemmConfig) -> jax.Array:
+    """With scales and low-rank part inside, which is divided by the scales that the sum is multiplied by."""
+    w, (x8, scales_T1) = _weight(prepared, i), rounded
+    low = LowRank(
+        s=(s.astype(jnp.float32) * (1 / scales_T1)).astype(s.dtype),
+        bank=(prepared.bank_b(i).astype(jnp.float32) * (1 / w.scales)).astype(s.dtype),
+        block_adapter=prepared.block_adapter(config.tile_m),
+        offset=prepared.layout.offsets[i],
+    )
+    return gemm(x8, w.values, scales_T1[:, 0], w.scales, low, config=config, num_sms=num_sms())
+
+
+def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
+    """Tiles of our own product; None where cuBLAS's serves.
+
+    An element is half as wide as in products of bfloat16, so twice as many take the same place.
+    """
+    if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
+        return None
+    depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
+    config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)
+    return config and dataclasses.replace(config, tile_k=2 * config.tile_k)
+
+
+def _rounded(prepared: Prepared, rows: jax.Array, factor: jax.Array | None = None) -> Rounded:
+    return round_rows(rows, factor, interpret=prepared.static.interpret)
+
+
+def _weight(prepared: Prepared, i: int) -> Fp8Weight:
+    w = prepared.ops.ws[i]
+    assert isinstance(w, Fp8Weight), i
+    return w
+
+
+def _finish(prepared: Prepared, sums, row_scales, column_scales, s, bank, rank_offset: int = 0) -> jax.Array:
+    blocks = prepared.block_adapter(row_block(prepared.static.tile, ROWS))
+    return finish(
+        sums, row_scales, column_scales, s, bank, blocks, rank_offset=rank_offset, interpret=prepared.static.interpret
+    )

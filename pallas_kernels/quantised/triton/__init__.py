@@ -1,0 +1,1 @@
+"""Passes around products of 8-bit floats, in Pallas's Triton lowering."""

@@ -1,0 +1,61 @@
+"""Rounding of rows to 8-bit floats in one pass: XLA reads the array twice, once for the largest of a row.
+
+T rows · K columns
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.quantised.rows import E4M3, power_of_two_scales
+from pallas_kernels.sizes import power_of_two
+from pallas_kernels.triton_call import call
+
+BLOCK = 8192  # elements of a program: wide rows one by one, narrow rows together
+NUM_WARPS = 8
+
+
+def round_rows(
+    x: Float[Array, "T K"], factor: Float[Array, " K"] | None = None, *, interpret: bool = False
+) -> tuple[Float[Array, "T K"], Float[Array, "T 1"]]:
+    """The same values and scales as `quantised.rows.round_rows` of x, or of x · factor in float32."""
+    T, K = x.shape
+    padded = power_of_two(K)
+    rows = rows_of_program(T, padded)
+
+    def kernel(x_ref, *refs):
+        *factor_ref, out_ref, scale_ref = refs
+        row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, padded), 0)
+        column = lax.broadcasted_iota(jnp.int32, (rows, padded), 1)
+        wide = plt.load(x_ref.at[row, column], mask=column < K, other=0.0).astype(jnp.float32)
+        if factor_ref:
+            place = lax.broadcasted_iota(jnp.int32, (padded,), 0)
+            wide = wide * plt.load(factor_ref[0].at[place], mask=place < K, other=0.0)[None]
+        scales, inverse = power_of_two_scales(jnp.max(jnp.abs(wide), axis=1))
+        plt.store(out_ref.at[row, column], (wide * inverse[:, None]).astype(out_ref.dtype), mask=column < K)
+        scale_ref[pl.ds(pl.program_id(0) * rows, rows)] = scales
+
+    values, scales = call(
+        kernel,
+        [x] if factor is None else [x, factor],
+        name="round_rows",
+        grid=(T // rows,),
+        out_shape=(jax.ShapeDtypeStruct((T, K), E4M3), jax.ShapeDtypeStruct((T,), jnp.float32)),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        interpret=interpret,
+    )
+    return values, scales[:, None]
+
+
+def rows_of_program(T: int, padded: int) -> int:
+    """A power of two that divides T and fills a block."""
+    rows = max(1, BLOCK // padded)
+    while T % rows:
+        rows //= 2
+    return rows

@@ -1,0 +1,154 @@
+"""Ops on a weight of 8-bit floats: against float64 of its values, and what rows may and may not see of each other."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import H200, lowered, num_kernels
+
+import pallas_kernels as pk
+from pallas_kernels.frozen_weight import frozen_product
+from pallas_kernels.quantised import fp8
+from pallas_kernels.quantised.rows import E4M3, round_rows
+from pallas_kernels.quantised.triton import finish, rows
+
+T, K, N, R, TILE = 64, 96, 80, 4, 16
+TABLE, SCALE = jnp.array([0, 1, -1, 0]), jnp.array([2.0, 0.5])
+HALF_STEP = 2.0**-4  # e4m3 keeps three bits of mantissa
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, ((T, K), (K, N), (T, N)), strict=False))
+    a, b = jax.random.normal(keys[3], (2, K, R)) * 0.1, jax.random.normal(keys[4], (2, R, N)) * 0.1
+    return {"x": x, "w": fp8.quantise(w), "a": a, "b": b, "dy": dy}
+
+
+def op(x, w, a, b):
+    return pk.multi_lora_linear(x, w, a, b, tile_adapter=TABLE, scale=SCALE)
+
+
+@jax.jit
+def step(x, w, a, b, dy):
+    y, pullback = jax.vjp(lambda x, a, b: op(x, w, a, b), x, a, b)
+    return {"y": y} | dict(zip(("dx", "da", "db"), pullback(dy), strict=True))
+
+
+def wide(array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def rounded(rows_TK) -> np.ndarray:
+    values, scales = round_rows(rows_TK)
+    return wide(values) * np.float64(scales)
+
+
+def test_a_weight_is_rounded_to_half_a_step(arrays):
+    w = jax.random.normal(jax.random.key(7), (K, N)) * jnp.exp(jnp.arange(N) / 8 - 5)
+    error = np.abs(wide(fp8.dequantise(fp8.quantise(w), jnp.float32)) - wide(w))
+    smallest = wide(jnp.abs(w).max(0)) * 2.0**-15  # below it steps are even
+    assert (error <= np.maximum(HALF_STEP * np.abs(wide(w)), smallest)).all()
+
+
+def test_the_op_is_exact_for_rounded_rows_in_float64(arrays):
+    """Only rows of x and dY are rounded, so with rounded rows in float64 nothing but float32 sums is left."""
+    got = step(**arrays)
+    x, dy, a, b = (wide(arrays[name]) for name in ("x", "dy", "a", "b"))
+    w = wide(fp8.dequantise(arrays["w"], jnp.float32))
+    y = rounded(arrays["x"]) @ w
+    dx = rounded(arrays["dy"] * arrays["w"].scales) @ wide(arrays["w"].values)
+    da, db = np.zeros_like(a), np.zeros_like(b)
+    for tile, adapter in enumerate(TABLE.tolist()):
+        if adapter < 0:
+            continue
+        own, scale = slice(tile * TILE, tile * TILE + TILE), float(SCALE[adapter])
+        ds = scale * dy[own] @ b[adapter].T
+        y[own] += scale * x[own] @ a[adapter] @ b[adapter]
+        dx[own] += ds @ a[adapter].T
+        da[adapter] += x[own].T @ ds
+        db[adapter] += scale * (x[own] @ a[adapter]).T @ dy[own]
+    for name, exact in {"y": y, "dx": dx, "da": da, "db": db}.items():
+        np.testing.assert_allclose(got[name], exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max(), err_msg=name)
+
+
+def test_rows_do_not_see_each_other(arrays):
+    """Other rows a hundred times as large, or full of NaN: the same bits."""
+    before = step(**arrays)
+    for spoil in (lambda rows_TK: rows_TK * 100, lambda rows_TK: rows_TK * jnp.nan):
+        other = {name: arrays[name].at[TILE:].set(spoil(arrays[name][TILE:])) for name in ("x", "dy")}
+        after = step(**arrays | other)
+        for name in ("y", "dx"):
+            np.testing.assert_array_equal(after[name][:TILE], before[name][:TILE])
+
+
+def test_siblings_and_layers_without_adapters_take_them_too(arrays):
+    x, w, a, b = (arrays[name] for name in ("x", "w", "a", "b"))
+    both = pk.multi_lora_linears(x, [w, w], [a, None], [b, None], tile_adapter=TABLE, scale=SCALE)
+    np.testing.assert_array_equal(both[0], op(x, w, a, b))
+    np.testing.assert_array_equal(both[1], frozen_product(x, w))
+    dx = jax.grad(lambda x: (frozen_product(x, w) * arrays["dy"]).sum())(x)
+    np.testing.assert_array_equal(dx, w.multiply_transposed(arrays["dy"]))
+
+
+def test_weights_in_both_orders_multiply_alike(arrays):
+    w = arrays["w"]
+    twice = fp8.Fp8Weight(values=w.values, scales=w.scales, transposed=w.values.T)
+    np.testing.assert_array_equal(twice.multiply_transposed(arrays["dy"]), w.multiply_transposed(arrays["dy"]))
+
+
+@pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.parametrize("columns", [96, 384])
+def test_the_kernel_rounds_as_the_formula_does(factor, columns):
+    x = jax.random.normal(jax.random.key(1), (32, columns), jnp.bfloat16).at[0].set(0).at[1, 5].set(3e38)
+    f = jnp.exp(jax.random.normal(jax.random.key(2), (columns,))) if factor else None
+    got = rows.round_rows(x, f, interpret=True)
+    wanted = round_rows(x.astype(jnp.float32) if f is None else x.astype(jnp.float32) * f)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(wide(one), wide(other))
+
+
+def test_the_last_step_of_a_product_adds_each_blocks_adapter():
+    keys = jax.random.split(jax.random.key(3), 4)
+    sums, s = jax.random.normal(keys[0], (64, 128)), jax.random.normal(keys[1], (64, 48))
+    bank, scales = jax.random.normal(keys[2], (3, 16, 128)), jnp.exp(jax.random.normal(keys[3], (64, 1)))
+    columns = jnp.arange(1.0, 129.0)
+    got = finish.finish(sums, scales, columns, s, bank, jnp.array([2, 0, 0, 1]), rank_offset=32, interpret=True)
+    low = np.concatenate([wide(s[i * 16 : i * 16 + 16, 32:]) @ wide(bank[k]) for i, k in enumerate((2, 0, 0, 1))])
+    np.testing.assert_allclose(got, wide(sums) * wide(scales) * wide(columns) + low, rtol=1e-5, atol=1e-4)
+
+
+def test_on_hopper_both_sides_of_every_product_are_eight_bits():
+    rows_, shape = 2048, jax.ShapeDtypeStruct
+    ws = [
+        fp8.Fp8Weight(values=shape((n, 4096), E4M3), scales=shape((n,), jnp.float32)) for n in (4096, 1024)
+    ]  # fmt: skip
+    banks = [(shape((4, 4096, 16), jnp.float32), shape((4, 16, w.shape[1]), jnp.float32)) for w in ws]
+    dys = [shape((rows_, w.shape[1]), jnp.bfloat16) for w in ws]
+
+    def both(x, ws, as_, bs, dys):
+        keys = {"key": jnp.arange(4, dtype=jnp.uint32), "row_key": jnp.arange(rows_, dtype=jnp.uint32)}
+        call = partial(
+            pk.multi_lora_linears, tile_adapter=jnp.zeros(rows_ // 128, jnp.int32), scale=jnp.ones(4),
+            dropout=pk.Dropout(rate=jnp.full(4, 0.1), **keys),
+        )  # fmt: skip
+        ys, pullback = jax.vjp(lambda x, a, b: call(x, ws, a, b), x, as_, bs)
+        return ys, pullback(tuple(dys))
+
+    text = lowered(H200, both, shape((rows_, 4096), jnp.bfloat16), ws, *map(list, zip(*banks, strict=True)), dys)
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len([line for line in products if line.count("f8E4M3FN") == 2]) == 4
+    assert not [line for line in products if "4096x4096xbf16" in line.split("->")[0]]
+    assert num_kernels(text)[1] == 2  # Hopper's passes over x
+
+
+def test_a_mesh_is_refused_by_name(arrays):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(arrays["x"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+        with pytest.raises(NotImplementedError, match="shard_map"):
+            op(x, arrays["w"], arrays["a"], arrays["b"])

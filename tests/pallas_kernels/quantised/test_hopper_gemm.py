@@ -1,0 +1,44 @@
+"""The product of 8-bit floats for Hopper, interpreted: its scales, and which bank meets which rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_interpreter import needs_gpu_interpreter
+from hopper_problems import BF16, interpreted
+
+from pallas_kernels.quantised.hopper_gemm import DEFAULT, LowRank, gemm
+from pallas_kernels.quantised.rows import round_rows
+
+M, C, N, TILE = 128, 256, 128, 64
+OWNERS = (1, 0)
+
+
+def wide(array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+@needs_gpu_interpreter
+def test_a_product_with_all_its_parts():
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, sx = round_rows(jax.random.normal(keys[0], (M, C)) * jnp.exp(jnp.arange(M) / 16.0)[:, None])
+    w, sw = round_rows(jax.random.normal(keys[1], (N, C)))
+    s = jax.random.normal(keys[2], (M, 32)).astype(jnp.bfloat16)
+    bank = jax.random.normal(keys[3], (3, 16, N)).astype(jnp.bfloat16)
+    low = LowRank(
+        s=(s / sx).astype(jnp.bfloat16),
+        bank=(bank / sw[:, 0]).astype(jnp.bfloat16),
+        block_adapter=jnp.array(OWNERS, jnp.int32),
+        offset=16,
+    )
+    config = dataclasses.replace(DEFAULT, tile_m=TILE, stages=2)
+    with interpreted():
+        got = np.asarray(gemm(x, w, sx[:, 0], sw[:, 0], low, config=config, num_sms=2).astype(jnp.float32))
+    wanted = (wide(x) * wide(sx)) @ (wide(w) * wide(sw)).T
+    for block, owner in enumerate(OWNERS):
+        rows = slice(block * TILE, block * TILE + TILE)
+        wanted[rows] += wide(s)[rows, 16:] @ wide(bank)[owner]
+    np.testing.assert_allclose(got, wanted, rtol=BF16, atol=BF16 * np.abs(wanted).mean())
