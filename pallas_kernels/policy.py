@@ -111,12 +111,25 @@ def preferred(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) ->
     widest = max(shape.out_features[i] for i in shape.with_lora)
     if shape.dtype not in HALF_TYPES or shape.rows < MIN_ROWS or min(shape.in_features, widest) < MIN_FEATURES:
         return (XLA,)
-    rank = shape.joint_rank
+    rank = joint_rank(first_ranks(shape))
     if rank > MAX_RANK:
         return (XLA,)
     costly = shape.dropout or (shape.adapters > 1 and rank >= COSTLY_RANK)
     busy = min(wave(shape.rows, columns, num_sms) for columns in (widest, shape.in_features))
     return (XLA,) if busy < (MIN_WAVE_WITH_COSTLY_PASSES if costly else MIN_WAVE) else (HOPPER, XLA)
+
+
+def first_ranks(shape: LinearShape) -> tuple[int, ...]:
+    """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra`'s.
+
+    Example:
+        >>> large = LinearShape(rows=8192, in_features=4096, out_features=(4096, 1024), ranks=(128, 8), tile=128)
+        >>> first_ranks(large)
+        (16, 8)
+    """
+    if shape.joint_rank <= MAX_RANK:
+        return shape.ranks
+    return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
 
 
 def split_is_faster(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) -> bool:
