@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -152,22 +153,25 @@ def check(recorder: Recorder, *, small: bool) -> None:
     implementation = "xla" if jax.default_backend() != "gpu" else policy.HOPPER
     mixed = (1, 16, 40, 64, 100, 128, 200, 256)
     many = tuple(1 + (7 * i) % 96 for i in range(300))
-    for name, ranks, tile, sites in (
-        ("siblings", mixed, 128, ("q", "k", "v")),
-        ("down", mixed, 128, ("down",)),
-        ("mlp", mixed, 128, ("gate", "up", "down")),
-        ("300 adapters", many, 64, ("k",)),
-    ):
+
+    def work(name: str, ranks: tuple[int, ...], tile: int, sites: tuple[str, ...]) -> None:
         tokens = tile * max(16, len(ranks) + 4)
         sizes = Sizes(tokens=tokens, width=1024, kv=512, inner=2048)
         if small:
             sizes = Sizes(tokens=tokens, width=256, kv=128, inner=256)
-        for given in ("ranks given", "ranks not given") if name == "mlp" else ("ranks given",):
-            work = functools.partial(check_one, ranks, sizes, tile, sites, given == "ranks given", implementation)
-            errors = recorder.attempt(f"check {name}", work)
-            if errors:
-                wrong = {n: e for n, e in errors.items() if not e < BF16}
-                recorder.add(part="check", name=name, given=given, worst=max(errors.values()), wrong=wrong)
+        for given in (True, False) if name == "mlp" else (True,):
+            errors = check_one(ranks, sizes, tile, sites, given, implementation)
+            wrong = {n: e for n, e in errors.items() if not e < BF16}
+            recorder.add(part="check", name=name, ranks_given=given, worst=max(errors.values()), wrong=wrong)
+
+    with ThreadPoolExecutor(4) as pool:  # most of the time goes into compiling
+        for case in (
+            ("mlp", mixed, 128, ("gate", "up", "down")),
+            ("siblings", mixed, 128, ("q", "k", "v")),
+            ("down", mixed, 128, ("down",)),
+            ("300 adapters", many, 64, ("k",)),
+        ):
+            pool.submit(recorder.attempt, f"check {case[0]}", functools.partial(work, *case))
 
 
 def check_one(ranks, sizes: Sizes, tile: int, sites, given: bool, implementation: str) -> dict[str, float]:
@@ -202,20 +206,28 @@ def relative(got, want) -> float:
 def layers(recorder: Recorder, cases: Sequence[Case], sizes: Sizes, small: bool) -> dict[str, tuple]:
     """Times the linears of a layer, and prints every case over four adapters of rank 16."""
     compiled: dict[str, tuple] = {}
-    for case in cases:
 
-        def compile_one(case=case):
+    def finish(case: Case, lowered, arrays) -> None:
+        fn = lowered.compile()
+        jax.block_until_ready(fn(arrays))
+        compiled[case.name] = fn, arrays
+
+    with ThreadPoolExecutor(4) as pool:
+        for case in cases:
+            if recorder.left_s < 20:
+                break
             arrays = make_arrays(case, sizes, TILE)
-            with case.policy():
-                fn = jax.jit(layer, compiler_options=pk.compiler_options()).lower(arrays).compile()
-            jax.block_until_ready(fn(arrays))
-            compiled[case.name] = fn, arrays
-
-        if recorder.left_s > 15:
-            recorder.attempt(f"compile {case.name}", compile_one)
+            with case.policy():  # what it changes is read while lowering
+                own = functools.partial(layer)  # or jax would find what it traced for another case
+                work = jax.jit(own, compiler_options=pk.compiler_options()).lower
+                lowered = recorder.attempt(f"lower {case.name}", functools.partial(work, arrays))
+            if lowered is not None:
+                work = functools.partial(finish, case, lowered, arrays)
+                pool.submit(recorder.attempt, f"compile {case.name}", work)
     if not compiled:
         return {}
-    calls = {name: (fn, [(arrays,)]) for name, (fn, arrays) in compiled.items()}
+    names = [case.name for case in cases if case.name in compiled]
+    calls = {name: (compiled[name][0], [(compiled[name][1],)]) for name in names}
     timings = time_calls(calls, rounds=2 if small else 9, round_s=0.001 if small else 0.06)
     base = timings.get(BASE.name)
     for name, timing in timings.items():
@@ -346,11 +358,16 @@ def sweep(recorder: Recorder, sizes: Sizes, small: bool) -> None:
     }  # fmt: skip
     for kind, widths in shapes.items():
         for features in widths:
+            if recorder.left_s < 20:
+                return
             calls = {}
-            for config in tiles[kind][: 2 if small else None]:
-                work = functools.partial(one_product, kind, config, tokens, features, rank)
-                if recorder.left_s > 25 and (made := recorder.attempt(f"{kind} {config}", work)):
-                    calls[config] = made
+
+            def compile_one(config, kind=kind, features=features, calls=calls):
+                calls[config] = one_product(kind, config, tokens, features, rank)
+
+            with ThreadPoolExecutor(8) as pool:
+                for config in tiles[kind][: 2 if small else None]:
+                    pool.submit(recorder.attempt, f"{kind} {config}", functools.partial(compile_one, config))
             named = {str(config): call for config, call in calls.items()}
             timings = time_calls(named, rounds=5, round_s=0.001 if small else 0.005)
             for config in calls:
