@@ -31,7 +31,8 @@ HOPPER_SMS = 132  # multiprocessors of H100 and H200
 MIN_RANK = 16  # a tensor-core step: smaller ranks are padded to it
 MIN_ROWS = 2048  # fewer rows leave multiprocessors idle in the passes over x and dY
 MIN_FEATURES = 1024
-MAX_RANK = 64  # of all projections of a call together: more leaves no shared memory for deep pipelines
+MAX_RANK = 64  # of all projections together, in the fused kernels: more leaves no shared memory for deep pipelines
+RANK_BLOCK = 64  # extra ranks, beyond those that the fused kernels take, come in blocks of so many
 # 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins by up to 5 % without dropout.
 # With dropout, or with several adapters of rank 64, XLA's passes cost more than that: the kernels are 0.99 to 1.25
 # times as fast with dropout (20 rows, two below 1, four runs), 1.09 and 1.18 times with 4 and 16 such adapters.
@@ -130,6 +131,28 @@ def first_ranks(shape: LinearShape) -> tuple[int, ...]:
     if shape.joint_rank <= MAX_RANK:
         return shape.ranks
     return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
+
+
+def extra_blocks(ranks: tuple[int, ...], first: int) -> int:
+    """Blocks of ranks from `first` on, in each of the projections that have any.
+
+    Example:
+        >>> extra_blocks((128, 8), first=16), extra_blocks((16, 8), first=16)
+        (2, 0)
+    """
+    return -(-max(0, max(ranks, default=0) - first) // RANK_BLOCK)
+
+
+def columns_of_s(shape: LinearShape) -> int:
+    """Columns that Hopper's kernels keep of S = drop(x) A: those of the first ranks, then the blocks of extra ones.
+
+    Example:
+        >>> columns_of_s(LinearShape(rows=8192, in_features=4096, out_features=(4096,), ranks=(128,), tile=128))
+        144
+    """
+    first = first_ranks(shape)
+    with_extra = sum(rank > kept for rank, kept in zip(shape.ranks, first, strict=True))
+    return joint_rank(first) + RANK_BLOCK * with_extra * extra_blocks(shape.ranks, max(first, default=0))
 
 
 def split_is_faster(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) -> bool:

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.chunks import Chunks, make_chunks
-from pallas_kernels.linear.passes.config import RANK_BLOCK, ExtraConfig, extra_config
+from pallas_kernels.linear.passes.config import ExtraConfig, extra_config
+from pallas_kernels.policy import RANK_BLOCK, extra_blocks
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import spread
 
@@ -54,8 +55,7 @@ class ExtraRanks:
     @property
     def blocks(self) -> int:
         """Blocks of ranks of each projection."""
-        widest = max(self.ops.lora(i)[0].shape[2] for i in self.numbers)
-        return -(-(widest - self.first) // RANK_BLOCK)
+        return extra_blocks(tuple(self.ops.lora(i)[0].shape[2] for i in self.numbers), self.first)
 
     def down(self, x: jax.Array, bits: jax.Array | None) -> jax.Array:
         """S [T, R of all projections]."""

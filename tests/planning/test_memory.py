@@ -155,6 +155,9 @@ def test_programs_that_gather_get_no_full_device():
     assert choose_remat(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
+S_COLUMNS = {"qkv": 64, "o": 16, "gate_up": 32, "down": 16}
+
+
 def test_kept_tensors_by_hand():
     T = 64
     nothing = {"x_in": 2 * T * 24}
@@ -168,7 +171,8 @@ def test_kept_tensors_by_hand():
         "o_out": 2 * T * 24,
         "gate": 2 * T * 40,
         "up": 2 * T * 40,
-        **{f"S of {site}": 2 * T * 16 for site in ("qkv", "o", "gate_up", "down")},
+        # each projection's rank is padded to 16, and their sum to a power of two
+        **{f"S of {site}": 2 * T * columns for site, columns in S_COLUMNS.items()},
         **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
     }
     assert kept_per_layer(problem(remat="nothing")) == nothing

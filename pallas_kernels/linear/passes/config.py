@@ -68,9 +68,6 @@ class DsdbConfig:
         return item * (operands + self.chunk * rank) + 4 * self.block_n * rank
 
 
-RANK_BLOCK = 64  # extra ranks come in blocks of so many
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraConfig:
     """Of the three products with extra ranks.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels import dropout as masks
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear.chunks import Chunks
-from pallas_kernels.linear.passes.config import RANK_BLOCK, DaConfig, DownConfig, DsdbConfig, ExtraConfig
+from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig, ExtraConfig
+from pallas_kernels.policy import RANK_BLOCK
 from pallas_kernels.tiles import spread, sum_tiles
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.linear.chunks import Chunks
-from pallas_kernels.linear.passes.config import RANK_BLOCK, ExtraConfig
+from pallas_kernels.linear.passes.config import ExtraConfig
+from pallas_kernels.policy import RANK_BLOCK
 from pallas_kernels.triton_call import call, dot, keep_tile
 
 
