@@ -133,6 +133,11 @@ def first_ranks(shape: LinearShape) -> tuple[int, ...]:
     return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
 
 
+def has_extra_ranks(shape: LinearShape) -> bool:
+    """Whether the fused kernels take only the first ranks of a call."""
+    return first_ranks(shape) != shape.ranks
+
+
 def extra_blocks(ranks: tuple[int, ...], first: int) -> int:
     """Blocks of ranks from `first` on, in each of the projections that have any.
 

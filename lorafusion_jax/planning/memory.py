@@ -185,6 +185,8 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    if _mlp_is_one_op(problem) and policy.has_extra_ranks(_linear_shape(problem, "down")):
+        mlp += item * T * F  # silu(gate) · up once more, for their gradient
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
     )  # cuDNN sums dq in float32, ours does not
