@@ -1,11 +1,11 @@
 """Adapters of different ranks in one call: is it right, what does a layer cost, and where does the time go?
 
-    python -m benchmarks.ranks --out benchmarks/results/ranks_h200_2026-11-23      # one Hopper GPU, 150 s
+    python -m benchmarks.ranks --out benchmarks/results/ranks_h200_2026-11-23      # one Hopper GPU, 190 s
     python -m benchmarks.ranks --out /tmp/ranks --small                            # any machine: does it run?
 
 The linears of a decoder layer of Qwen3-8B's shape, 8192 tokens, forward and backward, dropout 0.1, four adapters.
-"before" is the same call when more than 64 ranks of a call go to XLA. First every case's results are compared with the
-XLA form in float32; a case that is wrong is not timed.
+"before" is the same call when more than 64 ranks of a call go to XLA. Then results are compared with those of the XLA
+form in float32: ranks 1 to 256 in one call, and 300 adapters.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.conditions import conditions
 from pallas_kernels import policy
+from pallas_kernels.dropout import mix32
 from pallas_kernels.linear.passes import load
 from pallas_kernels.linear.passes.config import ExtraConfig
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.tuning.timing import time_calls
 
-PARTS = ("check", "layers", "profile", "tiles")
+PARTS = ("layers", "profile", "check", "tiles")
 RATE, TILE, BF16 = 0.1, 128, 1e-2
 UPS = 8  # one after another, as they write in place: a single one would be timed with a copy
 
@@ -75,21 +76,19 @@ class Case:
 
 BASE = Case(name="4 x r16", ranks=(16,) * 4)
 MIXED = (16, 16, 16, 128)
-FIRST = (
-    Case(name="frozen", ranks=()),
+CASES = (  # most telling first
     BASE,
     Case(name="3 x r16, r128", ranks=MIXED),
     Case(name="4 x r128", ranks=(128,) * 4),
+    Case(name="frozen", ranks=()),
     Case(name="4 x r256", ranks=(256,) * 4),
-)
-SECOND = (
-    BASE,
     Case(name="4 x r64", ranks=(64,) * 4),
     Case(name="4 x r64 before", ranks=(64,) * 4, before=True),
-    Case(name="3 x r16, r64", ranks=(16, 16, 16, 64)),
     Case(name="3 x r16, r128 before", ranks=MIXED, before=True),
     Case(name="4 x r128 before", ranks=(128,) * 4, before=True),
+    Case(name="3 x r16, r64", ranks=(16, 16, 16, 64)),
 )
+LARGEST = 256
 
 
 class Recorder:
@@ -98,11 +97,11 @@ class Recorder:
     def __init__(self, folder: Path, seconds: float):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "ranks.jsonl"
-        self._start, self._seconds = time.monotonic(), seconds
+        self._start, self.seconds = time.monotonic(), seconds
 
     @property
     def left_s(self) -> float:
-        return self._seconds - (time.monotonic() - self._start)
+        return self.seconds - (time.monotonic() - self._start)
 
     def add(self, **row: Any) -> None:
         row["at_s"] = round(time.monotonic() - self._start, 1)
@@ -125,23 +124,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "ranks")), help="folder of the run")
     parser.add_argument("--small", action="store_true", help="tiny shapes, by XLA where there is no Hopper GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seconds", type=float, default=150, help="no new case is begun after them")
+    parser.add_argument("--seconds", type=float, default=190, help="no new case is begun after them")
     options = parser.parse_args()
     recorder = Recorder(options.out, options.seconds)
     recorder.add(part="conditions", **conditions())
     sizes = Sizes(tokens=2048, width=256, kv=128, inner=512) if options.small else Sizes()
-    if "check" in options.parts:
-        check(recorder, small=options.small)
-    compiled = layers(recorder, FIRST, sizes, options.small) if "layers" in options.parts else {}
+    compiled = layers(recorder, sizes, options.small) if "layers" in options.parts else {}
     if "profile" in options.parts:
         for name in ("4 x r16", "3 x r16, r128", "4 x r128"):
             if name in compiled:
                 recorder.attempt(f"profile {name}", functools.partial(profile, recorder, name, *compiled[name]))
     compiled.clear()
+    if "check" in options.parts:
+        check(recorder, small=options.small)
     if "tiles" in options.parts:
         sweep(recorder, sizes, options.small)
-    if "layers" in options.parts:
-        layers(recorder, SECOND, sizes, options.small)
     return 0
 
 
@@ -155,6 +152,8 @@ def check(recorder: Recorder, *, small: bool) -> None:
     many = tuple(1 + (7 * i) % 96 for i in range(300))
 
     def work(name: str, ranks: tuple[int, ...], tile: int, sites: tuple[str, ...]) -> None:
+        if recorder.left_s < 20:
+            return
         tokens = tile * max(16, len(ranks) + 4)
         sizes = Sizes(tokens=tokens, width=1024, kv=512, inner=2048)
         if small:
@@ -175,7 +174,7 @@ def check(recorder: Recorder, *, small: bool) -> None:
 
 
 def check_one(ranks, sizes: Sizes, tile: int, sites, given: bool, implementation: str) -> dict[str, float]:
-    arrays = make_arrays(Case(name="", ranks=ranks), sizes, tile)
+    arrays = make_arrays(ranks, sizes, tile)
     arrays = {**arrays, "ranks": arrays["ranks"] if given else None}
 
     def run(implementation, dtype, arrays):
@@ -203,30 +202,34 @@ def relative(got, want) -> float:
 # --- layers ------------------------------------------------------------------------------------------------------
 
 
-def layers(recorder: Recorder, cases: Sequence[Case], sizes: Sizes, small: bool) -> dict[str, tuple]:
-    """Times the linears of a layer, and prints every case over four adapters of rank 16."""
+def layers(recorder: Recorder, sizes: Sizes, small: bool) -> dict[str, tuple]:
+    """Times the linears of a layer, and prints every case over four adapters of rank 16; half of the time is for it."""
     compiled: dict[str, tuple] = {}
+    whole = make_arrays((LARGEST,) * 4, sizes, TILE)
+    jax.block_until_ready(whole)
+    recorder.add(part="arrays made")
 
-    def finish(case: Case, lowered, arrays) -> None:
+    def finish(case: Case, lowered, arrays, start: float) -> None:
+        begun = time.monotonic()
         fn = lowered.compile()
+        done = time.monotonic()
         jax.block_until_ready(fn(arrays))
+        recorder.add(part="compile", name=case.name, lower_s=round(begun - start, 1), compile_s=round(done - begun, 1))
         compiled[case.name] = fn, arrays
 
-    with ThreadPoolExecutor(4) as pool:
-        for case in cases:
-            if recorder.left_s < 20:
+    with ThreadPoolExecutor(6) as pool:
+        for case in CASES:
+            if recorder.left_s < 0.55 * recorder.seconds and len(compiled) > 2:
                 break
-            arrays = make_arrays(case, sizes, TILE)
+            start, arrays = time.monotonic(), of_ranks(whole, case.ranks)
             with case.policy():  # what it changes is read while lowering
                 own = functools.partial(layer)  # or jax would find what it traced for another case
                 work = jax.jit(own, compiler_options=pk.compiler_options()).lower
                 lowered = recorder.attempt(f"lower {case.name}", functools.partial(work, arrays))
             if lowered is not None:
-                work = functools.partial(finish, case, lowered, arrays)
+                work = functools.partial(finish, case, lowered, arrays, start)
                 pool.submit(recorder.attempt, f"compile {case.name}", work)
-    if not compiled:
-        return {}
-    names = [case.name for case in cases if case.name in compiled]
+    names = [case.name for case in CASES if case.name in compiled]
     calls = {name: (compiled[name][0], [(compiled[name][1],)]) for name in names}
     timings = time_calls(calls, rounds=2 if small else 9, round_s=0.001 if small else 0.06)
     base = timings.get(BASE.name)
@@ -236,36 +239,54 @@ def layers(recorder: Recorder, cases: Sequence[Case], sizes: Sizes, small: bool)
     return compiled
 
 
-def make_arrays(case: Case, sizes: Sizes, tile: int) -> dict[str, Any]:
-    key, count, rank = jax.random.key(0), max(1, len(case.ranks)), max(case.ranks, default=0)
-
-    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-    def normal(number, shape, scale, dtype=jnp.bfloat16):
-        return (jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32) * scale).astype(dtype)
-
-    ranks = jnp.asarray(case.ranks or (0,), jnp.int32)
-    tiles = sizes.tokens // tile
-    arrays: dict[str, Any] = {
-        "x": normal(98, (sizes.tokens, sizes.width), 1.0),
-        "attended": normal(99, (sizes.tokens, sizes.width), 1.0),
-        "wide": normal(97, (sizes.tokens, sizes.inner), 1.0),
-        "w": {name: normal(i, shape, 0.02) for i, (name, shape) in enumerate(sizes.linears.items())},
-        "ranks": ranks, "scale": jnp.full(count, 2.0),
-        "rate": jnp.full(count, RATE), "key": jax.random.bits(key, (count,)),
-        "row_key": jax.random.bits(key, (sizes.tokens,)),
-    }  # fmt: skip
+def make_arrays(ranks: Sequence[int], sizes: Sizes, tile: int) -> dict[str, Any]:
+    """One program makes all arrays: a small one for each would compile for longer than anything runs."""
+    count, rank, tiles = len(ranks), max(ranks), sizes.tokens // tile
     owners = np.arange(tiles) * count // tiles
     if count > 4:  # padding rows, and tiles in no order
         owners = np.random.default_rng(0).permutation(owners)
         owners[1] = -1
-    arrays["tile_adapter"] = jnp.asarray(owners, jnp.int32)
-    own = jnp.arange(rank)[None, :] < ranks[:, None]
-    arrays["a"], arrays["b"] = {}, {}
-    for i, (name, (k, n)) in enumerate(sizes.linears.items() if case.ranks else ()):
-        a = normal(10 + i, (count, k, rank), 0.02, jnp.float32)
-        b = normal(20 + i, (count, rank, n), 0.02, jnp.float32)
-        arrays["a"][name], arrays["b"][name] = a * own[:, None, :], b * own[:, :, None]
-    return arrays
+
+    @jax.jit
+    def make():
+        def normal(number, shape, scale, dtype=jnp.bfloat16):
+            """Of three terms, from a hash: a random number generator takes longer to compile."""
+            n = jnp.arange(np.prod(shape), dtype=jnp.uint32) + jnp.uint32(number) * jnp.uint32(0x9E3779B9)
+            terms = [mix32(n ^ jnp.uint32(salt)) for salt in (0x243F6A88, 0x85A308D3, 0x13198A2E)]
+            total = sum((term >> 8).astype(jnp.float32) * 2**-24 - 0.5 for term in terms)
+            return (2 * scale * total).reshape(shape).astype(dtype)
+
+        d, linears = sizes.width, sizes.linears
+        arrays = {"x": normal(98, (sizes.tokens, d), 1.0), "attended": normal(99, (sizes.tokens, d), 1.0)}
+        arrays["wide"] = normal(97, (sizes.tokens, sizes.inner), 1.0)
+        arrays["w"] = {name: normal(i, shape, 0.02) for i, (name, shape) in enumerate(linears.items())}
+        shapes = enumerate(linears.items())
+        arrays["a"] = {name: normal(10 + i, (count, k, rank), 0.02, jnp.float32) for i, (name, (k, _)) in shapes}
+        shapes = enumerate(linears.items())
+        arrays["b"] = {name: normal(20 + i, (count, rank, n), 0.02, jnp.float32) for i, (name, (_, n)) in shapes}
+        return arrays | {
+            "scale": jnp.full(count, 2.0), "rate": jnp.full(count, RATE),
+            "key": mix32(jnp.arange(count, dtype=jnp.uint32)),
+            "row_key": mix32(jnp.arange(sizes.tokens, dtype=jnp.uint32)),
+        }  # fmt: skip
+
+    return of_ranks(make() | {"tile_adapter": jnp.asarray(owners, jnp.int32)}, ranks)
+
+
+def of_ranks(arrays: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """The call with adapters of these ranks: what lies beyond an adapter's own is zero."""
+    if not ranks:
+        return {**arrays, "a": {}, "b": {}, "ranks": jnp.zeros(4, jnp.int32)}
+    rank, table = max(ranks), jnp.asarray(ranks, jnp.int32)
+
+    @jax.jit
+    def cut(a, b):
+        own = jnp.arange(rank)[None, :] < table[:, None]
+        a = {name: bank[:, :, :rank] * own[:, None, :] for name, bank in a.items()}
+        return a, {name: bank[:, :rank] * own[:, :, None] for name, bank in b.items()}
+
+    a, b = cut(arrays["a"], arrays["b"])
+    return {**arrays, "a": a, "b": b, "ranks": table}
 
 
 def layer(arrays):
