@@ -65,13 +65,16 @@ class Sizes:
 class Case:
     name: str
     ranks: tuple[int, ...]  # of the adapters; none: frozen
-    before: bool = False
+    first: str = ""  # ranks that the fused kernels take: "all", as before, or "16", also where 64 would fit
 
     def policy(self):
-        """A context in which calls are dealt out as they were before."""
-        if not self.before:
-            return contextlib.nullcontext()
-        return mock.patch.object(policy, "first_ranks", lambda shape: shape.ranks)
+        """A context in which the policy decides so."""
+
+        def first_ranks(shape):
+            fits = self.first == "all" or shape.joint_rank <= policy.MAX_RANK
+            return shape.ranks if fits else tuple(min(rank, policy.MIN_RANK) for rank in shape.ranks)
+
+        return mock.patch.object(policy, "first_ranks", first_ranks) if self.first else contextlib.nullcontext()
 
 
 BASE = Case(name="4 x r16", ranks=(16,) * 4)
@@ -83,10 +86,11 @@ CASES = (  # most telling first
     Case(name="frozen", ranks=()),
     Case(name="4 x r256", ranks=(256,) * 4),
     Case(name="4 x r64", ranks=(64,) * 4),
-    Case(name="4 x r64 before", ranks=(64,) * 4, before=True),
-    Case(name="3 x r16, r128 before", ranks=MIXED, before=True),
-    Case(name="4 x r128 before", ranks=(128,) * 4, before=True),
+    Case(name="4 x r64, first 16", ranks=(64,) * 4, first="16"),
+    Case(name="3 x r16, r128 before", ranks=MIXED, first="all"),
+    Case(name="4 x r128 before", ranks=(128,) * 4, first="all"),
     Case(name="3 x r16, r64", ranks=(16, 16, 16, 64)),
+    Case(name="3 x r16, r64, first 16", ranks=(16, 16, 16, 64), first="16"),
 )
 LARGEST = 256
 

@@ -123,12 +123,14 @@ def preferred(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) ->
 def first_ranks(shape: LinearShape) -> tuple[int, ...]:
     """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra`'s.
 
+    Siblings of up to 64 ranks each, too many together, are called one by one instead: see `split_is_faster`.
+
     Example:
         >>> large = LinearShape(rows=8192, in_features=4096, out_features=(4096, 1024), ranks=(128, 8), tile=128)
         >>> first_ranks(large)
         (16, 8)
     """
-    if shape.joint_rank <= MAX_RANK:
+    if max(map(padded_rank, shape.ranks), default=0) <= MAX_RANK:
         return shape.ranks
     return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
 

@@ -25,7 +25,7 @@ D, F, TILE, TABLE = 256, 512, 64, [1, -1, 0]
 RANKS = (
     (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
     (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
-    (40, 90, 70),  # of 40 and 90, and of 70, that pass takes the first 16; the others have passes of their own
+    (40, 90, 70),  # of all, that pass takes the first 16 ranks; the others have passes of their own
 )
 BF16 = 1e-2
 
