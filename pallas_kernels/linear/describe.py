@@ -32,6 +32,8 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks=None) -
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim != 1:
         raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
+    if ranks is not None and not jnp.issubdtype(kind := jnp.asarray(ranks).dtype, jnp.integer):
+        raise TypeError(f"ranks is {kind}, expected int32: how many columns of a each adapter uses")
     num_adapters = next((a.shape[0] for a in as_ if a is not None and a.ndim == 3), scale.shape[0])
     if num_adapters == 0:
         raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
