@@ -227,7 +227,9 @@ def layers(recorder: Recorder, sizes: Sizes, small: bool) -> dict[str, tuple]:
                 break
             start, arrays = time.monotonic(), of_ranks(whole, case.ranks)
             with case.policy():  # what it changes is read while lowering
-                own = functools.partial(layer)  # or jax would find what it traced for another case
+                own = functools.partial(
+                    layer, ranks=case.ranks or None
+                )  # or jax would find what it traced for another case
                 work = jax.jit(own, compiler_options=pk.compiler_options()).lower
                 lowered = recorder.attempt(f"lower {case.name}", functools.partial(work, arrays))
             if lowered is not None:
@@ -293,11 +295,11 @@ def of_ranks(arrays: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
     return {**arrays, "a": a, "b": b, "ranks": table}
 
 
-def layer(arrays):
+def layer(arrays, *, ranks: tuple[int, ...] | None):
     """Forward and backward of all linears; attention and norms, which are the same everywhere, are left out."""
 
     def forward(x, attended, a, b):
-        given = {**arrays, "a": a, "b": b}
+        given = {**arrays, "a": a, "b": b, "ranks": ranks}
         qkv = project(("q", "k", "v"), x, given, None)
         return *qkv, *project(("o",), attended, given, None), *project(("gate", "up", "down"), x, given, None)
 

@@ -41,6 +41,7 @@ class Static:
     tile: int  # rows of a tile
     num_adapters: int
     single: bool  # every row belongs to adapter 0: no table, no selection
+    ranks: tuple[int, ...] | None = None  # those of `Operands` where they are known
     interpret: bool = False
     config: KernelConfigs = KernelConfigs()
 

@@ -68,7 +68,7 @@ class LoRAContext:
     Args:
         tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
         scale: float32 [A], factor of each adapter.
-        ranks: int32 [A], how many columns of A each adapter uses; None: all.
+        ranks: how many columns of A each adapter uses; None: all.
         dropout: rates, and keys of given rows; None: see `draw`.
         draw: from what each layer makes the keys of its own rows; None switches dropout off.
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
@@ -82,12 +82,12 @@ class LoRAContext:
 
     tile_adapter: Any  # leaves of a tree, as above
     scale: Any
-    ranks: Any = None
     dropout: Dropout | None = None
     draw: Draw | None = None
     layer: Any = 0
     tile: int | None = field(default=None, metadata={"static": True})
     implementation: Implementation | None = field(default=None, metadata={"static": True})
+    ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -132,7 +132,7 @@ class LoRAContext:
         return cls(
             tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
-            ranks=jnp.asarray([spec.rank for spec in adapters], jnp.int32),
+            ranks=tuple(spec.rank for spec in adapters),
             tile=tile,
             implementation=implementation,
             **drawn,

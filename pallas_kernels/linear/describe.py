@@ -47,10 +47,12 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks=None) -
     _check_values(ops, num_adapters)
     if single and num_adapters > 1:
         ops, num_adapters = _first_adapter(ops), 1
+    known = None if ops.ranks is None or isinstance(ranks, jax.Array) else tuple(map(int, ranks))
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], tile_adapter),
         num_adapters=num_adapters,
         single=single,
+        ranks=known and known[:num_adapters],
         interpret=interprets(),
     )
     return static, _without_rank_zero(ops)

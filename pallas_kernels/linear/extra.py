@@ -61,9 +61,33 @@ class ExtraRanks:
         """S [T, R of all projections]."""
         return self._down(x, self._bank_a(), bits, transposed=False, projections=len(self.numbers))
 
-    def up(self, i: int, y: jax.Array, s: jax.Array) -> jax.Array:
-        """y with S B of a projection added."""
+    @property
+    def of_most(self) -> bool:
+        """Whether most adapters have some, as far as is known while tracing.
+
+        Then S B is written for all rows and added inside a product that is a plain one, which hides the reading;
+        otherwise it is added to what the product wrote, where there is something to add.
+        """
+        if self.static.ranks is None:
+            return self.ops.ranks is None
+        return 2 * sum(rank > self.first for rank in self.static.ranks) >= len(self.static.ranks)
+
+    def matmul(self, i: int, x: jax.Array, w: jax.Array, s: jax.Array) -> jax.Array:
+        """x W with S B of a projection added; x may be another array than the call's, of as many rows."""
+        if i in self.numbers and self.of_most:
+            return jnp.matmul(x, w) + self.up(i, None, s)  # product first, see `hopper.backend.gradients_from_ds`
+        return self.up(i, jnp.matmul(x, w), s)
+
+    def matmul_dx(self, dy: jax.Array, w: jax.Array, ds: jax.Array, bits: jax.Array | None) -> jax.Array:
+        """dY W^T with mask * (dS A^T) added."""
+        if self.of_most:
+            return jnp.matmul(dy, w.T) + self.add_dx(None, ds, bits)
+        return self.add_dx(jnp.matmul(dy, w.T), ds, bits)
+
+    def up(self, i: int, y: jax.Array | None, s: jax.Array) -> jax.Array:
+        """y, or zero, with S B of a projection added."""
         if i not in self.numbers:
+            assert y is not None
             return y
         first, stride = self.numbers.index(i), len(self.numbers)
         return self._up(y, s, self._bank_b(i), None, first=first, stride=stride, transposed=False, projections=1)
@@ -96,8 +120,8 @@ class ExtraRanks:
         das = {i: sums[:, :, p].swapaxes(1, 2).reshape(num_adapters, num_in, -1) for p, i in enumerate(self.numbers)}
         return {i: da[:, :, : self._width(i)] for i, da in das.items()}
 
-    def add_dx(self, dx: jax.Array, ds: jax.Array, bits: jax.Array | None) -> jax.Array:
-        """dx with mask * (dS A^T) added."""
+    def add_dx(self, dx: jax.Array | None, ds: jax.Array, bits: jax.Array | None) -> jax.Array:
+        """dx, or zero, with mask * (dS A^T) added."""
         count = len(self.numbers)
         return self._up(dx, ds, self._bank_a(), bits, first=0, stride=1, transposed=True, projections=count)
 
@@ -118,11 +142,23 @@ class ExtraRanks:
             x, bank, owner, active, bits, transposed=transposed, config=config, interpret=interpret
         )
 
-    def _up(self, y: jax.Array, s: jax.Array, bank: jax.Array, bits: jax.Array | None, *, projections: int, **options):
-        config = self._config(y.shape[1], projections, wide=True)
+    def _up(
+        self,
+        y: jax.Array | None,
+        s: jax.Array,
+        bank: jax.Array,
+        bits: jax.Array | None,
+        *,
+        projections: int,
+        transposed: bool,
+        **options,
+    ):
+        config = self._config(bank.shape[1 if transposed else 2], projections, wide=True)
         owner, active = self._tables(config.block_t, projections)
         interpret = self.static.interpret
-        return passes.load().extra_up(y, s, bank, owner, active, bits, config=config, interpret=interpret, **options)
+        return passes.load().extra_up(
+            y, s, bank, owner, active, bits, transposed=transposed, config=config, interpret=interpret, **options
+        )
 
     def _sums(
         self, x: jax.Array, s: jax.Array, bits: jax.Array | None, factor: jax.Array, *, projections: int,

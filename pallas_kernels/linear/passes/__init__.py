@@ -99,14 +99,14 @@ class Passes(Protocol):
         ...
 
     def extra_up(
-        self, y: jax.Array, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array,
+        self, y: jax.Array | None, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array,
         bits: jax.Array | None, *, first: int, stride: int, transposed: bool, config: ExtraConfig,
         interpret: bool = False,
     ) -> jax.Array:  # fmt: skip
         """Returns y + mask * (s bank[adapter of the row]), rounded once more; rows without extra ranks as they are.
 
         Args:
-            y: [T, M]; a kernel may take its memory.
+            y: [T, M]; a kernel may take its memory. None: 0.
             s: [T, .], whose blocks of 64 columns first, first + stride, ... meet those of the bank.
             bank: [A, R, M], or [A, M, R] transposed.
             bits: over the columns of y.

@@ -77,18 +77,21 @@ def extra_down(
 
 
 def extra_up(
-    y: jax.Array, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array, bits: jax.Array | None,
-    *, first: int, stride: int, transposed: bool, config: ExtraConfig, interpret: bool = False,
+    y: jax.Array | None, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array,
+    bits: jax.Array | None, *, first: int, stride: int, transposed: bool, config: ExtraConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     del interpret
     own = s.reshape(len(s), -1, RANK_BLOCK)[:, first::stride].reshape(
         -1, config.block_t, bank.shape[2 if transposed else 1]
     )
     own = _active(own, active)
-    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", own, bank[block_adapter]).reshape(y.shape)
+    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", own, bank[block_adapter])
+    low = low.reshape(len(s), -1)
     if bits is not None:
-        low = jnp.where(masks.unpack(bits, y.shape[1]), low, 0.0)
+        low = jnp.where(masks.unpack(bits, low.shape[1]), low, 0.0)
     has = spread(active > 0, config.block_t)[:, None]
+    if y is None:
+        return jnp.where(has, low, 0.0).astype(s.dtype)
     return jnp.where(has, (y.astype(jnp.float32) + low).astype(y.dtype), y)
 
 

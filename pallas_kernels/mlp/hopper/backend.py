@@ -83,12 +83,15 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
     ops, extra = backend.first_and_extra(static, ops)
     prepared = prepare(static, ops)
     s, bits = backend.input_pass(prepared)
-    wide = [_plus(jnp.matmul(ops.x, w.astype(ops.x.dtype)), bias) for w, bias in zip(ops.ws, ops.biases, strict=True)]
-    ss = (s,)
-    if extra is not None:
+    weights = [w.astype(ops.x.dtype) for w in ops.ws]
+    if extra is None:
+        ss, wide = (s,), [jnp.matmul(ops.x, w) for w in weights]
+    else:
         ss = (s, named_s(extra.down(ops.x, bits)))
-        wide = [extra.up(i, y, ss[1]) for i, y in enumerate(wide)]
-    gate, up = (checkpoint_name(y, name) for y, name in zip(wide, ("gate", "up"), strict=True))
+        wide = [extra.matmul(i, ops.x, w, ss[1]) for i, w in enumerate(weights)]
+    gate, up = (
+        checkpoint_name(_plus(y, bias), name) for y, bias, name in zip(wide, ops.biases, ("gate", "up"), strict=True)
+    )
     down, extra_down = backend.first_and_extra(static, dataclasses.replace(down, x=gate))
     prepared_down = prepare(static, down)
     table = prepared.block_adapter(ROWS)
@@ -122,11 +125,12 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
     down_ds, db = backend.output_pass(prepared_down, 0, down_s, transposed, dy)
     (ds_transposed,) = split_graph.join_ds(prepared_down, [down_ds], rows=prepared_down.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
-    dh = jnp.matmul(dy, down.ws[0].astype(dy.dtype).T)
-    ds_extra = db_extra = None
-    if extra_down is not None:
+    w, ds_extra, db_extra = down.ws[0].astype(dy.dtype), None, None
+    if extra_down is None:
+        dh = jnp.matmul(dy, w.T)
+    else:
         ds_extra, db_extra = extra_down.output_side(0, saved.down_s[1], dy)
-        dh = extra_down.add_dx(dh, ds_extra, saved.down_bits)
+        dh = extra_down.matmul_dx(dy, w, ds_extra, saved.down_bits)
     wide = _wide_config(prepared, prepared_down)
     chunks = prepared_down.chunks(ROWS, gate_blocks(prepared_down.rows) if wide is None else wide.blocks_per_chunk)
     given = BackwardInputs(

@@ -71,7 +71,7 @@ def extra_down(
 
 
 def extra_up(
-    y: jax.Array,
+    y: jax.Array | None,
     s: jax.Array,
     bank: jax.Array,
     block_adapter: jax.Array,
@@ -87,19 +87,22 @@ def extra_up(
     """Returns y + mask * (s bank[adapter of the row]), written where y was; rows without extra ranks stay untouched.
 
     Args:
+        y: None: the product for itself, zero where rows have no extra ranks.
         s: its blocks of columns first, first + stride, ... meet the blocks of the bank.
     """
-    num_rows, num_features = y.shape
+    num_rows, num_features = s.shape[0], bank.shape[1 if transposed else 2]
     rows, columns = config.block_t, config.block_m
+    operands = [] if y is None else [y]
 
-    def kernel(y_ref, s_ref, bank_ref, adapter_ref, active_ref, *rest):
+    def kernel(*refs):
+        y_ref, refs = (None, refs) if y is None else (refs[0], refs[1:])
+        s_ref, bank_ref, adapter_ref, active_ref, *rest = refs
         out_ref = rest[-1]
         col0, row0 = pl.program_id(0) * columns, pl.program_id(1) * rows
         here, features = pl.ds(row0, rows), pl.ds(col0, columns)
         count, adapter = active_ref[pl.program_id(1)], adapter_ref[pl.program_id(1)]
 
-        @pl.when(count > 0)
-        def _():
+        def add():
             def step(j, acc):
                 low = s_ref[here, pl.ds((first + j * stride) * RANK_BLOCK, RANK_BLOCK)]
                 ranks = pl.ds(j * RANK_BLOCK, RANK_BLOCK)
@@ -110,19 +113,26 @@ def extra_up(
             low = lax.fori_loop(0, count, step, jnp.zeros((rows, columns), jnp.float32))
             if bits is not None:
                 low = jnp.where(keep_tile(rest[0], row0, col0, rows, columns), low, 0.0)
-            out_ref[here, features] = (y_ref[here, features].astype(jnp.float32) + low).astype(out_ref.dtype)
+            if y_ref is not None:
+                low = y_ref[here, features].astype(jnp.float32) + low
+            out_ref[here, features] = low.astype(out_ref.dtype)
+
+        if y_ref is None:
+            add()
+        else:
+            pl.when(count > 0)(add)
 
     return call(
         kernel,
-        [y, s, bank, block_adapter, active] + ([] if bits is None else [bits]),
+        [*operands, s, bank, block_adapter, active] + ([] if bits is None else [bits]),
         name="lora_extra_up",
         grid=(num_features // columns, num_rows // rows),
-        out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_features), s.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         flops=2 * num_rows * num_features * s.shape[1],
-        in_place=True,
+        in_place=y is not None,
     )
 
 
