@@ -227,9 +227,8 @@ def layers(recorder: Recorder, sizes: Sizes, small: bool) -> dict[str, tuple]:
                 break
             start, arrays = time.monotonic(), of_ranks(whole, case.ranks)
             with case.policy():  # what it changes is read while lowering
-                own = functools.partial(
-                    layer, ranks=case.ranks or None
-                )  # or jax would find what it traced for another case
+                # an object of its own, or jax would find what it traced for another policy
+                own = functools.partial(layer, ranks=case.ranks or None)
                 work = jax.jit(own, compiler_options=pk.compiler_options()).lower
                 lowered = recorder.attempt(f"lower {case.name}", functools.partial(work, arrays))
             if lowered is not None:
