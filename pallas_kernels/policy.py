@@ -31,7 +31,8 @@ HOPPER_SMS = 132  # multiprocessors of H100 and H200
 MIN_RANK = 16  # a tensor-core step: smaller ranks are padded to it
 MIN_ROWS = 2048  # fewer rows leave multiprocessors idle in the passes over x and dY
 MIN_FEATURES = 1024
-MAX_RANK = 64  # of all projections of a call together: more leaves no shared memory for deep pipelines
+MAX_RANK = 64  # of all projections together, in the fused kernels: more leaves no shared memory for deep pipelines
+RANK_BLOCK = 64  # extra ranks, beyond those that the fused kernels take, come in blocks of so many
 # 2048 x 5120 x 5120 fills its last round of output tiles so badly (0.81) that cuBLAS wins by up to 5 % without dropout.
 # With dropout, or with several adapters of rank 64, XLA's passes cost more than that: the kernels are 0.99 to 1.25
 # times as fast with dropout (20 rows, two below 1, four runs), 1.09 and 1.18 times with 4 and 16 such adapters.
@@ -111,12 +112,54 @@ def preferred(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) ->
     widest = max(shape.out_features[i] for i in shape.with_lora)
     if shape.dtype not in HALF_TYPES or shape.rows < MIN_ROWS or min(shape.in_features, widest) < MIN_FEATURES:
         return (XLA,)
-    rank = shape.joint_rank
+    rank = joint_rank(first_ranks(shape))
     if rank > MAX_RANK:
         return (XLA,)
     costly = shape.dropout or (shape.adapters > 1 and rank >= COSTLY_RANK)
     busy = min(wave(shape.rows, columns, num_sms) for columns in (widest, shape.in_features))
     return (XLA,) if busy < (MIN_WAVE_WITH_COSTLY_PASSES if costly else MIN_WAVE) else (HOPPER, XLA)
+
+
+def first_ranks(shape: LinearShape) -> tuple[int, ...]:
+    """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra`'s.
+
+    Siblings of up to 64 ranks each, too many together, are called one by one instead: see `split_is_faster`.
+
+    Example:
+        >>> large = LinearShape(rows=8192, in_features=4096, out_features=(4096, 1024), ranks=(128, 8), tile=128)
+        >>> first_ranks(large)
+        (16, 8)
+    """
+    if max(map(padded_rank, shape.ranks), default=0) <= MAX_RANK:
+        return shape.ranks
+    return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
+
+
+def has_extra_ranks(shape: LinearShape) -> bool:
+    """Whether the fused kernels take only the first ranks of a call."""
+    return first_ranks(shape) != shape.ranks
+
+
+def extra_blocks(ranks: tuple[int, ...], first: int) -> int:
+    """Blocks of ranks from `first` on, in each of the projections that have any.
+
+    Example:
+        >>> extra_blocks((128, 8), first=16), extra_blocks((16, 8), first=16)
+        (2, 0)
+    """
+    return -(-max(0, max(ranks, default=0) - first) // RANK_BLOCK)
+
+
+def columns_of_s(shape: LinearShape) -> int:
+    """Columns that Hopper's kernels keep of S = drop(x) A: those of the first ranks, then the blocks of extra ones.
+
+    Example:
+        >>> columns_of_s(LinearShape(rows=8192, in_features=4096, out_features=(4096,), ranks=(128,), tile=128))
+        144
+    """
+    first = first_ranks(shape)
+    with_extra = sum(rank > kept for rank, kept in zip(shape.ranks, first, strict=True))
+    return joint_rank(first) + RANK_BLOCK * with_extra * extra_blocks(shape.ranks, max(first, default=0))
 
 
 def split_is_faster(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) -> bool:

@@ -42,6 +42,7 @@ class Static:
     tile: int  # rows of a tile
     num_adapters: int
     single: bool  # every row belongs to adapter 0: no table, no selection
+    ranks: tuple[int, ...] | None = None  # those of `Operands` where they are known
     interpret: bool = False
     config: KernelConfigs = KernelConfigs()
 
@@ -59,6 +60,7 @@ class Operands:
     tile_adapter: jax.Array  # int32 [T / tile]
     scale: jax.Array  # float32 [A]
     dropout: Dropout | None
+    ranks: jax.Array | None = None  # int32 [A]: columns of A and rows of B beyond are zero; None: nobody knows
     first_column: jax.Array | None = None  # of the layer's features in x, where x holds a shard of them: dropout's mask
 
     @property

@@ -27,11 +27,13 @@ def call(
     num_stages: int,
     interpret: bool,
     flops: int = 0,
+    in_place: bool = False,
 ) -> Any:
     """Runs a kernel over whole arrays; its program slices them itself.
 
     Args:
         flops: for XLA's scheduler, with the bytes of all operands and results.
+        in_place: the result takes the memory of the first operand and holds it where the kernel writes nothing.
     """
     moved = [*operands, *jax.tree.leaves(out_shape)]
     axes = jax.typeof(operands[0]).manual_axis_type  # inside shard_map: results vary over the mesh as x and dY do
@@ -45,6 +47,7 @@ def call(
         interpret=interpret,
         name=name,
         cost_estimate=cost.estimate(),
+        input_output_aliases={0: 0} if in_place else {},
     )(*operands)
 
 

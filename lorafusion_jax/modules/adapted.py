@@ -123,6 +123,7 @@ def lora_product(
         b_ARN,
         tile_adapter=table,
         scale=context.scale,
+        ranks=context.ranks,
         dropout=dropout,
         implementation=context.implementation,
     )

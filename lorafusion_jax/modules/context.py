@@ -68,6 +68,7 @@ class LoRAContext:
     Args:
         tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
         scale: float32 [A], factor of each adapter.
+        ranks: how many columns of A each adapter uses; None: all.
         dropout: rates, and keys of given rows; None: see `draw`.
         draw: from what each layer makes the keys of its own rows; None switches dropout off.
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
@@ -86,6 +87,7 @@ class LoRAContext:
     layer: Any = 0
     tile: int | None = field(default=None, metadata={"static": True})
     implementation: Implementation | None = field(default=None, metadata={"static": True})
+    ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -130,6 +132,7 @@ class LoRAContext:
         return cls(
             tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
+            ranks=tuple(spec.rank for spec in adapters),
             tile=tile,
             implementation=implementation,
             **drawn,

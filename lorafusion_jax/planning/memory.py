@@ -169,7 +169,7 @@ def _saved_by_lora(problem: MemoryProblem, half: Half) -> dict[str, int]:
     sites = [site for site, linears in LAYER.sites.items() if linears[0].half == half]
     ranks, bits = _site_ranks(problem), _bits(problem)
     rows = problem.item * problem.capacity_tokens
-    kept = {f"S of {site}": rows * _together(problem, ranks[site]) for site in sites if ranks[site]}
+    kept = {f"S of {site}": rows * _columns_of_s(problem, site) for site in sites if ranks[site]}
     return kept | {f"dropout bits of {site}": bits[site] for site in sites if site in bits}
 
 
@@ -185,6 +185,8 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
+    if _mlp_is_one_op(problem) and policy.has_extra_ranks(_linear_shape(problem, "down")):
+        mlp += item * T * F  # silu(gate) · up once more, for their gradient
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
     )  # cuDNN sums dq in float32, ours does not
@@ -390,8 +392,6 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     if not problem.packed_bits:
         return False
     gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
-    if max(gate_up.joint_rank, down.joint_rank) > policy.MAX_RANK:
-        return False  # a named backend serves some of these, as far as shared memory allows: not counted on
     return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper)
 
 
@@ -414,9 +414,9 @@ def _dtype(problem: MemoryProblem) -> str:
     return "bfloat16" if problem.item == 2 else "float32"
 
 
-def _together(problem: MemoryProblem, rank: int) -> int:
-    """Columns of S: the kernels make one array for all projections of a site, in a power of two."""
-    return policy.padded_rank(rank) if problem.packed_bits else rank
+def _columns_of_s(problem: MemoryProblem, site: str) -> int:
+    """Of all projections of a site together: the kernels pad them."""
+    return policy.columns_of_s(_linear_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

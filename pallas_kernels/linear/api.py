@@ -91,6 +91,7 @@ def multi_lora_linear(
     scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     bias: Float[Array, " N"] | None = None,
+    ranks: Int[ArrayLike, " A"] | Sequence[int] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B N"]:
@@ -111,6 +112,9 @@ def multi_lora_linear(
             adapter 0.
         scale: float32 [A], or a list of A numbers; like w and bias it gets no gradient (zero).
         dropout: acts on the LoRA branch only.
+        ranks: int32 [A], or a list of A numbers: columns of a and rows of b from there on are zero by contract, and a
+            kernel may pass them over; their gradients are zero or not defined.  None: every column counts.  With it a
+            tile costs what its own adapter's rank asks for.
         implementation: a backend's name, built in or registered; None takes the one that measured fastest.
         out_sharding: of y, on a mesh; None: rows as x has them, N as W has it, and summed where K is split.
     Returns:
@@ -128,7 +132,7 @@ def multi_lora_linear(
         >>> multi_lora_linear(jnp.ones((12, 8)), jnp.ones((8, 6)), a, b, tile_adapter=table, scale=scale).shape
         (12, 6)
     """
-    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation, out_sharding)
+    (y,) = _call(x, (w,), (a,), (b,), (bias,), tile_adapter, scale, dropout, implementation, out_sharding, ranks)
     return y
 
 
@@ -142,6 +146,7 @@ def multi_lora_linears(
     scale: Float[ArrayLike, " A"] | Sequence[float],
     dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
+    ranks: Int[ArrayLike, " A"] | Sequence[int] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> tuple[Float[Array, "*B _"], ...]:
@@ -158,6 +163,7 @@ def multi_lora_linears(
         scale: as in `multi_lora_linear`; it gets no gradient (zero).
         dropout: as in `multi_lora_linear`; one mask serves all projections.
         biases: of each projection, or None.
+        ranks: as in `multi_lora_linear`, of all projections alike: the largest of an adapter's.
         implementation: as in `multi_lora_linear`.
     Returns:
         y_i [..., N_i] of every projection, in the type of x.
@@ -175,10 +181,12 @@ def multi_lora_linears(
     """
     biases = (None,) * len(ws) if biases is None else tuple(biases)
     ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
-    return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding)
+    return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks)
 
 
-def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding) -> tuple[jax.Array, ...]:
+def _call(
+    x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks=None
+) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
     mesh = partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation)
     if mesh is not None and any(is_quantised(w) for w in ws):
@@ -186,13 +194,15 @@ def _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, 
             "a quantised weight is served on one device: call the op inside jax.shard_map, on each device's own rows"
         )
     run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
-    ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation)
+    ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation)
     return ys if out_sharding is None else tuple(partition.place(y, out_sharding) for y in ys)
 
 
-def _on_one_device(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+def _on_one_device(
+    x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation
+) -> tuple[jax.Array, ...]:
     """Runs the call by its backend, split where that is faster, and restores the leading dimensions."""
-    static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    static, ops = describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks)
     split = implementation is None and backend.split_is_faster(static, ops)
     calls = [select_projections(ops, (i,)) for i in range(len(ws))] if split else [ops]
     ys = [y for call in calls for y in _run(static, call, implementation)]
@@ -205,11 +215,13 @@ def _run(static: Static, ops: Operands, implementation: str | None) -> tuple[jax
     return vjp.apply(chosen, static, dataclasses.replace(ops, as_=as_, bs=bs))
 
 
-def _on_mesh(mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation) -> tuple[jax.Array, ...]:
+def _on_mesh(
+    mesh, x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation
+) -> tuple[jax.Array, ...]:
     """Runs the call shard by shard; x keeps its leading dimensions, each of which may be split."""
     check_kinds(x, tile_adapter, dropout)
     flat = jax.ShapeDtypeStruct((x.size // max(x.shape[-1:], default=1), *x.shape[-1:]), x.dtype)
-    static, ops = describe(flat, ws, as_, bs, biases, tile_adapter, scale, dropout)
+    static, ops = describe(flat, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks)
     call = Call(static=static, implementation=implementation)
     as_, bs = vary_like((ops.as_, ops.bs), x)
     return partition.apply(call, mesh, dataclasses.replace(ops, x=x, as_=as_, bs=bs))

@@ -19,7 +19,7 @@ from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import rows_per_tile
 
 
-def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Static, Operands]:
+def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks=None) -> tuple[Static, Operands]:
     """Checks the shapes and flattens leading dimensions; no backend is chosen yet, and a shape [T, K] does for x."""
     banks = {
         f"{name} of projection {i}": v for name, vs in (("w", ws), ("a", as_), ("b", bs)) for i, v in enumerate(vs)
@@ -32,22 +32,27 @@ def describe(x, ws, as_, bs, biases, tile_adapter, scale, dropout) -> tuple[Stat
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim != 1:
         raise ValueError(f"scale has shape {scale.shape}, expected [A]: one number per adapter")
+    if ranks is not None and not jnp.issubdtype(kind := jnp.asarray(ranks).dtype, jnp.integer):
+        raise TypeError(f"ranks is {kind}, expected int32: how many columns of a each adapter uses")
     num_adapters = next((a.shape[0] for a in as_ if a is not None and a.ndim == 3), scale.shape[0])
     if num_adapters == 0:
         raise ValueError("a and b hold no adapter: call the frozen layer alone, x @ w")
     tile_adapter = jnp.zeros(1, jnp.int32) if single else jnp.asarray(tile_adapter, jnp.int32)
     dropout = None if dropout is None else as_arrays(dropout)
     ops = Operands(
-        x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout
-    )
+        x=x_TK, ws=ws, as_=as_, bs=bs, biases=biases, tile_adapter=tile_adapter, scale=scale, dropout=dropout,
+        ranks=None if ranks is None else jnp.asarray(ranks, jnp.int32),
+    )  # fmt: skip
     _check_shapes(ops, num_adapters, single)
     _check_values(ops, num_adapters)
     if single and num_adapters > 1:
         ops, num_adapters = _first_adapter(ops), 1
+    known = None if ops.ranks is None or isinstance(ranks, jax.Array) else tuple(map(int, ranks))
     static = Static(
         tile=rows_per_tile(x_TK.shape[0], tile_adapter),
         num_adapters=num_adapters,
         single=single,
+        ranks=known and known[:num_adapters],
         interpret=interprets(),
     )
     return static, _without_rank_zero(ops)
@@ -59,7 +64,8 @@ def _first_adapter(ops: Operands) -> Operands:
     if dropout is not None:
         dropout = dataclasses.replace(dropout, rate=dropout.rate[:1], key=dropout.key[:1])
     as_, bs = (tuple(None if v is None else v[:1] for v in banks) for banks in (ops.as_, ops.bs))
-    return dataclasses.replace(ops, as_=as_, bs=bs, scale=ops.scale[:1], dropout=dropout)
+    ranks = None if ops.ranks is None else ops.ranks[:1]
+    return dataclasses.replace(ops, as_=as_, bs=bs, scale=ops.scale[:1], dropout=dropout, ranks=ranks)
 
 
 def _without_rank_zero(ops: Operands) -> Operands:
@@ -98,6 +104,10 @@ def _check_values(ops: Operands, num_adapters: int) -> None:
             f"tile_adapter[{tile}] is {table[tile]}, expected -1 (padding rows) to {num_adapters - 1}: "
             f"a and b hold {num_adapters} adapters"
         )
+    ranks = None if ops.ranks is None else _known(ops.ranks)
+    if ranks is not None and (ranks < 0).any():
+        adapter = int(np.flatnonzero(ranks < 0)[0])
+        raise ValueError(f"ranks[{adapter}] is {ranks[adapter]}, expected 0 or more: the columns of a that it uses")
     if ops.dropout is None or (rates := _known(ops.dropout.rate)) is None:
         return
     if (wrong := ~((rates >= 0) & (rates < 1))).any():
@@ -138,6 +148,8 @@ def _check_shapes(ops: Operands, num_adapters: int, single: bool) -> None:
             wrong.append(f"projection {i} has only one of a and b")
     if ops.scale.shape != (num_adapters,):
         wrong.append(f"scale has shape {ops.scale.shape}, expected ({num_adapters},)")
+    if ops.ranks is not None and ops.ranks.shape != (num_adapters,):
+        wrong.append(f"ranks has shape {ops.ranks.shape}, expected ({num_adapters},): one number per adapter")
     if ops.dropout is not None:
         shapes = [("rate", num_adapters), ("key", num_adapters), ("row_key", num_rows)]
         wrong += [

@@ -69,6 +69,7 @@ class Layout:
             tile_adapter=whole if single else rows,
             scale=whole,
             dropout=None if ops.dropout is None else Dropout(rate=whole, key=whole, row_key=rows),
+            ranks=None if ops.ranks is None else whole,
         )  # type: ignore[arg-type]
 
     def rows_of_tile(self, tile: int, leading_shape: tuple[int, ...]) -> int:

@@ -259,6 +259,7 @@ class _Rule:
             tile_adapter="one" if single else rows,
             scale="a",
             dropout=None if ops.dropout is None else Dropout(rate="a", key="a", row_key=rows),  # type: ignore[arg-type]
+            ranks=None if ops.ranks is None else "a",  # type: ignore[arg-type]
         )
         banks = [named.as_[i] for i in ops.with_lora] + [named.bs[i] for i in ops.with_lora]
         return cls(

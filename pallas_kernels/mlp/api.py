@@ -42,6 +42,7 @@ def multi_lora_mlp(
     dropout: Dropout | None = None,
     down_dropout: Dropout | None = None,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
+    ranks: Int[ArrayLike, " A"] | Sequence[int] | None = None,
     implementation: Implementation | str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "*B D"]:
@@ -58,8 +59,8 @@ def multi_lora_mlp(
         ws, as_, bs, biases: of gate [D, F], up [D, F] and down [F, D], in this order; otherwise as in
             `multi_lora_linears`.
         dropout: of the LoRA branches that read x; down_dropout: of the one that reads the gated array.
-        tile_adapter, scale, implementation: as in `multi_lora_linear`. What the passes at the gate of Hopper's backend
-            cannot serve runs as three ops of the backend, and so does every call on a mesh.
+        tile_adapter, scale, ranks, implementation: as in `multi_lora_linear`. What the passes at the gate of Hopper's
+            backend cannot serve runs as three ops of the backend, and so does every call on a mesh.
         out_sharding: of y, on a mesh; as in `multi_lora_linear`.
     Raises:
         ValueError: shapes do not fit, or the implementation is unknown.
@@ -77,8 +78,8 @@ def multi_lora_mlp(
     ws, as_, bs = tuple(ws), tuple(as_), tuple(bs)
     biases = (None,) * len(ws) if biases is None else tuple(biases)
     _check(ws, as_, bs, biases)
-    shared = {"tile_adapter": tile_adapter, "scale": scale, "implementation": implementation}
-    call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation)
+    shared = {"tile_adapter": tile_adapter, "scale": scale, "ranks": ranks, "implementation": implementation}
+    call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, ranks, implementation)
     if call is not None:
         static, ops, down = call
         ops, down = (_varying(each, ops.x) for each in (ops, down))
@@ -105,7 +106,7 @@ def _check(ws, as_, bs, biases) -> None:
 
 
 def _fused_call(
-    x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, implementation
+    x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, ranks, implementation
 ) -> tuple[Static, Operands, Operands] | None:
     """What the fused passes need, where they serve: on Hopper, if that backend serves every projection on its own.
 
@@ -114,10 +115,10 @@ def _fused_call(
     if partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation) is not None:
         return None
     shared = (tile_adapter, scale)
-    static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout)
+    static, ops = describe(x, ws[:2], as_[:2], bs[:2], biases[:2], *shared, dropout, ranks)
     hidden = jax.ShapeDtypeStruct((ops.x.shape[0], ws[2].shape[0]), ops.x.dtype)
     try:
-        _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout)
+        _, down = describe(hidden, ws[2:], as_[2:], bs[2:], biases[2:], *shared, down_dropout, ranks)
     except ValueError as problem:
         raise ValueError(f"the projection behind the gate: {problem}") from None
     gate_up_shape, down_shape = linear_shape(static, ops), linear_shape(static, down)

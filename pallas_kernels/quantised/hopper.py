@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batching import refuse_vmap
+from pallas_kernels.checkpoint_names import named_s
 from pallas_kernels.device import num_sms
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.linear.hopper import backend as hopper
@@ -51,19 +52,24 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
 
 def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
-    prepared = prepare(static, refuse_vmap(ops))
+    ops, extra = hopper.first_and_extra(static, refuse_vmap(ops))
+    prepared = prepare(static, ops)
     s, bits = hopper.input_pass(prepared) if ops.with_lora else (None, None)
     rounded = _rounded(prepared, ops.x)
     ys = tuple(_project(prepared, i, s, rounded) for i in range(len(ops.ws)))
-    return ys, () if s is None else (s,), bits
+    if extra is None:
+        return ys, () if s is None else (s,), bits
+    s_extra = named_s(extra.down(ops.x, bits))
+    return tuple(extra.up(i, y, s_extra) for i, y in enumerate(ys)), (s, s_extra), bits
 
 
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
+    ops, extra = hopper.first_and_extra(static, ops)
     prepared = prepare(static, ops)
     partials, dbs = hopper.output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
     das, dx = gradients_from_ds(prepared, partials, bits, dys)
-    return dx, das, dbs
+    return (dx, das, dbs) if extra is None else hopper.add_extra(extra, ss[1], bits, dys, dx, das, dbs)
 
 
 def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):

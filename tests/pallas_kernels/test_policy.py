@@ -23,6 +23,9 @@ def preferred(changes, **device) -> str:
         {"adapters": 1, "dropout": True},
         {"out_features": (4096, 1024, 1024), "ranks": (16, 16, 16)},
         {"out_features": (4096, 1024), "ranks": (64, 0)},
+        {"ranks": (65,)},
+        {"ranks": (256,), "adapters": 300},
+        {"out_features": (4096, 1024, 1024), "ranks": (128, 128, 8)},
         BADLY_FILLED | {"dropout": True},
         BADLY_FILLED | {"ranks": (64,)},
     ],
@@ -40,8 +43,8 @@ def test_kernels_are_preferred_on_hopper(changes):
         {"rows": 1920},
         {"in_features": 512},
         {"out_features": (512,)},
-        {"ranks": (65,)},
         {"out_features": (4096, 4096), "ranks": (64, 16)},
+        {"in_features": 512, "ranks": (128,)},
         BADLY_FILLED,
         BADLY_FILLED | {"ranks": (64,), "adapters": 1},
     ],
@@ -58,12 +61,21 @@ def test_siblings_are_split_where_only_their_ranks_together_are_too_large():
     assert not policy.split_is_faster(dataclasses.replace(siblings, ranks=(65, 128)), hopper=True)
 
 
+def test_one_large_adapter_leaves_the_fused_kernels_their_first_ranks():
+    siblings = dataclasses.replace(LAYER, out_features=(4096, 1024, 1024), ranks=(128, 128, 8))
+    assert policy.first_ranks(siblings) == (16, 16, 8)
+    assert policy.columns_of_s(siblings) == 64 + 2 * 2 * 64  # 48 in a power of two; two blocks of q and of k
+    assert not policy.has_extra_ranks(dataclasses.replace(siblings, ranks=(16, 16, 16)))
+
+
 def test_the_mlp_is_one_op_where_both_calls_prefer_hopper_or_it_is_asked_for():
     gate_up = dataclasses.replace(LAYER, out_features=(14336, 14336), ranks=(16, 16))
     down = dataclasses.replace(LAYER, in_features=14336)
     few = [dataclasses.replace(each, rows=1024) for each in (gate_up, down)]
     odd = dataclasses.replace(down, in_features=14336 + 128)
     assert policy.mlp_is_fused(gate_up, down, None, hopper=True)
+    large = [dataclasses.replace(each, ranks=(128,) * len(each.ranks)) for each in (gate_up, down)]
+    assert policy.mlp_is_fused(*large, None, hopper=True)
     assert not policy.mlp_is_fused(gate_up, down, None, hopper=False)
     assert not policy.mlp_is_fused(gate_up, down, "pallas_triton", hopper=True)
     assert not policy.mlp_is_fused(*few, None, hopper=True)

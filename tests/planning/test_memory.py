@@ -155,6 +155,9 @@ def test_programs_that_gather_get_no_full_device():
     assert choose_remat(less, allocator, usable=ALLOCATOR_USABLE) == "gemm_inputs"
 
 
+S_COLUMNS = {"qkv": 64, "o": 16, "gate_up": 32, "down": 16}
+
+
 def test_kept_tensors_by_hand():
     T = 64
     nothing = {"x_in": 2 * T * 24}
@@ -168,7 +171,8 @@ def test_kept_tensors_by_hand():
         "o_out": 2 * T * 24,
         "gate": 2 * T * 40,
         "up": 2 * T * 40,
-        **{f"S of {site}": 2 * T * 16 for site in ("qkv", "o", "gate_up", "down")},
+        # each projection's rank is padded to 16, and their sum to a power of two
+        **{f"S of {site}": 2 * T * columns for site, columns in S_COLUMNS.items()},
         **{f"dropout bits of {site}": T * 32 for site in ("qkv", "o", "gate_up", "down")},
     }
     assert kept_per_layer(problem(remat="nothing")) == nothing
@@ -201,8 +205,17 @@ def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
         assert gated(adapters=(some, rest)) == 2 * T * F
         rest = replace(rest, targets=(left_out,))
         assert gated(adapters=(some, rest)) is None  # together they have all three
-    for rank, size in ((32, None), (33, 2 * T * F)):  # padded: 64 and 128 of gate and up together
+    for rank, size in ((32, None), (33, 2 * T * F), (256, None)):  # 33: gate and up are called one by one
         assert gated(adapters=(AdapterSpec(name="law", rank=rank, alpha=8),)) == size
+
+
+def test_extra_ranks_make_the_gated_array_again_for_their_gradient():
+    def backward(rank):
+        specs = (AdapterSpec(name="law", rank=rank, alpha=8),)
+        return working_memory(problem(LLAMA_8B, tokens=8192, adapters=specs), 0)["backward"]
+
+    own = (backward(256) - backward(128)) / 128  # of a rank: its gradients
+    assert backward(128) - backward(32) - 96 * own == 2 * 8192 * LLAMA_8B.intermediate_size
 
 
 def test_the_gated_array_is_working_memory_where_it_is_not_kept():

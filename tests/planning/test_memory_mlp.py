@@ -33,6 +33,8 @@ def keeps_gated(*, width, hidden, tokens, tile, rank, implementation, hopper, it
         {},
         {"rank": 32},
         {"tile": 64},
+        {"rank": 65},  # more than the fused kernels take: the rest has passes of its own
+        {"rank": 256},
         {"width": 2048, "hidden": 8192},
         {"width": 2048, "hidden": 8192, "tokens": 1024, "implementation": "pallas_mosaic_gpu"},  # asked for by name
     ],

@@ -16,6 +16,7 @@ from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.linear import split_graph
+from pallas_kernels.linear.extra import ExtraRanks, split_ranks
 from pallas_kernels.linear.hopper.da import LOW_RANK, DropDaConfig, drop_da, drop_da_config
 from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down, drop_down_config
 from pallas_kernels.linear.hopper.dsdb import WideDsdbConfig, wide_dsdb, wide_dsdb_config
@@ -43,6 +44,7 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
 def _shared_memory_reason(static: Static, ops: Operands) -> str | None:
     """Says which kernel finds no tiles that fit into shared memory; None: all do."""
     rows, num_in = ops.x.shape
+    ops, _ = first_and_extra(static, ops)
     prepared = prepare(static, ops)
     for i in ops.with_lora:
         if _forward_config(prepared, i) is None:
@@ -62,20 +64,39 @@ def _fits(config: DropDownConfig | DropDaConfig | WideDsdbConfig | None, rank: i
     return config is None or (config.stages > 1 and config.smem_bytes(rank) <= SMEM_BYTES)
 
 
+def first_and_extra(static: Static, ops: Operands) -> tuple[Operands, ExtraRanks | None]:
+    """The call with the ranks that the fused kernels take, and the others."""
+    return split_ranks(static, ops, max(policy.first_ranks(linear_shape(static, ops)), default=0))
+
+
 def forward(static: Static, ops: Operands):
-    """Returns every y, S (one array for all projections) and the packed keep bits."""
-    prepared = prepare(static, refuse_vmap(ops))
+    """Returns every y, S (one array for all projections, another one of extra ranks) and the packed keep bits."""
+    ops, extra = first_and_extra(static, refuse_vmap(ops))
+    prepared = prepare(static, ops)
     s, bits = input_pass(prepared) if ops.with_lora else (None, None)
     ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
-    return ys, () if s is None else (s,), bits
+    if extra is None:
+        return ys, () if s is None else (s,), bits
+    s_extra = named_s(extra.down(ops.x, bits))
+    return tuple(extra.up(i, y, s_extra) for i, y in enumerate(ys)), (s, s_extra), bits
 
 
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
+    ops, extra = first_and_extra(static, ops)
     prepared = prepare(static, ops)
     partials, dbs = output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
     das, dx = gradients_from_ds(prepared, partials, bits, dys)
-    return dx, das, dbs
+    return (dx, das, dbs) if extra is None else add_extra(extra, ss[1], bits, dys, dx, das, dbs)
+
+
+def add_extra(extra: ExtraRanks, s: jax.Array, bits: jax.Array | None, dys, dx: jax.Array, das, dbs):
+    """dx, dA and dB of all ranks, from those of the first ones."""
+    sides = {i: extra.output_side(i, s, dys[i]) for i in extra.numbers}
+    ds = extra.join([ds for ds, _ in sides.values()])
+    extra_das = extra.input_side(extra.ops.x, ds, bits)
+    das, dbs = extra.with_first(das, dbs, extra_das, {i: db for i, (_, db) in sides.items()})
+    return extra.add_dx(dx, ds, bits), das, dbs
 
 
 def output_passes(prepared: Prepared, s: jax.Array, dys) -> tuple[list[jax.Array], dict[int, jax.Array]]:

@@ -21,7 +21,7 @@ import jax
 
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear.chunks import Chunks
-from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig
+from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig, ExtraConfig
 
 
 class Passes(Protocol):
@@ -81,6 +81,47 @@ class Passes(Protocol):
             s: [T, >= R]; columns rank_offset .. rank_offset + R belong to this projection.
             b: [A, R, N], the scale folded in; padding rows are served by an adapter of zeros.
             chunk_adapter: int32 [T / config.chunk].
+        """
+        ...
+
+    def extra_down(
+        self, x: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array, bits: jax.Array | None, *,
+        transposed: bool, config: ExtraConfig, interpret: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        """Returns drop(x) bank[adapter of the row], [T, R] in x.dtype; zeros beyond the active blocks of 64 ranks.
+
+        Args:
+            bank: [A, M, R], or [A, R, M] transposed; R a multiple of 64.
+            block_adapter: int32 [T / config.block_t], 0 .. A - 1.
+            active: int32 [T / config.block_t], how many blocks of ranks these rows have; 0: none.
+            bits: uint32 [T, M / 256, 8]; None without dropout.
+        """
+        ...
+
+    def extra_up(
+        self, y: jax.Array | None, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array,
+        bits: jax.Array | None, *, first: int, stride: int, transposed: bool, config: ExtraConfig,
+        interpret: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        """Returns y + mask * (s bank[adapter of the row]), rounded once more; rows without extra ranks as they are.
+
+        Args:
+            y: [T, M]; a kernel may take its memory. None: 0.
+            s: [T, .], whose blocks of 64 columns first, first + stride, ... meet those of the bank.
+            bank: [A, R, M], or [A, M, R] transposed.
+            bits: over the columns of y.
+        """
+        ...
+
+    def extra_sums(
+        self, x: jax.Array, s: jax.Array, chunks: Chunks, active: jax.Array, bits: jax.Array | None, *,
+        config: ExtraConfig, interpret: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        """Returns partial sums of drop(x)^T s, float32 [C, R / config.ranks, M, config.ranks].
+
+        Args:
+            chunks: of blocks of config.sum_rows rows; what a chunk without any holds is not defined.
+            active: int32 [C], blocks of ranks of a chunk's adapter.
         """
         ...
 

@@ -68,6 +68,45 @@ class DsdbConfig:
         return item * (operands + self.chunk * rank) + 4 * self.block_n * rank
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraConfig:
+    """Of the three products with extra ranks.
+
+    Attributes:
+        block_t, block_m: rows and features of a tile; ranks: of a program; split: programs that share the features of
+            a row; sum_rows, blocks_per_chunk: rows of a tile where rows are summed, and tiles of a chunk.
+    """
+
+    block_t: int = 128
+    block_m: int = 128
+    ranks: int = 128
+    split: int = 1
+    sum_rows: int = 64
+    blocks_per_chunk: int = 16
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def extra_config(num_rows: int, num_features: int, rank: int, tile: int, *, wide: bool) -> ExtraConfig:
+    """Tiles of one of the products.
+
+    Args:
+        wide: its result is as wide as a layer, or a sum over rows; otherwise it is S or dS.
+    """
+    block_t = row_block(tile, 128)
+    ranks = min(rank & -rank, 128)
+    if wide:
+        size = max(1, min(num_rows // 8, 512 if num_features <= 2048 else 1024) // min(block_t, 64))
+        return ExtraConfig(
+            block_t=block_t, block_m=row_block(num_features, 128), ranks=ranks, sum_rows=min(block_t, 64),
+            blocks_per_chunk=size,
+        )  # fmt: skip
+    block_m = row_block(num_features, 64)
+    programs = num_rows // block_t * (rank // ranks)
+    split = split_loop(programs, num_features // block_m, wanted=2 * HOPPER_SMS)
+    return ExtraConfig(block_t=block_t, block_m=block_m, ranks=ranks, split=split)
+
+
 def down_config(num_rows: int, num_in: int, rank: int, tile: int) -> DownConfig:
     block_t = row_block(tile, 64)
     narrow = rank <= 32 and num_in <= 8192

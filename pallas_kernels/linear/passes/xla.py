@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels import dropout as masks
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear.chunks import Chunks
-from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig
+from pallas_kernels.linear.passes.config import DaConfig, DownConfig, DsdbConfig, ExtraConfig
+from pallas_kernels.policy import RANK_BLOCK
 from pallas_kernels.tiles import spread, sum_tiles
 
 
@@ -63,6 +64,53 @@ def dsdb(
     dy_CTN, s_CTR = (rows.reshape(-1, config.chunk, rows.shape[1]) for rows in (dy, own))
     ds = _product("ctn,crn->ctr", dy_CTN, b[chunk_adapter])
     return ds.reshape(1, len(dy), -1), _product("ctn,ctr->cnr", dy_CTN, s_CTR)
+
+
+def extra_down(
+    x: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array, bits: jax.Array | None, *,
+    transposed: bool, config: ExtraConfig, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    del interpret
+    blocks = _dropped(x, bits).reshape(-1, config.block_t, x.shape[1])
+    s = _product("itk,irk->itr" if transposed else "itk,ikr->itr", blocks, bank[block_adapter])
+    return _active(s, active).reshape(len(x), -1).astype(x.dtype)
+
+
+def extra_up(
+    y: jax.Array | None, s: jax.Array, bank: jax.Array, block_adapter: jax.Array, active: jax.Array,
+    bits: jax.Array | None, *, first: int, stride: int, transposed: bool, config: ExtraConfig, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    del interpret
+    own = s.reshape(len(s), -1, RANK_BLOCK)[:, first::stride].reshape(
+        -1, config.block_t, bank.shape[2 if transposed else 1]
+    )
+    own = _active(own, active)
+    low = _product("itr,inr->itn" if transposed else "itr,irn->itn", own, bank[block_adapter])
+    low = low.reshape(len(s), -1)
+    if bits is not None:
+        low = jnp.where(masks.unpack(bits, low.shape[1]), low, 0.0)
+    has = spread(active > 0, config.block_t)[:, None]
+    if y is None:
+        return jnp.where(has, low, 0.0).astype(s.dtype)
+    return jnp.where(has, (y.astype(jnp.float32) + low).astype(y.dtype), y)
+
+
+def extra_sums(
+    x: jax.Array, s: jax.Array, chunks: Chunks, active: jax.Array, bits: jax.Array | None, *, config: ExtraConfig,
+    interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    del interpret
+    rows = config.sum_rows
+    own = _chunked(s, chunks, rows)
+    own = _active(own.reshape(len(own), -1, own.shape[-1]), active).reshape(own.shape)
+    sums = _product("cjtk,cjtr->ckr", _chunked(_dropped(x, bits), chunks, rows), own)
+    return sums.reshape(*sums.shape[:2], -1, config.ranks).swapaxes(1, 2)
+
+
+def _active(values: jax.Array, active: jax.Array) -> jax.Array:
+    """[I, rows, R] with zeros beyond the active blocks of ranks of each I."""
+    block = jnp.arange(values.shape[2]) // RANK_BLOCK
+    return jnp.where(block < active[:, None, None], values, jnp.zeros((), values.dtype))
 
 
 def join(

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import policy
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.linear import split_graph
+from pallas_kernels.linear.extra import ExtraRanks
 from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.hopper.tiling import ROWS
 from pallas_kernels.linear.split_graph import Prepared, prepare
@@ -51,9 +52,9 @@ GATE, UP = range(2)
 class Residuals:
     """What backward wants besides the operands: neither h nor its gradient is among it."""
 
-    gate: jax.Array  # [T, F], frozen part
+    gate: jax.Array  # [T, F], without the low-rank part of the first ranks
     up: jax.Array
-    s: tuple[jax.Array, ...]  # of gate and up
+    s: tuple[jax.Array, ...]  # of gate and up: first ranks, extra ones
     bits: jax.Array | None
     down_s: tuple[jax.Array, ...]
     down_bits: jax.Array | None
@@ -68,7 +69,7 @@ def unsupported_reason(static: Static, ops: Operands, down: Operands) -> str | N
     """
     if reason := policy.mlp_unsupported_reason(linear_shape(static, ops), linear_shape(static, down)):
         return reason
-    prepared, prepared_down = prepare(static, ops), prepare(static, down)
+    prepared, prepared_down = (prepare(static, backend.first_and_extra(static, each)[0]) for each in (ops, down))
     if _config(prepared, prepared_down) is None:
         ranks = f"{prepared.layout.total} and {prepared_down.layout.total}"
         return f"the passes over the gate with ranks of {ranks} do not fit into shared memory"
@@ -82,13 +83,19 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
         ops: gate and up.
         down: x is not read.
     """
+    ops, extra = backend.first_and_extra(static, ops)
     prepared = prepare(static, ops)
     s, bits = backend.input_pass(prepared)
+    if extra is None:
+        ss, wide = (s,), _linears(ops).frozen_parts(prepared)
+    else:
+        ss = (s, named_s(extra.down(ops.x, bits)))
+        wide = _with_extra_ranks(prepared, extra, ss[1])
     gate, up = (
-        checkpoint_name(_plus(y, bias), name)
-        for y, bias, name in zip(_linears(ops).frozen_parts(prepared), ops.biases, ("gate", "up"), strict=True)
+        checkpoint_name(_plus(y, bias), name) for y, bias, name in zip(wide, ops.biases, ("gate", "up"), strict=True)
     )
-    prepared_down = prepare(static, dataclasses.replace(down, x=gate))
+    down, extra_down = backend.first_and_extra(static, dataclasses.replace(down, x=gate))
+    prepared_down = prepare(static, down)
     table = prepared.block_adapter(ROWS)
     h, down_s, down_bits = gate_forward(
         gate,
@@ -103,39 +110,74 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
     )
     down_s, down_bits = named_s(down_s), named_bits(down_bits)
     y = _linears(down).project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
-    return y, Residuals(gate=gate, up=up, s=(s,), bits=bits, down_s=(down_s,), down_bits=down_bits)
+    down_ss = (down_s,)
+    if extra_down is not None:
+        down_ss = (down_s, named_s(extra_down.down(h, down_bits)))
+        y = extra_down.up(0, y, down_ss[1])
+    return y, Residuals(gate=gate, up=up, s=ss, bits=bits, down_s=down_ss, down_bits=down_bits)
 
 
 def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy: jax.Array):
     """Returns (dx, dA, dB of gate and up by number) and (dA, dB of down by number)."""
-    prepared = prepare(static, ops)
-    prepared_down = prepare(static, dataclasses.replace(down, x=saved.gate))
-    (down_s,) = saved.down_s
+    ops, extra = backend.first_and_extra(static, ops)
+    down, extra_down = backend.first_and_extra(static, dataclasses.replace(down, x=saved.gate))
+    prepared, prepared_down = prepare(static, ops), prepare(static, down)
+    down_s = saved.down_s[0]
     transposed = jnp.pad(down_s.T, ((0, 0), (0, ROWS)))
     down_ds, db = backend.output_pass(prepared_down, 0, down_s, transposed, dy)
     (ds_transposed,) = split_graph.join_ds(prepared_down, [down_ds], rows=prepared_down.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
-    dh = _linears(down).frozen_gradient(prepared_down, 0, dy)
+    ds_extra, db_extra = None, None
+    if extra_down is None:
+        dh = _linears(down).frozen_gradient(prepared_down, 0, dy)
+    else:
+        ds_extra, db_extra = extra_down.output_side(0, saved.down_s[1], dy)
+        dh = _gradient_of_all_ranks(prepared_down, extra_down, dy, ds_extra, saved.down_bits)
     wide = _wide_config(prepared, prepared_down)
     chunks = prepared_down.chunks(ROWS, gate_blocks(prepared_down.rows) if wide is None else wide.blocks_per_chunk)
     given = BackwardInputs(
         gate=saved.gate, up=saved.up, dh=dh, s=saved.s[0], ds=ds, b=_bank_b(prepared),
         a=prepared_down.transposed_bank_a(), bits=saved.down_bits, chunks=chunks,
     )  # fmt: skip
+    places, wants_h = _places(prepared), extra_down is not None
     if wide is None:
-        dgate, dup, partials = gate_backward(given, places=_places(prepared), config=_config(prepared, prepared_down))
-        dx, das, dbs = _linears(ops).backward(static, ops, saved.s, saved.bits, (dgate, dup))
+        config = _config(prepared, prepared_down)
+        dgate, dup, partials, *h = gate_backward(given, places=places, config=config, wants_h=wants_h)
+        dx, das, dbs = _linears(ops).backward(static, ops, saved.s[:1], saved.bits, (dgate, dup))
     else:
         dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
-            given, places=_places(prepared), config=wide
+            given, places=places, config=wide, wants_h=wants_h
         )
+        h = db_partials[2:]
         dbs = {
             i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
-            for i, each in zip((GATE, UP), db_partials, strict=True)
+            for i, each in zip((GATE, UP), db_partials[:2], strict=True)
         }
         das, dx = _linears(ops).gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
-    da = split_graph.input_gradients(prepared_down, partials, chunks)
-    return (dx, das, dbs), (da, {0: db})
+    if extra is not None:
+        dx, das, dbs = backend.add_extra(extra, saved.s[1], saved.bits, (dgate, dup), dx, das, dbs)
+    down_das, down_dbs = split_graph.input_gradients(prepared_down, partials, chunks), {0: db}
+    if extra_down is not None:
+        da_extra = extra_down.input_side(h[0], ds_extra, None)  # what was dropped is zero already
+        down_das, down_dbs = extra_down.with_first(down_das, down_dbs, da_extra, {0: db_extra})
+    return (dx, das, dbs), (down_das, down_dbs)
+
+
+def _with_extra_ranks(prepared: Prepared, extra: ExtraRanks, s: jax.Array) -> list[jax.Array]:
+    """x W of gate and up, with S B of their extra ranks added."""
+    ops = prepared.ops
+    if ops.quantised:
+        return [extra.up(i, y, s) for i, y in enumerate(quantised.frozen_parts(prepared))]
+    return [extra.matmul(i, ops.x, w.astype(ops.x.dtype), s) for i, w in enumerate(ops.arrays)]
+
+
+def _gradient_of_all_ranks(
+    prepared: Prepared, extra: ExtraRanks, dy: jax.Array, ds: jax.Array, bits: jax.Array | None
+) -> jax.Array:
+    """dY W^T of the down projection, with mask * (dS A^T) of its extra ranks added."""
+    if prepared.ops.quantised:
+        return extra.add_dx(quantised.frozen_gradient(prepared, 0, dy), ds, bits)
+    return extra.matmul_dx(dy, prepared.ops.arrays[0].astype(dy.dtype), ds, bits)
 
 
 def _linears(ops: Operands) -> ModuleType:

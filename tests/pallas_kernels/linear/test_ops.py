@@ -315,6 +315,35 @@ def test_scale_gets_a_zero_gradient(backend):
     assert not jax.grad(loss)(arguments["scale"]).any()
 
 
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_ranks_change_nothing_where_the_other_columns_are_zero(backend):
+    arguments, _ = draw(table=TABLE)
+    ranks = (8, 3, 5)
+    own = jnp.arange(8) < jnp.asarray(ranks)[:, None]
+    rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+
+    def op(**options):
+        a, b = arguments["as_"][0] * own[:, None, :], arguments["bs"][0] * own[:, :, None]
+        return pk.multi_lora_linear(arguments["x"], arguments["ws"][0], a, b, **rest, implementation=backend, **options)
+
+    np.testing.assert_array_equal(op(ranks=ranks), op())
+    traced = jax.jit(lambda ranks: op(ranks=ranks))(jnp.asarray(ranks))
+    np.testing.assert_array_equal(traced, jax.jit(op)())
+
+
+@pytest.mark.wrong_types
+def test_ranks_of_other_kinds_are_named():
+    arguments, _ = draw(table=TABLE)
+    given = [arguments["x"], *(arguments[name][0] for name in ("ws", "as_", "bs"))]
+    rest = {name: arguments[name] for name in ("tile_adapter", "scale")}
+    with pytest.raises(ValueError, match=r"ranks has shape \(2,\), expected \(3,\)"):
+        pk.multi_lora_linear(*given, **rest, ranks=(8, 8))
+    with pytest.raises(ValueError, match=r"ranks\[1\] is -1, expected 0 or more"):
+        pk.multi_lora_linear(*given, **rest, ranks=(8, -1, 8))
+    with pytest.raises(TypeError, match="ranks is float32, expected int32"):
+        pk.multi_lora_linear(*given, **rest, ranks=(0.5, 1.0, 8.0))
+
+
 @pytest.mark.wrong_types
 def test_what_is_of_another_kind_is_named():
     x, w, a, b = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((2, 8, 4)), jnp.zeros((2, 4, 6))

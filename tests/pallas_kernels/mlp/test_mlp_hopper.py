@@ -25,6 +25,7 @@ D, F, TILE, TABLE = 256, 512, 64, [1, -1, 0]
 RANKS = (
     (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
     (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
+    (40, 90, 70),  # of all, that pass takes the first 16 ranks; the others have passes of their own
 )
 BF16 = 1e-2
 
@@ -81,7 +82,7 @@ def both_ways(given, dy, implementation, dtype):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("ranks", RANKS, ids=["mixed", "16"])
+@pytest.mark.parametrize("ranks", RANKS, ids=["mixed", "16", "large"])
 def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks):
     given, dy = draw_mlp(ranks)
     want = both_ways(given, dy, "xla", jnp.float32)

@@ -36,6 +36,7 @@ class _Static:
     stages: int
     places: Places
     has_bits: bool
+    wants_h: bool
 
 
 class _Unit(NamedTuple):
@@ -49,9 +50,10 @@ class _Unit(NamedTuple):
 
 
 def gate_backward(
-    given: BackwardInputs, *, places: Places, config: GateConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dgate and dup [T, F], and partial sums of dA, float32 [C, F, R] (without the dropout scale).
+    given: BackwardInputs, *, places: Places, config: GateConfig, wants_h: bool = False
+) -> tuple[jax.Array, ...]:
+    """Returns dgate and dup [T, F], partial sums of dA, float32 [C, F, R] (without the dropout scale), and drop(h)
+    [T, F] where it is wanted.
 
     Args:
         places: whose columns of S are where.
@@ -60,7 +62,7 @@ def gate_backward(
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
     static = _Static(
         columns=num_columns // WIDTH, both=b.shape[1], rank=a.shape[1], size=size,
-        stages=min(config.backward_stages, size), places=places, has_bits=bits is not None,
+        stages=min(config.backward_stages, size), places=places, has_bits=bits is not None, wants_h=wants_h,
     )  # fmt: skip
     operands = {
         "gate_gmem": gate, "up_gmem": up, "dh_gmem": dh, "low_gmem": jnp.concatenate([s, ds], axis=1),
@@ -74,6 +76,8 @@ def gate_backward(
         "dgate_gmem": wide, "dup_gmem": wide,
         "da_gmem": jax.ShapeDtypeStruct((total, num_columns, static.rank), jnp.float32),
     }  # fmt: skip
+    if wants_h:
+        results["h_gmem"] = wide
 
     def work(unit, gmem, **own):
         in_memory = dict(zip((*operands, *results), gmem, strict=True))
@@ -155,9 +159,11 @@ def _one_tile(static: _Static, refs: SimpleNamespace, unit: _Unit, first: jax.Ar
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(wide[0], refs.dgate_gmem.at[rows, unit.columns])
     plgpu.copy_smem_to_gmem(wide[1], refs.dup_gmem.at[rows, unit.columns])
+    if static.wants_h:
+        plgpu.copy_smem_to_gmem(wide[2], refs.h_gmem.at[rows, unit.columns])
     plgpu.wgmma(acc, wide[2].transpose((1, 0)), refs.ds_t_smem.at[slot].transpose((1, 0)))  # the next step waits for it
     # the tiles before these: stored, and spent by every warp, which passed the barrier above
-    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(3 if static.wants_h else 2, wait_read_only=True)
     pl.when(step > 0)(lambda: _fetch(static, refs, unit, step - 1 + stages, lax.rem(step - 1, stages), ahead))
 
 

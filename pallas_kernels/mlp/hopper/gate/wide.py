@@ -53,6 +53,7 @@ class _Static:
     parts: int
     places: Places
     has_bits: bool
+    wants_h: bool
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -72,10 +73,11 @@ class _Work:
 
 
 def wide_gate_backward(
-    given: BackwardInputs, *, places: Places, config: WideGateConfig
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns dgate and dup [T, F], partial sums of dS of gate and up, float32 [P, T, R of both], and partial sums of
-    dA (without the dropout scale) and of dB of gate and of up (without scale; transposed), float32 [C, F, R] each.
+    given: BackwardInputs, *, places: Places, config: WideGateConfig, wants_h: bool = False
+) -> tuple[jax.Array, ...]:
+    """Returns dgate and dup [T, F], partial sums of dS of gate and up, float32 [P, T, R of both], partial sums of dA
+    (without the dropout scale) and of dB of gate and of up (without scale; transposed), float32 [C, F, R] each, and
+    drop(h) [T, F] where it is wanted.
 
     Args:
         given: with ranks of 16.
@@ -88,7 +90,7 @@ def wide_gate_backward(
     static = _Static(
         config=config, columns=columns, size=size,
         parts=max(1, min(config.parts, columns // BANKS)),  # nobody is without a column
-        places=places, has_bits=bits is not None,
+        places=places, has_bits=bits is not None, wants_h=wants_h,
     )  # fmt: skip
     operands = {
         "gate_g": gate, "up_g": up, "dh_g": dh, "low_g": jnp.concatenate([s, ds], 1).T,
@@ -104,6 +106,8 @@ def wide_gate_backward(
         "ds_g": jax.ShapeDtypeStruct((static.parts, num_rows, 2 * RANK), jnp.float32),
         "da_g": sums, "db_gate_g": sums, "db_up_g": sums,
     }  # fmt: skip
+    if wants_h:
+        results["h_g"] = gradient
     scratch = _scratch(static, gate.dtype)
 
     def body(*given):
@@ -266,7 +270,10 @@ def _stream(static: _Static, refs: Refs, work: _Work) -> None:
             plgpu.barrier_wait(refs.gated.at[slot])
             plgpu.copy_smem_to_gmem(refs.gate_s.at[slot], refs.dgate_g.at[rows, columns])
             plgpu.copy_smem_to_gmem(refs.up_s.at[slot], refs.dup_g.at[rows, columns])
-            plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # the tile before this one is stored
+            if static.wants_h:
+                plgpu.copy_smem_to_gmem(refs.dh_s.at[slot], refs.h_g.at[rows, columns])
+            # the tile before this one is stored
+            plgpu.wait_smem_to_gmem(3 if static.wants_h else 2, wait_read_only=True)
 
             @pl.when(number > 0)
             def _():

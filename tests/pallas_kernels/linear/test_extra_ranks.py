@@ -1,0 +1,142 @@
+"""Ranks that the fused kernels do not take: right at ranks 1 to 256 in one call, and nobody suffers from others.
+
+The passes are interpreted, and compared with sums in float64.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask, keep_words
+from pallas_kernels.linear import passes
+from pallas_kernels.linear.extra import split_ranks
+from pallas_kernels.linear.passes import pallas, xla
+from pallas_kernels.problem import Operands, Static
+
+FIRST, TILE, K, WIDTHS = 16, 64, 128, (128, 64, 64)
+SEVERAL = (1, 16, 17, 40, 81, 130, 256)
+MANY = tuple(1 + 7 * i % 96 for i in range(300))
+
+
+@functools.cache
+def drawn(ranks, seed=0):
+    """A call whose projections have their own largest rank; the last has none beyond the first ones."""
+    random = np.random.default_rng(seed)
+    count, tiles = len(ranks), 9
+    table = random.permutation(np.arange(tiles) % count) if count < tiles else random.integers(0, count, tiles)
+    table[2] = -1
+    rows = tiles * TILE
+    largest = (max(ranks), max(ranks) - 3, FIRST)
+
+    def normal(*shape):
+        return random.normal(size=shape).astype(np.float32)
+
+    def own(bank, axis):
+        number = np.arange(bank.shape[axis]).reshape((1, 1, -1) if axis == 2 else (1, -1, 1))
+        return jnp.asarray(np.where(number < np.array(ranks)[:, None, None], bank, 0))
+
+    ops = Operands(
+        x=jnp.asarray(normal(rows, K)), ws=tuple(jnp.zeros((K, n)) for n in WIDTHS),
+        as_=tuple(own(normal(count, K, rank), 2) for rank in largest),
+        bs=tuple(own(normal(count, rank, n), 1) for rank, n in zip(largest, WIDTHS, strict=True)), biases=(None,) * 3,
+        tile_adapter=jnp.asarray(table, jnp.int32), scale=jnp.asarray(1 + random.random(count), jnp.float32),
+        dropout=Dropout(
+            rate=jnp.asarray(0.5 * random.random(count), jnp.float32), key=jnp.arange(count, dtype=jnp.uint32),
+            row_key=jnp.arange(rows, dtype=jnp.uint32),
+        ),
+        ranks=jnp.asarray(ranks, jnp.int32),
+    )  # fmt: skip
+    dys = tuple(jnp.asarray(normal(rows, n)) for n in WIDTHS)
+    return Static(tile=TILE, num_adapters=count, single=False, interpret=True), ops, dys
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluated(static, ops, dys):
+    """What the extra ranks add to y, dx, dA and dB."""
+    _, extra = split_ranks(static, ops, FIRST)
+    assert extra is not None
+    bits = keep_words(ops.dropout, jnp.repeat(ops.tile_adapter, TILE), K)
+    s = extra.down(ops.x, bits)
+    ys = [extra.up(i, jnp.zeros_like(dy), s) for i, dy in enumerate(dys)]
+    sides = {i: extra.output_side(i, s, dys[i]) for i in extra.numbers}
+    ds = extra.join([ds for ds, _ in sides.values()])
+    dx = extra.add_dx(jnp.zeros_like(ops.x), ds, bits)
+    return {"y": ys, "dx": dx, "da": extra.input_side(ops.x, ds, bits), "db": {i: db for i, (_, db) in sides.items()}}
+
+
+def formula(ops, dys):
+    """The same in float64."""
+    wide = functools.partial(np.asarray, dtype=np.float64)
+    rows = np.repeat(np.asarray(ops.tile_adapter), TILE)
+    owner, member = np.maximum(rows, 0), (rows[:, None] == np.arange(len(ops.scale))).astype(np.float64)
+    factor = wide(inverse_keep(ops.dropout.rate))[owner][:, None] * wide(keep_mask(ops.dropout, rows, K))
+    scale, has = wide(ops.scale)[owner][:, None], (rows >= 0)[:, None]
+    ys, dx, das, dbs = [np.zeros_like(dy) for dy in dys], np.zeros(ops.x.shape), {}, {}
+    for i in range(2):
+        a, b, dy = wide(ops.as_[i])[:, :, FIRST:], wide(ops.bs[i])[:, FIRST:], wide(dys[i])
+        s = has * np.einsum("tk,tkr->tr", factor * wide(ops.x), a[owner])
+        ds = has * scale * np.einsum("tn,trn->tr", dy, b[owner])
+        ys[i] = scale * np.einsum("tr,trn->tn", s, b[owner])
+        dx = dx + factor * np.einsum("tr,tkr->tk", ds, a[owner])
+        das[i] = np.einsum("ta,tk,tr->akr", member, factor * wide(ops.x), ds, optimize=True)
+        dbs[i] = np.einsum("ta,tr,tn->arn", member, scale * s, dy, optimize=True)
+    return {"y": ys, "dx": dx, "da": das, "db": dbs}
+
+
+@pytest.fixture(params=["pallas", "xla"])
+def implementation(request, monkeypatch):
+    without_kernels = SimpleNamespace(**{name: getattr(xla, name) for name in pallas.__dict__ if hasattr(xla, name)})
+    chosen = pallas if request.param == "pallas" else without_kernels
+    monkeypatch.setattr(passes, "load", lambda: chosen)
+    evaluated.clear_cache()
+    return request.param
+
+
+@pytest.mark.parametrize("ranks", [SEVERAL, MANY], ids=["ranks 1 to 256", "300 adapters"])
+def test_values_and_gradients_are_those_of_the_formula(implementation, ranks):
+    if implementation == "xla" and ranks is MANY:
+        pytest.skip("nothing that the other cases do not cover, and slow")
+    static, ops, dys = drawn(ranks)
+    got, want = evaluated(static, ops, dys), formula(ops, dys)
+    for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
+        assert each < 1e-5, (jax.tree_util.keystr(path), each)
+
+
+def test_what_an_adapter_gets_does_not_depend_on_the_others(implementation):
+    static, ops, dys = drawn(SEVERAL)
+    sick = 5
+    rows = np.repeat(np.asarray(ops.tile_adapter) != sick, TILE)
+    broken = {name: tuple(bank.at[sick].set(jnp.nan) for bank in getattr(ops, name)) for name in ("as_", "bs")}
+    before = evaluated(static, ops, dys)
+    after = evaluated(static, ops.__class__(**{**fields(ops), **broken}), dys)
+    for old, new in zip([*before["y"], before["dx"]], [*after["y"], after["dx"]], strict=True):
+        np.testing.assert_array_equal(np.asarray(old)[rows], np.asarray(new)[rows])
+    others = [k for k in range(len(SEVERAL)) if k != sick]
+    for old, new in zip(jax.tree.leaves((before["da"], before["db"])), jax.tree.leaves((after["da"], after["db"])),
+                        strict=True):  # fmt: skip
+        np.testing.assert_array_equal(np.asarray(old)[others], np.asarray(new)[others])
+    assert np.isnan(after["dx"]).any()
+
+
+def test_rows_of_small_adapters_are_not_visited(implementation):
+    """Whatever lies in columns that an adapter does not use: nobody looks at it."""
+    static, ops, dys = drawn(SEVERAL)
+    small = [k for k, rank in enumerate(SEVERAL) if rank <= FIRST]
+    wrong = {
+        "as_": tuple(a.at[jnp.array(small), :, FIRST:].set(jnp.nan) for a in ops.as_),
+        "bs": tuple(b.at[jnp.array(small), FIRST:].set(jnp.nan) for b in ops.bs),
+    }
+    changed = evaluated(static, ops.__class__(**{**fields(ops), **wrong}), dys)
+    jax.tree.map(np.testing.assert_array_equal, changed, evaluated(static, ops, dys))
+
+
+def relative(got, want) -> float:
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def fields(ops):
+    return {name: getattr(ops, name) for name in ops.__dataclass_fields__}
