@@ -38,9 +38,9 @@ class Shown:
 
 def as_text(show: Callable[[Console], None]) -> str:
     """What `show` prints, without colours."""
-    console = Console(file=StringIO(), width=WIDTH, force_jupyter=False, force_terminal=False)
-    show(console)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+    text = StringIO()
+    show(Console(file=text, width=WIDTH, force_jupyter=False, force_terminal=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
 
 def as_html(show: Callable[[Console], None]) -> str:
