@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.weights import merge_adapter as merge_adapter
     from lorafusion_jax.modules.weights import put_adapter_arrays as put_adapter_arrays
     from lorafusion_jax.modules.weights import save_adapter as save_adapter
+    from lorafusion_jax.modules.weights import unmerge_adapter as unmerge_adapter
 
 _HOMES = {  # name: file
     "apply_lora": "apply",
@@ -53,6 +54,7 @@ _HOMES = {  # name: file
     "merge_adapter": "weights",
     "put_adapter_arrays": "weights",
     "save_adapter": "weights",
+    "unmerge_adapter": "weights",
 }
 __all__ = list(_HOMES)
 

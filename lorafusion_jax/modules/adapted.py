@@ -157,7 +157,8 @@ def adapted_class(cls: type) -> type:
 
 def own_class(layer: nnx.Module) -> type:
     """The class that a layer had before it got adapters."""
-    return type(layer).__mro__[1]
+    cls = type(layer)
+    return cls.__mro__[1] if cls.__call__ is call_adapted else cls  # itself, while an adapter is merged into it
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:

@@ -172,3 +172,52 @@ def test_scanned_layers_are_refused_by_name_at_init(x):
     params = Deep().init(jax.random.key(0), x)["params"]
     with pytest.raises(ConfigError, match=r"nn\.scan"):
         LinenLoRA(SPECS, targets="all-linear").init(Deep(), {"params": params}, x)
+
+
+def test_merged_parameters_compute_what_the_adapter_computes(params, x):
+    lora, adapters = make(params, x)
+    with lora.use(only="med"):
+        expected = Net().apply({"params": params, "LoRAParam": adapters}, x)
+    merged = lora.merge(Net(), {"params": params}, adapters, "med", x)
+    np.testing.assert_allclose(Net().apply({"params": merged}, x), expected, rtol=1e-4, atol=1e-4)
+    assert jax.tree.structure(merged) == jax.tree.structure(params)
+    with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
+        lora.merge(Net(), {"params": params}, adapters, "mde", x)
+
+
+def test_an_adapter_comes_out_at_its_own_rank(params, x):
+    lora, adapters = make(params, x)
+    arrays = lora.adapter_arrays(adapters, "law")
+    assert arrays["mix.lora_a"].shape == (8, 2)
+    assert arrays["mix.lora_b"].shape == (2, 6)
+    np.testing.assert_array_equal(arrays["up.lora_b"], adapters["up"]["lora_b"][0, :2])
+
+
+class Tied(nn.Module):
+    """Its head is applied to the embedding's weight, as in many published models; one weight has a name of its own."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(7, 8, name="embed")
+        x = Named((8, 8), name="mix")(embed(tokens))
+        return nn.Dense(7, use_bias=False).apply({"params": {"kernel": embed.embedding.T}}, x)
+
+
+class Named(nn.Module):
+    shape: tuple[int, ...]
+    weight_name: str = "mixing"
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param(self.weight_name, nn.initializers.lecun_normal(), self.shape)
+
+
+def test_a_head_applied_to_shared_weights_is_left_out():
+    tokens = jnp.zeros((4, 3), jnp.int32)
+    params = Tied().init(jax.random.key(0), tokens)["params"]
+    lora = LinenLoRA(SPECS, targets="all-linear", modules=[(Named, lambda module: module.weight_name)])
+    adapters = lora.init(Tied(), {"params": params}, tokens)
+    assert list(adapters) == ["mix"]
+    with lora.use(TABLE):
+        y = Tied().apply({"params": params, "LoRAParam": adapters}, tokens)
+    np.testing.assert_allclose(y, Tied().apply({"params": params}, tokens), rtol=1e-6)
