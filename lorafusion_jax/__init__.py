@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from lorafusion_jax.api.runs import open_run as open_run
     from lorafusion_jax.api.runs import resume as resume
     from lorafusion_jax.api.runs import train as train
+    from lorafusion_jax.checkpoint.own_model import load_checkpoint as load_checkpoint
+    from lorafusion_jax.checkpoint.own_model import load_peft as load_peft
+    from lorafusion_jax.checkpoint.own_model import save_checkpoint as save_checkpoint
+    from lorafusion_jax.checkpoint.own_model import save_peft as save_peft
     from lorafusion_jax.errors import LoraFusionError as LoraFusionError
     from lorafusion_jax.modules import AdapterSpec as AdapterSpec
     from lorafusion_jax.modules import LinenLoRA as LinenLoRA
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import lora_report as lora_report
     from lorafusion_jax.modules import merge_adapter as merge_adapter
     from lorafusion_jax.modules import register_linear as register_linear
+    from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
     from lorafusion_jax.modules import use_adapters as use_adapters
 
 _HOMES = {  # name: module
@@ -42,6 +47,10 @@ _HOMES = {  # name: module
     "open_run": "api.runs",
     "resume": "api.runs",
     "train": "api.runs",
+    "load_checkpoint": "checkpoint.own_model",
+    "load_peft": "checkpoint.own_model",
+    "save_checkpoint": "checkpoint.own_model",
+    "save_peft": "checkpoint.own_model",
     "LoraFusionError": "errors",
     "AdapterSpec": "modules",
     "LinenLoRA": "modules",
@@ -49,6 +58,7 @@ _HOMES = {  # name: module
     "lora_report": "modules",
     "merge_adapter": "modules",
     "register_linear": "modules",
+    "unmerge_adapter": "modules",
     "use_adapters": "modules",
 }
 __all__ = list(_HOMES)

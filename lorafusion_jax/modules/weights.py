@@ -6,6 +6,7 @@ K in · N out · R padded rank · r an adapter's rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
 from lorafusion_jax.modules.merging import merged_weight
+from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import walk
 
 BASE = "lora_base"  # where a layer with a merged adapter keeps its own weight
@@ -26,6 +28,22 @@ BASE = "lora_base"  # where a layer with a merged adapter keeps its own weight
 
 class LoRABase(nnx.Variable):
     """The frozen weight of a layer while an adapter is merged into it."""
+
+
+def adapter_names(model: nnx.Module) -> list[str]:
+    """The adapters of a model, in stacking order."""
+    plans = [getattr(layer, "lora_plan", None) for _, layer in walk(model)]
+    return list(dict.fromkeys(spec.name for plan in plans if plan is not None for spec in plan.adapters))
+
+
+def adapter_spec(model: nnx.Module, name: str) -> AdapterSpec:
+    """What an adapter of a model is.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+    """
+    _, plan, index = next(_layers_of(model, name))
+    return plan.adapters[index]
 
 
 def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
@@ -94,6 +112,31 @@ def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
     if not file.is_file():
         raise CheckpointError("lora.no-file", "there is no saved adapter.", where=str(file))
     put_adapter_arrays(model, name, load_file(file))
+
+
+def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
+    """Takes all adapters but one off, in place; that one keeps its numbers, at its own rank.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+    """
+    found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    for number, layer in layers.items():
+        if number not in found:
+            _strip(layer)
+            continue
+        plan, index = found[number]
+        spec, stack = plan.adapters[index], len(plan.linear.stack)
+        leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
+        for key in plan.leaf_names:
+            if key not in leaves:
+                delattr(layer, key)
+                continue
+            own = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
+            setattr(layer, key, nnx.LoRAParam(jnp.asarray(leaves[key].at_rank(own, spec.rank))))
+        layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank)
+    return model
 
 
 def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Module:
