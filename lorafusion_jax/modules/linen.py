@@ -23,13 +23,13 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import HEADS
-from lorafusion_jax.modules.linen_layers import KERNELS, Kinds, find_layers, intercept
+from lorafusion_jax.modules.linen_layers import KERNELS, Kinds, find_layers, intercept, weight_of
 from lorafusion_jax.modules.match import name_matches
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 
 COLLECTION = "LoRAParam"
-_FIRST = (COLLECTION, "lora_a")
 
 
 class LinenLoRA:
@@ -107,24 +107,26 @@ class LinenLoRA:
             options: as there: `step=` in training with dropout, `train=False`, `only=`.
 
         Raises:
-            RunError: `lora.no-collection`: "LoRAParam" is not among the variables.
+            RunError: `lora.no-collection`: "LoRAParam" is not among the variables; `lora.context-outside-jit`.
         """
-        context, ran = LoRAContext.of(self.adapters, table, **options), []
+        context, staged, ran = LoRAContext.of(self.adapters, table, **options), staging(), []
 
         def wanted(module: nn.Module) -> bool:
             # A module that is applied by itself to shared weights has no place in the tree, and so no adapters.
-            return bool(self._members(tuple(module.path))) and (bool(module.path) or module.has_variable(*_FIRST))
+            path, own = self._adapters_of(module)
+            return bool(self._members(path)) and bool(path or own)
 
         def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+            check_inside(staged)
             ran.append(module)
-            leaves = {leaf.name: module.get_variable(COLLECTION, leaf.name) for leaf in leaves_of(self.kinds)}
-            if any(value is None for value in leaves.values()):
+            path, leaves = self._adapters_of(module)
+            if any(leaf.name not in leaves for leaf in leaves_of(self.kinds)):
                 raise _missing(module)
             a_AKR, b_ARN = low_rank_bank(self.kinds, leaves)
-            site = zlib.crc32(".".join(module.path).encode()) >> 1
+            site = zlib.crc32(".".join(path).encode()) >> 1
             return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
 
-        with intercept(self._modules, wanted, multiply):
+        with traced_anew(), intercept(self._modules, wanted, multiply):
             yield
         if not ran:
             raise RunError(
@@ -157,7 +159,7 @@ class LinenLoRA:
                 continue
             own = _node(adapters, layer.path)
             leaves = {leaf.name: np.asarray(own[leaf.name])[index] for leaf in adapter_kind(spec.kind).leaves}
-            node = _node(params, layer.path)
+            node = _node(params, layer.scope)
             boxed = node[layer.weight]
             merged = merged_weight(nn.meta.unbox(boxed), spec, leaves, layer.inside)
             node[layer.weight] = nn.meta.replace_boxed(boxed, merged)
@@ -177,6 +179,14 @@ class LinenLoRA:
             for path, value in flatten_dict(adapters).items()
             if path[-1] in leaves and index in self._members(path[:-1])
         }
+
+    def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array]]:
+        """Path and tensors of a module's adapters; modules that share a scope have theirs under the weight's name."""
+        path, weight = tuple(module.path), weight_of(module, self._modules) or ""
+        if isinstance(own := module.get_variable(COLLECTION, weight), Mapping):
+            return (*path, weight), own
+        found = {leaf.name: module.get_variable(COLLECTION, leaf.name) for leaf in leaves_of(self.kinds)}
+        return path, {name: value for name, value in found.items() if value is not None}
 
     def _number(self, name: str) -> int:
         names = [spec.name for spec in self.adapters]

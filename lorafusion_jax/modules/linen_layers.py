@@ -6,9 +6,10 @@ K in · N out
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.use import traced_anew
 
 type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or what tells it of the module
 type Kinds = Sequence[tuple[type[nn.Module], Weight]]
@@ -30,12 +32,14 @@ class LinenLayer:
     """A linear layer that ran.
 
     Args:
-        path: in the tree of parameters.
-        weight: name of its weight there.
+        scope: of its parameters in their tree.
+        path: of its adapters; the scope, with the weight's name where modules share a scope.
+        weight: name of its weight.
         shape: of the weight.
         inside: axes of the weight that the product sums over.
     """
 
+    scope: tuple[str, ...]
     path: tuple[str, ...]
     weight: str
     shape: tuple[int, ...]
@@ -60,24 +64,28 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
     Raises:
         ConfigError: `lora.unsupported-linear`: the weight of a layer is stacked.
     """
-    found: dict[tuple[str, ...], LinenLayer] = {}
+    found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
     params = nn.meta.unbox(variables)["params"]
 
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
-        path = tuple(module.path)
-        layer = LinenLayer(path=path, weight=weight_of(module, kinds) or "", shape=w.shape, inside=inside)
-        if jnp.shape(_at(params, path).get(layer.weight)) != w.shape:
+        path, weight = tuple(module.path), weight_of(module, kinds) or ""
+        layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
+        if jnp.shape(_at(params, path).get(weight)) != w.shape:
             why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
             raise unsupported_linear(layer.name, why, fix)
-        found[path] = layer
+        found[path, weight] = layer
         return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
 
     def run(variables: Any, *args: Any) -> Any:
-        with intercept(kinds, lambda module: _is_of(params, module), note):
+        with traced_anew(), intercept(kinds, lambda module: _is_of(params, module), note):
             return model.apply(variables, *args, mutable=True, **options)
 
     jax.eval_shape(run, variables, *args)
-    return list(found.values())
+    times = Counter(layer.scope for layer in found.values())
+    return [
+        replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
+        for layer in found.values()
+    ]
 
 
 @contextmanager

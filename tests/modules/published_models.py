@@ -26,8 +26,11 @@ IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
 @dataclass(frozen=True, kw_only=True)
 class NNXCase:
     model: nnx.Module
-    call: Callable[[nnx.Module], jax.Array]  # the same batch of four examples each time
-    inputs: dict[str, Any]
+    inputs: tuple[Any, ...]  # four examples
+    output: Callable[[Any], jax.Array]
+
+    def call(self, model: nnx.Module) -> jax.Array:
+        return self.output(model(*self.inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,7 @@ def tunix(name: str, build: str, **more: Any) -> NNXCase:
     for layer in model.layers:  # Llama's MLP begins at zero, which would hide what its adapters do
         for number, each in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
             each.kernel[...] = 0.3 * jax.random.normal(jax.random.key(number), each.kernel.shape)
-    names = ("input_tokens", "positions", "cache", "attention_mask")
-    inputs = dict(zip(names, (IDS, POSITIONS, None, CAUSAL), strict=True))
-    return NNXCase(model=model, call=lambda model: model(**inputs)[0], inputs=inputs)
+    return NNXCase(model=model, inputs=(IDS, POSITIONS, None, CAUSAL), output=lambda it: it[0])
 
 
 def qwen3() -> NNXCase:
@@ -78,8 +79,9 @@ def llama3() -> NNXCase:
 def jimm_vit() -> NNXCase:
     jimm = pytest.importorskip("jimm", exc_type=ImportError)
     sizes = {"img_size": 8, "patch_size": 4, "num_layers": 1, "num_heads": 2, "mlp_dim": 24, "hidden_size": 16}
-    model = jimm.VisionTransformer(num_classes=5, dropout_rate=0.0, rngs=nnx.Rngs(0), **sizes)
-    return NNXCase(model=model, call=lambda model: model(IMAGES), inputs={"img": IMAGES})
+    sharding = pytest.importorskip("jimm.common.sharding").NoSharding
+    model = jimm.VisionTransformer(num_classes=5, dropout_rate=0.0, rngs=nnx.Rngs(0), sharding=sharding, **sizes)
+    return NNXCase(model=model, inputs=(IMAGES,), output=lambda it: it)
 
 
 def hf(path: str) -> ModuleType:
@@ -154,6 +156,7 @@ def gemma3() -> LinenCase:
     )
 
     class Small(transformer.Transformer):
+        dtype: Any = jnp.float32
         config: _config.TransformerConfig = small
         INFO = transformer.ModelInfo()
 

