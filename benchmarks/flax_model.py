@@ -20,7 +20,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ COLUMN, ROW = P(None, "tensor"), P("tensor", None)  # of a kernel [in, out]
 TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS}
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
+VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
 AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
@@ -140,6 +142,10 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
 
 
+type Made = tuple[Variant, tuple, Any]  # a variant, the step's other arguments, its lowered step
+type Ready = tuple[Variant, Any, tuple]  # a variant, its compiled step, the step's other arguments
+
+
 def specs_of(count: int, size: Size, dropout: float = 0.0) -> list[AdapterSpec]:
     return [
         AdapterSpec(name=f"a{index}", rank=size.rank, alpha=2 * size.rank, dropout=dropout, seed=index)
@@ -210,10 +216,8 @@ def batch(size: Size, adapters: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(drawn), jnp.asarray(np.arange(size.examples) % adapters, jnp.int32)
 
 
-def compile_step(variant: Variant, arguments: tuple) -> Any:
-    lowered = nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
-    options = compiler_options() if jax.default_backend() == "gpu" else None
-    return lowered.compile(options)
+def options() -> dict | None:
+    return compiler_options() if jax.default_backend() == "gpu" else None
 
 
 class Rows:
@@ -244,7 +248,7 @@ class Rows:
 
 def check(rows: Rows, size: Size) -> None:
     """Loss and gradients of ours with one adapter against `nnx.LoRA` with the same A and B, on two layers."""
-    small = Size(**{**size.__dict__, "layers": 2, "examples": 2, "positions": min(size.positions, 256)})
+    small = replace(size, layers=2, examples=2, positions=min(size.positions, 256))
     tokens, table = batch(small, 1)
     base = Model(small, nnx.Rngs(0))
     ours = apply_lora(nnx.clone(base), specs_of(1, small), targets=PROJECTIONS)
@@ -279,7 +283,7 @@ def check(rows: Rows, size: Size) -> None:
     rows.add(case="check", loss=loss, nnx_lora_loss=expected, worst_relative=float(worst), agrees=bool(worst < AGREE))
 
 
-def measure(rows: Rows, variants: list[tuple[Variant, Any, tuple]], tokens: int, **facts: Any) -> None:
+def measure(rows: Rows, variants: list[Ready], tokens: int, **facts: Any) -> None:
     """Times compiled steps in turn; each turn begins with a step that does not count."""
     for number in range(ROUNDS):
         for variant, compiled, arguments in random.Random(number).sample(variants, len(variants)):
@@ -302,62 +306,70 @@ def measure(rows: Rows, variants: list[tuple[Variant, Any, tuple]], tokens: int,
         )
 
 
-def one_gpu(rows: Rows, size: Size) -> None:
+def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, Ready]:
+    """Lowers one case after another; XLA compiles them side by side meanwhile. Each runs once."""
+    begun, ready = [], {}
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        for name, make in cases.items():
+
+            def lower(name=name, make=make):
+                start = time.perf_counter()
+                variant, arguments, lowered = make()
+                rows.add(case="lowered", variant=name, seconds=round(time.perf_counter() - start, 1))
+                return name, variant, arguments, pool.submit(lowered.compile, options())
+
+            if (made := rows.attempt(f"lower {name}", lower, compiles=True)) is not None:
+                begun.append(made)
+        for name, variant, arguments, future in begun:
+
+            def finish(name=name, variant=variant, arguments=arguments, future=future):
+                compiled = future.result()
+                loss = float(compiled(variant.model, variant.optimizer, *arguments))
+                rows.add(case="compiled", variant=name, loss=loss, collectives=collectives(compiled.as_text()))
+                return variant, compiled, arguments
+
+            if (made := rows.attempt(f"compile {name}", finish)) is not None:
+                ready[name] = made
+    return ready
+
+
+def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
     tokens, table = batch(size, 4)
-    base, ready = Model(size, nnx.Rngs(0)), []
+    base = Model(size, nnx.Rngs(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
-    for name in ("frozen", "ours 4", "nnx.LoRA", "ours 1", "qwix", "ours 4 dropout 0.1"):
+
+    def make(name: str) -> Made:
+        variant = make_variant(name, base, size, tokens)
+        if name.startswith("ours"):
+            rows.add(case="model", variant=name, parameters=parameters, adapters=lora_report(variant.model).parameters)
         arguments = (tokens, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
+        return variant, arguments, nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
 
-        def prepare(name=name, arguments=arguments):
-            variant = make_variant(name, base, size, tokens)
-            start = time.perf_counter()
-            compiled = compile_step(variant, arguments)
-            loss = float(compiled(variant.model, variant.optimizer, *arguments))
-            seconds = round(time.perf_counter() - start, 1)
-            trained = lora_report(variant.model).parameters if name.startswith("ours") else {}
-            rows.add(case="compile", variant=name, seconds=seconds, loss=loss, parameters=parameters, adapters=trained)
-            return variant, compiled, arguments
-
-        if (made := rows.attempt(f"compile {name}", prepare, compiles=True)) is not None:
-            ready.append(made)
-    measure(rows, ready, tokens.size)
+    ready = compile_all(rows, {name: partial(make, name) for name in names})
+    measure(rows, list(ready.values()), tokens.size, parameters=parameters)
 
 
 def two_gpus(rows: Rows, size: Size) -> None:
+    cases = [(axis, name) for axis in ("data", "tensor") for name in ("frozen", "ours 4")]
+    ready = compile_all(rows, {f"{axis} {name}": partial(make_meshed, size, axis, name) for axis, name in cases})
     for axis in ("data", "tensor"):
-        ready: list = []
-        for name in ("frozen", "ours 4"):
+        variants = [made for name, made in ready.items() if name.startswith(axis)]
+        rows.attempt(f"time {axis}", partial(measure, rows, variants, size.examples * size.positions, mesh=axis))
 
-            def prepare(axis=axis, name=name):
-                sizes = (2, 1) if axis == "data" else (1, 2)
-                mesh = jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
-                tokens, table = batch(size, 4)
-                with jax.set_mesh(mesh):
-                    variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
-                    place(variant, mesh)
-                    arguments = (
-                        jax.device_put(tokens, NamedSharding(mesh, P("data"))),
-                        jax.device_put(table, NamedSharding(mesh, P("data"))),
-                        jax.device_put(jnp.uint32(1), NamedSharding(mesh, P())),
-                    )
-                    start = time.perf_counter()
-                    compiled = compile_step(variant, arguments)
-                    loss = float(compiled(variant.model, variant.optimizer, *arguments))
-                rows.add(
-                    case="compile",
-                    mesh=axis,
-                    variant=name,
-                    seconds=round(time.perf_counter() - start, 1),
-                    loss=loss,
-                    collectives=collectives(compiled.as_text()),
-                )
-                return variant, compiled, arguments
 
-            if (made := rows.attempt(f"compile {axis} {name}", prepare, compiles=True)) is not None:
-                ready.append(made)
-        tokens = size.examples * size.positions
-        rows.attempt(f"time {axis}", partial(measure, rows, ready, tokens, mesh=axis))
+def make_meshed(size: Size, axis: str, name: str) -> Made:
+    sizes = (2, 1) if axis == "data" else (1, 2)
+    mesh = jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    tokens, table = batch(size, 4)
+    with jax.set_mesh(mesh):
+        variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
+        place(variant, mesh)
+        arguments = (
+            jax.device_put(tokens, NamedSharding(mesh, P("data"))),
+            jax.device_put(table, NamedSharding(mesh, P("data"))),
+            jax.device_put(jnp.uint32(1), NamedSharding(mesh, P())),
+        )
+        return variant, arguments, nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
 
 
 def place(variant: Variant, mesh: jax.sharding.Mesh) -> None:
@@ -397,12 +409,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", action="store_true", help="two devices")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="of one GPU")
+    parser.add_argument("--layers", type=int, help="fewer compile sooner")
+    parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
     parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows, size = Rows(args.out, args.seconds), SMALL if args.small else Size()
-    rows.attempt("check", lambda: check(rows, size))
-    rows.attempt("steps", lambda: (two_gpus if args.mesh else one_gpu)(rows, size))
+    size = replace(size, layers=args.layers or size.layers)
+    if not args.no_check:
+        rows.attempt("check", lambda: check(rows, size))
+    rows.attempt("steps", lambda: two_gpus(rows, size) if args.mesh else one_gpu(rows, size, args.variants))
     return 0
 
 
