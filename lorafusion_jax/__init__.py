@@ -1,5 +1,74 @@
 """Trains several LoRA adapters of one frozen base model together, each as if it were alone.
 
-`modules` has LoRA layers for any Flax model, `training` the whole job from a job file to exported adapters, and `cli`
-the command `lorafusion`. Importing this package imports nothing else.
+    import lorafusion_jax as lf
+
+    job = lf.load_job("jobs.yaml")
+    lf.plan(job)
+    run = lf.train(job, "runs/exp1")
+
+`modules` has LoRA layers for any Flax model; its names are here, too. Names are looked up when they are used: importing
+this package imports nothing else.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lorafusion_jax.api.jobs import Job as Job
+    from lorafusion_jax.api.jobs import load_job as load_job
+    from lorafusion_jax.api.plans import JobPlan as JobPlan
+    from lorafusion_jax.api.plans import plan as plan
+    from lorafusion_jax.api.runs import Run as Run
+    from lorafusion_jax.api.runs import open_run as open_run
+    from lorafusion_jax.api.runs import resume as resume
+    from lorafusion_jax.api.runs import train as train
+    from lorafusion_jax.checkpoint.own_model import load_checkpoint as load_checkpoint
+    from lorafusion_jax.checkpoint.own_model import load_peft as load_peft
+    from lorafusion_jax.checkpoint.own_model import save_checkpoint as save_checkpoint
+    from lorafusion_jax.checkpoint.own_model import save_peft as save_peft
+    from lorafusion_jax.errors import LoraFusionError as LoraFusionError
+    from lorafusion_jax.modules import AdapterSpec as AdapterSpec
+    from lorafusion_jax.modules import LinenLoRA as LinenLoRA
+    from lorafusion_jax.modules import apply_lora as apply_lora
+    from lorafusion_jax.modules import lora_report as lora_report
+    from lorafusion_jax.modules import merge_adapter as merge_adapter
+    from lorafusion_jax.modules import register_linear as register_linear
+    from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
+    from lorafusion_jax.modules import use_adapters as use_adapters
+
+_HOMES = {  # name: module
+    "Job": "api.jobs",
+    "load_job": "api.jobs",
+    "JobPlan": "api.plans",
+    "plan": "api.plans",
+    "Run": "api.runs",
+    "open_run": "api.runs",
+    "resume": "api.runs",
+    "train": "api.runs",
+    "load_checkpoint": "checkpoint.own_model",
+    "load_peft": "checkpoint.own_model",
+    "save_checkpoint": "checkpoint.own_model",
+    "save_peft": "checkpoint.own_model",
+    "LoraFusionError": "errors",
+    "AdapterSpec": "modules",
+    "LinenLoRA": "modules",
+    "apply_lora": "modules",
+    "lora_report": "modules",
+    "merge_adapter": "modules",
+    "register_linear": "modules",
+    "unmerge_adapter": "modules",
+    "use_adapters": "modules",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

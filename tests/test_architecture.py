@@ -37,8 +37,10 @@ NO_JAX = (
     "lorafusion_jax.planning.prediction",
     "lorafusion_jax.planning.training_plan",
     "lorafusion_jax.cli.main",
+    "lorafusion_jax.api.plans",
 )
 OPTIONAL = {"huggingface_hub", "datasets", "wandb", "tensorboardX"}  # extras, imported where they are used
+NOTEBOOK = {"IPython"}  # imported in notebooks only, where it runs already
 PACKAGES_OF_A_RUN = {"jaxlib"}  # recorded by version, never imported
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -193,7 +195,7 @@ def public_names(package: str) -> Iterator[str]:
 
 
 def test_dependencies_are_what_is_imported_or_recorded_with_a_run():
-    used = set().union(*map(imported, SOURCES.values())) - set(PACKAGES) - OPTIONAL
+    used = set().union(*map(imported, SOURCES.values())) - set(PACKAGES) - OPTIONAL - NOTEBOOK
     owners = packages_distributions()
     needed = {normal(owners[name][0]) for name in used} | {normal(name) for name in PACKAGES_OF_A_RUN}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -68,7 +68,7 @@ def export_adapter(
         RunError: `save.no-space`, `save.failed`, or `export.differs` when the folder reads back differently.
     """
     arrays = take_adapter(lora_leaves, spec, index)
-    _check_finite(arrays, spec)
+    check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir, replace=replace) as folder:
@@ -103,7 +103,7 @@ def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[A
     folder = Path(folder)
     check_digests(folder)
     raw = read_config(folder)
-    tensors = _read_tensors(folder)
+    tensors = read_tensors(folder)
     matches = {key: _KEY.fullmatch(key) for key in tensors}
     present = sorted({match[3] for match in matches.values() if match})
     spec = spec_of(raw, present, folder.resolve().name, str(folder / CONFIG_FILE))
@@ -156,7 +156,8 @@ def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
     }
 
 
-def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a PEFT folder, as it is."""
     file = folder / TENSOR_FILE
     if not file.is_file():
         if (folder / "adapter_model.bin").is_file():
@@ -200,7 +201,12 @@ def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None
     return problems
 
 
-def _check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
+def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
+    """Makes sure that an adapter holds numbers only.
+
+    Raises:
+        CheckpointError: `export.not-finite`.
+    """
     bad = [path for path, pair in arrays.items() if not all(np.isfinite(array).all() for array in pair)]
     if bad:
         raise CheckpointError(

@@ -100,7 +100,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: str) -> AdapterSpec:
+def spec_of(
+    raw: Mapping[str, Any], present: Sequence[str], name: str, where: str, known: Sequence[str] = TARGETS
+) -> AdapterSpec:
     """Builds the specification of a folder.
 
     Args:
@@ -108,6 +110,7 @@ def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: st
         present: names of the projections that the tensors speak of.
         name: of the adapter.
         where: file, for messages.
+        known: projections that there can be.
 
     Raises:
         CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
@@ -117,7 +120,7 @@ def spec_of(raw: Mapping[str, Any], present: Sequence[str], name: str, where: st
         CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
         for what in _unsupported(raw)
     ]
-    targets = _targets(raw, present, where, errors)
+    targets = _targets(raw, present, where, errors, known)
     numbers = {
         key: _number(raw, key, default, where, errors)
         for key, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0.0))
@@ -147,27 +150,27 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(
-    raw: Mapping[str, Any], present: Sequence[str], where: str, errors: list[LoraFusionError]
+    raw: Mapping[str, Any], present: Sequence[str], where: str, errors: list[LoraFusionError], known: Sequence[str]
 ) -> tuple[str, ...]:
     """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
     said = raw.get("target_modules")
-    names = list(present) if isinstance(said, str) and (said == ALL_LINEAR or said not in TARGETS) else said
+    names = list(present) if isinstance(said, str) and (said == ALL_LINEAR or said not in known) else said
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names:
         errors.append(CheckpointError("peft.bad-config", f"target_modules={said!r} names no projection.", where=where))
         return ()
-    others = [name for name in names if str(name).rsplit(".", 1)[-1] not in TARGETS]
+    others = [name for name in names if str(name).rsplit(".", 1)[-1] not in known]
     errors += [
         CheckpointError(
             "peft.unsupported",
             f"this adapter targets {name!r}, which is not supported.",
             where=where,
-            why=f"only {', '.join(TARGETS)} carry LoRA here",
+            why=f"only {', '.join(known)} carry LoRA here",
         )
         for name in others
     ]
     short = {str(name).rsplit(".", 1)[-1] for name in names}
-    return tuple(name for name in TARGETS if name in short)
+    return tuple(name for name in known if name in short)
 
 
 def _number(

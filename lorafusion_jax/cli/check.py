@@ -18,6 +18,7 @@ from lorafusion_jax.cli.common import (
 )
 from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.overrides import unreached
+from lorafusion_jax.config.read import read_source
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
 
@@ -32,7 +33,9 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     config, errors = examine_config(jobs, overrides or ())
     unchecked, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more])
-    notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
+    notes = (
+        unchecked + unreached(read_source(jobs), overrides or ()) + ineffective(config) + data_notes(config, prepared)
+    )
     if as_json:
         print(
             json.dumps(

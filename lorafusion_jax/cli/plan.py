@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,7 @@ from lorafusion_jax.cli.plan_memory import GIB, remedy, show_memory
 from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
+from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError
@@ -68,6 +70,65 @@ def command(
     config, errors = examine_config(jobs, overrides or ())
     layers = layer_problems(config)[1] if config else []  # before it plans for stages that there cannot be
     config, prepared = checked_data(config, [*errors, *layers])
+    planned = make_planned(
+        config, prepared, device=device, device_memory=device_memory, cost_model=cost_model, compare=compare
+    )
+    costs, numbers = planned.costs, planned.numbers
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(output, planned.plan.to_json())
+    if timeline and costs:
+        timeline.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(timeline, planned.timeline_html())
+    notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config), *planned.notes]
+    if as_json:
+        print(json.dumps(numbers | {"warnings": notes}))
+        return
+    console = out()
+    show_plan(console, config, numbers)
+    if timeline and costs:
+        say(console, f"timeline {timeline}")
+    warn(console, notes)
+    memory = numbers["memory"]
+    if memory and memory["advice"]:
+        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), remedy(config, memory)])}")
+        return
+    own = f" --plan {output}" if output else ""
+    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with everything that is predicted of it.
+
+    Args:
+        costs: of the stages; None where the base model is of no known kind.
+        numbers: what the plan screen shows.
+        notes: what a user should know of the data and of the prediction.
+    """
+
+    config: JobConfig
+    plan: Plan
+    costs: CostModel | None
+    numbers: dict
+    notes: tuple[str, ...]
+
+    def timeline_html(self) -> str:
+        """The predicted timeline as a page; needs costs."""
+        assert self.costs is not None
+        return timeline_html(simulate(self.plan, self.costs), note=plan_statistics(self.plan, self.costs).hint)
+
+
+def make_planned(
+    config: JobConfig,
+    prepared: Prepared,
+    *,
+    device: str | None = None,
+    device_memory: float | None = None,
+    cost_model: Path | None = None,
+    compare: bool = False,
+) -> Planned:
+    """Plans a job and predicts its times and memory; the arguments are the options of `lorafusion plan`."""
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)
@@ -78,29 +139,11 @@ def command(
     if model is not None:
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
         floor_s = plan_floor_s(config, model, prepared, plan, kind)
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(output, plan.to_json())
-    if timeline and costs:
-        timeline.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(timeline, timeline_html(simulate(plan, costs), note=plan_statistics(plan, costs).hint))
     numbers = plan_numbers(config, prepared, plan, costs) | {"floor_s": floor_s, "memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
-    notes += unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
-    if as_json:
-        print(json.dumps(numbers | {"warnings": notes}))
-        return
-    console = out()
-    show_plan(console, config, numbers)
-    if timeline and costs:
-        say(console, f"timeline {timeline}")
-    warn(console, notes)
-    if memory and memory["advice"]:
-        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), remedy(config, memory)])}")
-        return
-    own = f" --plan {output}" if output else ""
-    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
+    notes = (*notes, *data_notes(config, prepared))
+    return Planned(config=config, plan=plan, costs=costs, numbers=numbers, notes=notes)
 
 
 def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:

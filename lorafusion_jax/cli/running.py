@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -56,15 +57,19 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
 
 
 def watch(
-    console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]
+    console: Console,
+    folder: Path,
+    config: JobConfig,
+    work: Callable[[Sequence[Listener]], RunResult],
+    view: Callable[..., AbstractContextManager[Listener]] = Screen,
 ) -> RunResult:
-    """Runs `work` under the live view and the trackers that the job asks for."""
+    """Runs `work` under the live view and the trackers that the job asks for; `view` is made as `Screen` is."""
     if not is_first():  # the first process shows the run
         return work([])
     every = config.train.log_every_s
     with (
         trackers(config.report, folder) as others,
-        Screen(folder.name, console, LINE_EVERY_S if every is None else every) as screen,
+        view(folder.name, console, LINE_EVERY_S if every is None else every) as screen,
     ):
         return work([screen, *others])
 

@@ -41,15 +41,15 @@ def command(
         return
     console = out()
     if watch:
-        with Live(_screen(numbers), console=console) as live:
+        with Live(status_screen(numbers), console=console) as live:
             while numbers["state"] == "running":
                 time.sleep(2)
                 numbers = run_numbers(run)
-                live.update(_screen(numbers))
+                live.update(status_screen(numbers))
         if not console.is_terminal:
             console.print()  # Live ends within a line there
     else:
-        console.print(_screen(numbers))
+        console.print(status_screen(numbers))
     next_command(console, _next(run, numbers))
 
 
@@ -118,7 +118,8 @@ def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
     return "running", ""
 
 
-def _screen(numbers: dict) -> Group:
+def status_screen(numbers: dict) -> Group:
+    """What the command shows, of `run_numbers`."""
     head = Text(
         f"{numbers['run']}  plan {numbers['plan'][:12]}  {whole(numbers['slot'])}/{whole(numbers['slots'])} mb  ",
         style="bold",

@@ -12,6 +12,7 @@ from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses,
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.overrides import unreached
+from lorafusion_jax.config.read import read_source
 
 NAME = "train"
 
@@ -43,7 +44,7 @@ def command(
 
     config = load_config(jobs, overrides or ())
     console = out()
-    warn(console, unreached(jobs, overrides or ()) + ineffective(config))
+    warn(console, unreached(read_source(jobs), overrides or ()) + ineffective(config))
     join_processes(
         config.mesh,
         distributed=distributed,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from lorafusion_jax.config.read import Keys, Source, parse_value, read_source
+from lorafusion_jax.config.read import Keys, Source, parse_value
 from lorafusion_jax.errors import ConfigError
 
 
@@ -72,9 +71,9 @@ def _names_in(place) -> str:
     return f"one of: {', '.join(names)}; those of a sweep are set all at once" if names else ""
 
 
-def unreached(path: Path, overrides: Sequence[str]) -> list[str]:
+def unreached(source: Source, overrides: Sequence[str]) -> list[str]:
     """Names adapters that a setting of the command line does not reach, because the file gives them their own."""
-    source, values = overridden(read_source(path), overrides, [])
+    source, values = overridden(source, overrides, [])
     return [
         f"{text} does not reach {entry['name']}, which has its own: adapters.{entry['name']}.{text} sets that"
         for keys, text in source.overrides

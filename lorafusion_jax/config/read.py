@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import yaml
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError
@@ -62,6 +65,36 @@ def read_source(path: Path) -> Source:
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError("config.unreadable", f"{path} cannot be read as text.", why=str(problem)) from None
     return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
+
+
+def source_of(values: Mapping[str, Any]) -> Source:
+    """A job given as a dictionary: read as if it stood in a file of the current folder.
+
+    Raises:
+        ConfigError: `config.type`, it holds something that a job file cannot say; and those of `read_source`.
+    """
+    path = Path("job")
+    try:
+        text = yaml.safe_dump(_plain(values), sort_keys=False)
+    except (yaml.YAMLError, RecursionError) as problem:
+        raise ConfigError(
+            "config.type",
+            "the job holds a value that no job file can hold.",
+            why=str(problem),
+            fix="texts, numbers, true or false, lists and dictionaries",
+        ) from None
+    return dataclasses.replace(_read_yaml(path, text), lines={})
+
+
+def _plain(value: Any) -> Any:
+    """Paths, tuples and NumPy's numbers as YAML writes them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def parse_value(text: str):

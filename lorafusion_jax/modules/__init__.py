@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.spec import resolve_targets as resolve_targets
     from lorafusion_jax.modules.use import use_adapters as use_adapters
     from lorafusion_jax.modules.weights import adapter_arrays as adapter_arrays
+    from lorafusion_jax.modules.weights import adapter_names as adapter_names
     from lorafusion_jax.modules.weights import load_adapter as load_adapter
     from lorafusion_jax.modules.weights import merge_adapter as merge_adapter
+    from lorafusion_jax.modules.weights import only_adapter as only_adapter
     from lorafusion_jax.modules.weights import put_adapter_arrays as put_adapter_arrays
     from lorafusion_jax.modules.weights import save_adapter as save_adapter
+    from lorafusion_jax.modules.weights import unmerge_adapter as unmerge_adapter
 
 _HOMES = {  # name: file
     "apply_lora": "apply",
@@ -49,10 +52,13 @@ _HOMES = {  # name: file
     "resolve_targets": "spec",
     "use_adapters": "use",
     "adapter_arrays": "weights",
+    "adapter_names": "weights",
     "load_adapter": "weights",
     "merge_adapter": "weights",
+    "only_adapter": "weights",
     "put_adapter_arrays": "weights",
     "save_adapter": "weights",
+    "unmerge_adapter": "weights",
 }
 __all__ = list(_HOMES)
 

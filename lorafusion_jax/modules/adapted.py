@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -115,6 +116,12 @@ def lora_product(
     """x [rows, contracted axes] times a weight of any axes, with the adapter of each row → [rows, other axes of w]."""
     rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
     w_KN = jnp.transpose(w, [*inside, *free]).reshape(a_AKR.shape[1], b_ARN.shape[2])
+    if context.draw is not None and context.draw.examples is None and _is_mapped(x):
+        raise RunError(
+            "lora.vmap-dropout",
+            "under jax.vmap every example would draw the same dropout.",
+            fix="use_adapters(specs, …, step=step, examples=NUMBER), with the number of the example mapped, too",
+        )
     table, dropout = context.at_rows(rows, site)
     y = multi_lora_linear(
         x.reshape(*rows, w_KN.shape[0]),
@@ -128,6 +135,11 @@ def lora_product(
         implementation=context.implementation,
     )
     return y.reshape(*rows, *(w.shape[axis] for axis in free))
+
+
+def _is_mapped(x: Array) -> bool:
+    """Whether `jax.vmap` maps over an axis that the layer does not see; jax has no public name for such arrays."""
+    return isinstance(x, jax.core.Tracer) and hasattr(x, "batch_dim")
 
 
 def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Path, members: Sequence[int]) -> None:
@@ -158,7 +170,8 @@ def adapted_class(cls: type) -> type:
 
 def own_class(layer: nnx.Module) -> type:
     """The class that a layer had before it got adapters."""
-    return type(layer).__mro__[1]
+    cls = type(layer)
+    return cls.__mro__[1] if cls.__call__ is call_adapted else cls  # itself, while an adapter is merged into it
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:

@@ -34,7 +34,8 @@ class Draw:
         rate: [A], as in `Dropout`.
         key: [A], as in `Dropout`.
         step: number of the training step, uint32.
-        examples: what identifies each entry of the table, uint32; None: its place.
+        examples: what identifies each entry of the table, uint32, or the one example that all rows are of; None: its
+            place.
     """
 
     rate: Any  # leaves of a tree: transformations put other things than arrays, or with more axes, in their place
@@ -43,8 +44,10 @@ class Draw:
     examples: Any = None
 
     def dropout(self, entries: int, rows: int) -> Dropout:
-        """Keys of `entries` examples with `rows` rows each."""
+        """Keys of `entries` examples with `rows` rows each; of one example if `examples` is a single number."""
         examples = jnp.arange(entries, dtype=jnp.uint32) if self.examples is None else self.examples
+        if examples.ndim == 0:
+            examples, entries, rows = examples[None], 1, entries * rows
         if len(examples) != entries:
             raise RunError(
                 "lora.examples",
@@ -98,7 +101,7 @@ class LoRAContext:
         only: str | int | None = None,
         step: int | Integer[ArrayLike, ""] | None = None,
         train: bool | None = None,
-        examples: Sequence[int] | Integer[ArrayLike, " entries"] | None = None,
+        examples: int | Sequence[int] | Integer[ArrayLike, "*entries"] | None = None,
         row_key: UInt32[Array, " T"] | None = None,
         tile: int | None = None,
         implementation: Implementation | None = None,
@@ -114,6 +117,7 @@ class LoRAContext:
             step: number of the training step; each draws other masks.
             train: False draws none. Left out, it is a training step if there is a `step` or a `row_key`.
             examples: what identifies each entry of the table, such as its number in the data set; default: its place.
+                Under `jax.vmap` over examples, the number of the example.
             row_key: a key for every row, in place of `step`; equal keys draw equal masks.
             tile: rows of one entry, where it is neither an example nor a row.
             implementation: handed to `pallas_kernels`.

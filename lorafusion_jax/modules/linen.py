@@ -6,32 +6,30 @@ K in · N out · R padded rank · A adapters
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
-from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.adapted import lora_product
 from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import HEADS
+from lorafusion_jax.modules.linen_layers import KERNELS, Kinds, find_layers, intercept, weight_of
 from lorafusion_jax.modules.match import name_matches
-from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.spec import ALL_LINEAR, AdapterSpec
+from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 
 COLLECTION = "LoRAParam"
-KERNELS: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.Dense, "kernel"),
-    (nn.DenseGeneral, "kernel"),
-    (nn.Einsum, "kernel"),
-)
 
 
 class LinenLoRA:
@@ -41,9 +39,10 @@ class LinenLoRA:
         adapters: in stacking order; their ranks, scales, dropout, kinds and targets count.
         targets: for all adapters, in place of their own: "all-linear" (every linear layer but the output head), names,
             globs or regular expressions of whole paths ("block_0.attn.query").
-        modules: (class, name of its weight) of linear modules of your own besides `Dense`, `DenseGeneral` and
-            `Einsum`, which must multiply by that weight once.
+        modules: (class, name of its weight, or a function that tells it of a module) of linear modules of your own
+            besides `Dense`, `DenseGeneral` and `Einsum`, which must multiply by that weight once.
 
+    >>> import jax
     >>> model = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)])
     >>> x = jnp.ones((3, 5, 8))
     >>> params = model.init(jax.random.key(0), x)["params"]
@@ -63,7 +62,7 @@ class LinenLoRA:
         adapters: Sequence[AdapterSpec],
         *,
         targets: str | Sequence[str] | None = None,
-        modules: Sequence[tuple[type[nn.Module], str]] = (),
+        modules: Kinds = (),
     ):
         names = [spec.name for spec in adapters]
         if not adapters or len(set(names)) < len(names):
@@ -71,7 +70,7 @@ class LinenLoRA:
         self.adapters, self.kinds = tuple(adapters), tuple(spec.kind for spec in adapters)
         given = None if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
         self.targets = {spec.name: given or spec.targets for spec in adapters}
-        self.modules = (*modules, *KERNELS)
+        self._modules = (*modules, *KERNELS)
 
     def init(self, model: nn.Module, variables: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Draws the adapters of a model: the tree of the collection "LoRAParam".
@@ -85,35 +84,16 @@ class LinenLoRA:
         Raises:
             ConfigError: `lora.unknown-target`, a target matches no layer that ran; `lora.unsupported-linear`.
         """
-        drawn: dict[tuple[str, ...], dict[str, Any]] = {}
-        seen: list[str] = []
-
-        def draw(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
-            path = tuple(module.path)
-            free = [axis for axis in range(w.ndim) if axis not in inside]
-            seen.append(".".join(path))
-            if not _stored(variables, path, w):
-                raise unsupported_linear(
-                    seen[-1], "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
-                )
-            if path not in drawn and (members := self._members(path)):
-                k, n = (_product(w.shape, axes) for axes in (inside, free))
-                rank = max(self.adapters[index].rank for index in members)
-                drawn[path] = init_bank(self.adapters, ".".join(path), k, n, rank, members)
-            return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
-
-        def run(variables: Any, *args: Any) -> Any:
-            with self._intercept(draw, all_layers=True):
-                return model.apply(variables, *args, mutable=True, **options)
-
-        jax.eval_shape(run, variables, *args)
-        self._check_targets(seen)
+        layers = find_layers(model, variables, self._modules, args, options)
+        self._check_targets([layer.name for layer in layers])
         tree: dict[str, Any] = {}
-        for path, bank in drawn.items():
-            node = tree
-            for part in path:
-                node = node.setdefault(part, {})
-            node.update({name: jnp.asarray(leaf) for name, leaf in bank.items()})
+        for layer in layers:
+            if not (members := self._members(layer.path)):
+                continue
+            rank = max(self.adapters[index].rank for index in members)
+            sizes = (layer.in_features, layer.out_features)
+            bank = init_bank(self.adapters, layer.name, *sizes, rank, members)
+            _node(tree, layer.path).update({name: jnp.asarray(leaf) for name, leaf in bank.items()})
         return tree
 
     @contextmanager
@@ -127,63 +107,93 @@ class LinenLoRA:
             options: as there: `step=` in training with dropout, `train=False`, `only=`.
 
         Raises:
-            RunError: `lora.no-collection`: "LoRAParam" is not among the variables.
+            RunError: `lora.no-collection`: "LoRAParam" is not among the variables; `lora.context-outside-jit`.
         """
-        context, ran = LoRAContext.of(self.adapters, table, **options), []
+        context, staged, ran = LoRAContext.of(self.adapters, table, **options), staging(), []
+
+        def wanted(module: nn.Module) -> bool:
+            # A module that is applied by itself to shared weights has no place in the tree, and so no adapters.
+            path, own = self._adapters_of(module)
+            return bool(self._members(path)) and bool(path or own)
 
         def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+            check_inside(staged)
             ran.append(module)
-            leaves = {leaf.name: module.get_variable(COLLECTION, leaf.name) for leaf in leaves_of(self.kinds)}
-            if any(value is None for value in leaves.values()):
+            path, leaves = self._adapters_of(module)
+            if any(leaf.name not in leaves for leaf in leaves_of(self.kinds)):
                 raise _missing(module)
             a_AKR, b_ARN = low_rank_bank(self.kinds, leaves)
-            site = zlib.crc32(".".join(module.path).encode()) >> 1
+            site = zlib.crc32(".".join(path).encode()) >> 1
             return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
 
-        with self._intercept(multiply, all_layers=False):
+        with traced_anew(), intercept(self._modules, wanted, multiply):
             yield
         if not ran:
             raise RunError(
                 "lora.context-unused",
                 "no layer with adapters ran inside `use`.",
-                why="a jitted function that is already compiled does not see it",
+                why=f'a compiled function does not see it; without the collection "{COLLECTION}" there are none',
                 fix="enter it inside the jitted function, around model.apply",
             )
 
-    @contextmanager
-    def _intercept(self, product: Any, *, all_layers: bool) -> Iterator[None]:
-        inner = False  # the call of an unbound copy is not to be intercepted again
+    def merge(
+        self, model: nn.Module, variables: Any, adapters: Any, name: str, *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        """The base parameters with one adapter in them: W + scale · A B, rounded once to the type of W.
 
-        def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
-            nonlocal inner
-            module = context.module
-            weight = next((name for cls, name in self.modules if isinstance(module, cls)), None)
-            if inner or weight is None or context.method_name != "__call__" or module.scope is None:
-                return call(*args, **options)
-            if not (all_layers or self._members(tuple(module.path))):
-                return call(*args, **options)
-            params = dict(module.variables.get("params", {}))
-            if weight not in params:
-                raise unsupported_linear(
-                    ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
-                )
-            w = nn.meta.unbox(params[weight])
+        Args:
+            model: its `apply` is traced once, with no computation.
+            variables: of the base; they are not changed.
+            adapters: the collection "LoRAParam".
+            name: of the adapter.
+            args: of the call.
+            options: of the call.
 
-            def own_call(w: Array) -> Any:
-                nonlocal inner
-                inner = True
-                try:
-                    return module.clone(parent=None).apply({"params": {**params, weight: w}}, *args, **options)
-                finally:
-                    inner = False
+        Raises:
+            ConfigError: `lora.unknown-adapter`.
+        """
+        index = self._number(name)
+        spec, params = self.adapters[index], _copied(variables["params"])
+        for layer in find_layers(model, variables, self._modules, args, options):
+            if index not in self._members(layer.path):
+                continue
+            own = _node(adapters, layer.path)
+            leaves = {leaf.name: np.asarray(own[leaf.name])[index] for leaf in adapter_kind(spec.kind).leaves}
+            node = _node(params, layer.scope)
+            boxed = node[layer.weight]
+            merged = merged_weight(nn.meta.unbox(boxed), spec, leaves, layer.inside)
+            node[layer.weight] = nn.meta.replace_boxed(boxed, merged)
+        return params
 
-            def own_product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
-                return product(module, x, w, inside)
+    def adapter_arrays(self, adapters: Any, name: str) -> dict[str, np.ndarray]:
+        """One adapter's tensors at its own rank, "block_0.up.lora_a" → [K, r]; for safetensors, orbax or any format.
 
-            return exchange_product(own_call, w, own_product, where=".".join(module.path))
+        Raises:
+            ConfigError: `lora.unknown-adapter`.
+        """
+        index = self._number(name)
+        spec = self.adapters[index]
+        leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
+        return {
+            ".".join(path): leaves[path[-1]].at_rank(np.asarray(value)[index], spec.rank).copy()
+            for path, value in flatten_dict(adapters).items()
+            if path[-1] in leaves and index in self._members(path[:-1])
+        }
 
-        with nn.intercept_methods(interceptor):
-            yield
+    def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array]]:
+        """Path and tensors of a module's adapters; modules that share a scope have theirs under the weight's name."""
+        path, weight = tuple(module.path), weight_of(module, self._modules) or ""
+        if isinstance(own := module.get_variable(COLLECTION, weight), Mapping):
+            return (*path, weight), own
+        found = {leaf.name: module.get_variable(COLLECTION, leaf.name) for leaf in leaves_of(self.kinds)}
+        return path, {name: value for name, value in found.items() if value is not None}
+
+    def _number(self, name: str) -> int:
+        names = [spec.name for spec in self.adapters]
+        if name not in names:
+            fix = f"one of [{', '.join(names)}]"
+            raise ConfigError("lora.unknown-adapter", f"there is no adapter '{name}'.", fix=fix)
+        return names.index(name)
 
     def _members(self, path: tuple[str, ...]) -> list[int]:
         """Numbers of the adapters that target a layer."""
@@ -209,19 +219,15 @@ class LinenLoRA:
                 )
 
 
-def _stored(variables: Any, path: tuple[str, ...], w: Array) -> bool:
-    """Whether a weight of this size is what the variables hold for a module."""
-    node = nn.meta.unbox(variables)["params"]
+def _node(tree: Any, path: tuple[str, ...]) -> Any:
     for part in path:
-        node = node[part]
-    return any(jnp.shape(leaf) == w.shape for leaf in jax.tree.leaves(node))
+        tree = tree.setdefault(part, {})
+    return tree
 
 
-def _product(shape: Sequence[int], axes: Sequence[int]) -> int:
-    size = 1
-    for axis in axes:
-        size *= shape[axis]
-    return size
+def _copied(tree: Any) -> dict[str, Any]:
+    """The same leaves in dictionaries of one's own."""
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
 def _missing(module: nn.Module) -> RunError:

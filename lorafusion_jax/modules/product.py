@@ -24,7 +24,17 @@ from lorafusion_jax.errors import ConfigError
 
 # x [rows, contracted axes], W, contracted axes of W → product with the weight and its adapters, rows first
 type Product = Callable[[Array, Array, tuple[int, ...]], Array]
-_SAME_AXES = frozenset({"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard"})
+_SAME_AXES = frozenset(
+    {
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "sharding_constraint",
+        "reshard",
+        "pvary",
+        "pcast",
+    }  # the last in shard_map
+)
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
@@ -23,6 +24,8 @@ class _Use:
     seen: bool = False
 
 
+# A function that the model itself jits is traced again for every use: its program must not keep another use's table.
+_use_number = jax.make_user_context(default_value=None)
 _current: ContextVar[_Use | None] = ContextVar("lorafusion_adapters", default=None)
 _INSIDE = "enter `use_adapters` inside the jitted function, and pass the table as an argument"
 
@@ -61,10 +64,11 @@ def use_adapters(
             keep the table of its first call; `lora.other-adapters`: not as many adapters as the model has;
             `lora.table-rows`: the table has neither one entry per example nor one per row.
     """
-    use = _Use(_context(adapters, table, options), _staging())
+    use = _Use(_context(adapters, table, options), staging())
     token = _current.set(use)
     try:
-        yield use.context
+        with traced_anew():
+            yield use.context
     finally:
         _current.reset(token)
     if not use.seen:
@@ -85,13 +89,7 @@ def context_of(count: int) -> LoRAContext | None:
     use = _current.get()
     if use is None:
         return None
-    if _staging() and not use.staged:
-        raise RunError(
-            "lora.context-outside-jit",
-            "`use_adapters` was entered outside the function that is compiled.",
-            why="the compiled function would keep this table forever",
-            fix=_INSIDE,
-        )
+    check_inside(use.staged)
     use.seen = True
     if len(use.context.scale) != count:
         raise RunError(
@@ -115,6 +113,28 @@ def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options:
     return adapters
 
 
-def _staging() -> bool:
+@contextmanager
+def traced_anew() -> Iterator[None]:
+    """Within it, while something is traced, functions that were traced before are traced again."""
+    with _use_number(object()) if staging() else nullcontext():
+        yield
+
+
+def check_inside(staged: bool) -> None:
+    """Makes sure that a context made outside of a compiled function is not used inside it.
+
+    Raises:
+        RunError: `lora.context-outside-jit`.
+    """
+    if staging() and not staged:
+        raise RunError(
+            "lora.context-outside-jit",
+            "the adapters were chosen outside the function that is compiled.",
+            why="the compiled function, which may be one inside the model, would keep this table forever",
+            fix=_INSIDE,
+        )
+
+
+def staging() -> bool:
     """True while a function is being traced for compilation (arrays made now are tracers), False under grad alone."""
     return isinstance(jnp.zeros(()), Tracer)

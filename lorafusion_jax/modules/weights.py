@@ -6,6 +6,7 @@ K in · N out · R padded rank · r an adapter's rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,32 @@ from safetensors.numpy import load_file, save
 from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
-from lorafusion_jax.modules.adapted import LoRAPlan, own_class
+from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
+from lorafusion_jax.modules.merging import merged_weight
+from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import walk
+
+BASE = "lora_base"  # where a layer with a merged adapter keeps its own weight
+
+
+class LoRABase(nnx.Variable):
+    """The frozen weight of a layer while an adapter is merged into it."""
+
+
+def adapter_names(model: nnx.Module) -> list[str]:
+    """The adapters of a model, in stacking order."""
+    plans = [getattr(layer, "lora_plan", None) for _, layer in walk(model)]
+    return list(dict.fromkeys(spec.name for plan in plans if plan is not None for spec in plan.adapters))
+
+
+def adapter_spec(model: nnx.Module, name: str) -> AdapterSpec:
+    """What an adapter of a model is.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+    """
+    _, plan, index = next(_layers_of(model, name))
+    return plan.adapters[index]
 
 
 def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
@@ -89,34 +114,82 @@ def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
     put_adapter_arrays(model, name, load_file(file))
 
 
-def merge_adapter(model: nnx.Module, name: str) -> nnx.Module:
-    """Adds one adapter to the frozen weights and takes all adapters off, in place: the plain model that it computes.
+def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
+    """Takes all adapters but one off, in place; that one keeps its numbers, at its own rank.
 
-    W + scale · A B, rounded once to the type of W. To keep the adapters, merge a copy, `nnx.clone(model)`.
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
     """
     found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
-    layers = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
-        if number in found:
-            plan, index = found[number]
-            weight = getattr(layer, plan.linear.weight)
-            total = np.asarray(weight[...], np.float64) + _delta(layer, plan, index)
-            weight[...] = jnp.asarray(total.astype(weight.dtype))
-        _strip(layer)
+        if number not in found:
+            _strip(layer)
+            continue
+        plan, index = found[number]
+        spec, stack = plan.adapters[index], len(plan.linear.stack)
+        leaves = {leaf.name: leaf for leaf in adapter_kind(spec.kind).leaves}
+        for key in plan.leaf_names:
+            if key not in leaves:
+                delattr(layer, key)
+                continue
+            own = np.take(np.asarray(getattr(layer, key)[...]), [index], stack)
+            setattr(layer, key, nnx.LoRAParam(jnp.asarray(leaves[key].at_rank(own, spec.rank))))
+        layer.lora_plan = replace(plan, adapters=(spec,), members=(0,), rank=spec.rank)
     return model
 
 
-def _delta(layer: Any, plan: LoRAPlan, index: int) -> np.ndarray:
-    """scale · A B in the axes of the layer's weight."""
-    spec, linear, stack = plan.adapters[index], plan.linear, len(plan.linear.stack)
-    kind = adapter_kind(spec.kind)
-    own = {it: np.take(np.asarray(getattr(layer, it)[...], np.float64), index, stack) for it in kind.names}
-    flat = {it: leaf.reshape(-1, *leaf.shape[stack:]) for it, leaf in own.items()}
-    a, b = (np.asarray(each) for each in kind.low_rank(flat))
-    outside = [axis for axis in range(len(linear.shape)) if axis not in linear.inside]
-    order = [*linear.inside, *outside]
-    delta = (spec.scale * a @ b).reshape(*linear.stack, *(linear.shape[axis] for axis in order))
-    return delta.transpose(*range(stack), *(stack + int(axis) for axis in np.argsort(order)))
+def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Module:
+    """Adds one adapter to the frozen weights, in place: the plain model that it computes.
+
+    W + scale · A B, rounded once to the type of W.
+
+    Args:
+        model: from `apply_lora`.
+        name: of the adapter.
+        keep: keeps all adapters and the original weights, for `unmerge_adapter`; without it both are gone, and to have
+            them still one merges a copy, `nnx.clone(model)`.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is merged already.
+    """
+    if any(hasattr(layer, BASE) for _, layer in walk(model)):
+        raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
+    found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
+    for number, layer in layers.items():
+        weight = getattr(layer, layer.lora_plan.linear.weight)
+        if keep:
+            setattr(layer, BASE, LoRABase(weight[...]))
+        if number in found:
+            plan, index = found[number]
+            spec, stack = plan.adapters[index], len(plan.linear.stack)
+            own = {it: np.take(np.asarray(getattr(layer, it)[...]), index, stack) for it in plan.leaf_names}
+            own = {leaf.name: own[leaf.name] for leaf in adapter_kind(spec.kind).leaves}
+            weight[...] = merged_weight(weight[...], spec, own, plan.linear.inside, stack)
+        if keep:
+            layer.__class__ = own_class(layer)
+        else:
+            _strip(layer)
+    return model
+
+
+def unmerge_adapter(model: nnx.Module) -> nnx.Module:
+    """Takes back `merge_adapter(model, name, keep=True)`, in place: weights and adapters are as before, bit for bit.
+
+    Raises:
+        ConfigError: `lora.not-merged`: no adapter is merged, or it was merged without `keep=True`.
+    """
+    layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, BASE)}
+    if not layers:
+        raise ConfigError(
+            "lora.not-merged", "there is nothing to take back.", fix="merge_adapter(model, name, keep=True) before"
+        )
+    for layer in layers.values():
+        getattr(layer, layer.lora_plan.linear.weight)[...] = getattr(layer, BASE)[...]
+        delattr(layer, BASE)
+        layer.__class__ = adapted_class(type(layer))
+    return model
 
 
 def _strip(layer: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -38,6 +40,16 @@ REDRAW_EVERY_S = 0.2
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
+class LiveView(Protocol):
+    """Something that redraws: `rich.live.Live`, or a notebook's output."""
+
+    def start(self) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Screen:
     """A listener that draws.
 
@@ -45,9 +57,16 @@ class Screen:
         name: of the run.
         console: where to draw; a terminal gets the redrawn block, anything else plain lines.
         line_every_s: least time between two plain lines about progress.
+        live: what redraws the block elsewhere than on a terminal, of a function that makes it.
     """
 
-    def __init__(self, name: str, console: Console | None = None, line_every_s: float = LINE_EVERY_S):
+    def __init__(
+        self,
+        name: str,
+        console: Console | None = None,
+        line_every_s: float = LINE_EVERY_S,
+        live: Callable[[Callable[[], Group]], LiveView] | None = None,
+    ):
         self._name, self._console, self._line_every_s = name, console or Console(), line_every_s
         self._rows: dict[str, Row] = {}
         self._slots, self._slot = 0, 0
@@ -57,7 +76,11 @@ class Screen:
         self._told = ""  # the last line about progress, without the time of day
         self._started = False
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, auto_refresh=False, get_renderable=self.block) if redrawn else None
+        self._live: LiveView | None = None
+        if live is not None:
+            self._live = live(self.block)
+        elif redrawn:
+            self._live = Live(console=self._console, auto_refresh=False, get_renderable=self.block)
         self._drawing, self._end = threading.Lock(), threading.Event()
         self._redrawer = threading.Thread(target=self._redraw, daemon=True)
 

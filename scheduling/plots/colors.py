@@ -21,7 +21,13 @@ def adapter_names(*timelines: Timeline) -> list[str]:
 
 def adapter_colors(*timelines: Timeline) -> dict[str, str]:
     """A colour for each adapter, the same in all timelines; beyond eight, hues by golden angle."""
-    return {name: _color(index) for index, name in enumerate(adapter_names(*timelines))}
+    names = adapter_names(*timelines)
+    return dict(zip(names, palette(len(names)), strict=True))
+
+
+def palette(count: int) -> list[str]:
+    """Colours that are told apart, the same first ones for every count."""
+    return [_color(index) for index in range(count)]
 
 
 def _color(index: int) -> str:

@@ -9,6 +9,8 @@ import pytest
 @pytest.mark.parametrize(
     "name",
     [
+        "api.curves",
+        "api.jobs",
         "modules.apply",
         "modules.context",
         "modules.init",

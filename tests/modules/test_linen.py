@@ -172,3 +172,110 @@ def test_scanned_layers_are_refused_by_name_at_init(x):
     params = Deep().init(jax.random.key(0), x)["params"]
     with pytest.raises(ConfigError, match=r"nn\.scan"):
         LinenLoRA(SPECS, targets="all-linear").init(Deep(), {"params": params}, x)
+
+
+def test_merged_parameters_compute_what_the_adapter_computes(params, x):
+    lora, adapters = make(params, x)
+    with lora.use(only="med"):
+        expected = Net().apply({"params": params, "LoRAParam": adapters}, x)
+    merged = lora.merge(Net(), {"params": params}, adapters, "med", x)
+    np.testing.assert_allclose(Net().apply({"params": merged}, x), expected, rtol=1e-4, atol=1e-4)
+    assert jax.tree.structure(merged) == jax.tree.structure(params)
+    with pytest.raises(ConfigError, match=r"lora\.unknown-adapter"):
+        lora.merge(Net(), {"params": params}, adapters, "mde", x)
+
+
+def test_an_adapter_comes_out_at_its_own_rank(params, x):
+    lora, adapters = make(params, x)
+    arrays = lora.adapter_arrays(adapters, "law")
+    assert arrays["mix.lora_a"].shape == (8, 2)
+    assert arrays["mix.lora_b"].shape == (2, 6)
+    np.testing.assert_array_equal(arrays["up.lora_b"], adapters["up"]["lora_b"][0, :2])
+
+
+class Tied(nn.Module):
+    """Its head is applied to the embedding's weight, as in many published models; one weight has a name of its own."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(7, 8, name="embed")
+        x = Named((8, 8), name="mix")(embed(tokens))
+        return nn.Dense(7, use_bias=False).apply({"params": {"kernel": embed.embedding.T}}, x)
+
+
+class Named(nn.Module):
+    shape: tuple[int, ...]
+    weight_name: str = "mixing"
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param(self.weight_name, nn.initializers.lecun_normal(), self.shape)
+
+
+def test_a_head_applied_to_shared_weights_is_left_out():
+    tokens = jnp.zeros((4, 3), jnp.int32)
+    params = Tied().init(jax.random.key(0), tokens)["params"]
+    lora = LinenLoRA(SPECS, targets="all-linear", modules=[(Named, lambda module: module.weight_name)])
+    adapters = lora.init(Tied(), {"params": params}, tokens)
+    assert list(adapters) == ["mix"]
+    with lora.use(TABLE):
+        y = Tied().apply({"params": params, "LoRAParam": adapters}, tokens)
+    np.testing.assert_allclose(y, Tied().apply({"params": params}, tokens), rtol=1e-6)
+
+
+class Gated(nn.Module):
+    """Two linear modules that share the scope of the module around them, for the sake of old checkpoints."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("gate", "out"):
+            layer = Named((8, 8), weight_name=name)
+            nn.share_scope(self, layer)
+            x = x + nn.tanh(layer(x))
+        return x
+
+
+def test_modules_that_share_a_scope_have_adapters_each(x):
+    params = Gated().init(jax.random.key(0), x)["params"]
+    lora = LinenLoRA(SPECS, targets=["out"], modules=[(Named, lambda module: module.weight_name)])
+    adapters = lora.init(Gated(), {"params": params}, x)
+    assert list(adapters) == ["out"]
+    adapters["out"]["lora_b"] = adapters["out"]["lora_b"].at[0, :2].set(0.5)
+    with lora.use(only="law"):
+        y = Gated().apply({"params": params, "LoRAParam": adapters}, x)
+    a, b = adapters["out"]["lora_a"][0], adapters["out"]["lora_b"][0]
+    merged = params | {"out": params["out"] + 2 * a @ b}
+    np.testing.assert_allclose(y, Gated().apply({"params": merged}, x), rtol=1e-5, atol=1e-5)
+    same = lora.merge(Gated(), {"params": params}, adapters, "law", x)
+    np.testing.assert_allclose(same["out"], merged["out"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(same["gate"], params["gate"])
+
+
+class Jitted(nn.Module):
+    """A model that jits itself, as gemma's do."""
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, name="up")(x)
+
+
+def test_a_model_that_jits_itself_never_keeps_another_table(x):
+    params = Jitted().init(jax.random.key(0), x)["params"]
+    lora = LinenLoRA(SPECS, targets="all-linear")
+    adapters = lora.init(Jitted(), {"params": params}, x)
+    adapters["up"]["lora_b"] = adapters["up"]["lora_b"].at[0, :2].set(0.5)
+
+    def outputs(adapters, table):
+        with lora.use(table):
+            return Jitted().apply({"params": params, "LoRAParam": adapters}, x)
+
+    first, law = (jax.jit(outputs)(adapters, jnp.full(4, number)) for number in (1, 0))
+    np.testing.assert_allclose(first, Jitted().apply({"params": params}, x), rtol=1e-5, atol=1e-6)
+    assert np.abs(law - first).max() > 0.1
+    grads = jax.jit(jax.grad(lambda adapters: outputs(adapters, TABLE).sum()))(adapters)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    merged = lora.merge(Jitted(), {"params": params}, adapters, "law", x)
+    np.testing.assert_allclose(Jitted().apply({"params": merged}, x), law, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RunError, match=r"lora\.context-outside-jit"):
+        outputs(adapters, TABLE)

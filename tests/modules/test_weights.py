@@ -16,6 +16,7 @@ from lorafusion_jax.modules import (
     merge_adapter,
     put_adapter_arrays,
     save_adapter,
+    unmerge_adapter,
     use_adapters,
 )
 
@@ -111,3 +112,20 @@ def test_what_does_not_fit_changes_nothing(model, x, tmp_path):
     with pytest.raises(ConfigError, match=r"one of \[law, med\]"):
         merge_adapter(model, "lay")
     assert jnp.isfinite(model.layers.kernel[...]).all()
+
+
+def test_a_merge_that_keeps_is_taken_back_bit_for_bit(model, x):
+    before = {name: outputs(model, x, name) for name in ("law", "med")}
+    weights = nnx.to_pure_dict(nnx.state(model))
+    merged = nnx.jit(lambda model, x: model(x))(merge_adapter(model, "law", keep=True), x)
+    np.testing.assert_allclose(merged, before["law"], rtol=1e-4, atol=1e-4)
+    assert {row.kind for row in lora_report(model).adapted} == {"Linear", "LinearGeneral"}
+    assert adapter_arrays(model, "med")  # the adapters are still there to be saved
+    with pytest.raises(ConfigError, match=r"lora\.merged"):
+        merge_adapter(model, "med")
+    again = nnx.to_pure_dict(nnx.state(unmerge_adapter(model)))
+    assert jax.tree.structure(again) == jax.tree.structure(weights)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(weights), strict=True))
+    np.testing.assert_array_equal(outputs(model, x, "med"), before["med"])
+    with pytest.raises(ConfigError, match=r"lora\.not-merged"):
+        unmerge_adapter(model)

@@ -1,0 +1,427 @@
+"""What does LoRA cost in a user's own NNX model? A decoder of a billion parameters under plain `nnx.jit`.
+
+    python -m benchmarks.flax_model --out $OUT/flax_model                  # one GPU, 100 s
+    python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
+    JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --out /tmp/x
+
+One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where
+it is installed, by qwix; with ours for one and four adapters. Two GPUs: frozen and ours with four adapters, on a mesh
+of two data and of two tensor devices, and the collectives of each compiled program. First the results are compared
+with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.conditions import conditions
+from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, use_adapters
+from pallas_kernels import compiler_options
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+COLUMN, ROW = P(None, "tensor"), P("tensor", None)  # of a kernel [in, out]
+TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS}
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
+VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
+ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
+RESERVE = 0.75  # of the time; no variant is compiled after that
+AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Dimensions of the model and of a batch."""
+
+    vocabulary: int = 16_384
+    width: int = 4096
+    hidden: int = 14_336
+    layers: int = 4
+    heads: int = 32
+    kv_heads: int = 8
+    examples: int = 4
+    positions: int = 2048
+    rank: int = 16
+    dtype: Any = jnp.bfloat16
+
+
+SMALL = Size(vocabulary=64, width=64, hidden=96, heads=4, kv_heads=2, layers=2, positions=16, rank=4, dtype=jnp.float32)
+
+
+class Probe(nnx.Variable):
+    """Trained where nothing else is, so that gradients flow through every layer."""
+
+
+class Layer(nnx.Module):
+    def __init__(self, size: Size, rngs: nnx.Rngs):
+        head = size.width // size.heads
+        sizes = {
+            "q": (size.width, size.width),
+            "k": (size.width, size.kv_heads * head),
+            "v": (size.width, size.kv_heads * head),
+            "o": (size.width, size.width),
+            "gate": (size.width, size.hidden),
+            "up": (size.width, size.hidden),
+            "down": (size.hidden, size.width),
+        }
+        kind = {"use_bias": False, "dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
+        for name, (inner, outer) in sizes.items():
+            setattr(self, name, nnx.Linear(inner, outer, **kind))
+        self.norm1, self.norm2 = (
+            nnx.RMSNorm(size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs) for _ in range(2)
+        )
+        self.head = head
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.norm1(x)
+        q, k, v = (heads(layer(y), self.head) for layer in (self.q, self.k, self.v))
+        kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True, implementation=kind)
+        x = x + self.o(mixed.reshape(x.shape))
+        y = self.norm2(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nnx.Module):
+    def __init__(self, size: Size, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(size.vocabulary, size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(size, rngs) for _ in range(size.layers)])
+        self.norm = nnx.RMSNorm(size.width, dtype=size.dtype, param_dtype=size.dtype, rngs=rngs)
+        kind = {"use_bias": False, "dtype": size.dtype, "param_dtype": size.dtype, "rngs": rngs}
+        self.lm_head = nnx.Linear(size.width, size.vocabulary, **kind)
+        self.probe = Probe(jnp.zeros(size.width, jnp.float32))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.probe[...].astype(self.embed.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def heads(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, size)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = (each[:, None].astype(x.dtype) for each in (jnp.cos(angle), jnp.sin(angle)))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+@dataclass(kw_only=True)
+class Variant:
+    """A model with its adapters, its compiled step and what was measured."""
+
+    name: str
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    step: Callable[..., Any]
+    seconds: list[float] = field(default_factory=list)
+
+
+type Made = tuple[Variant, tuple, Any]  # a variant, the step's other arguments, its lowered step
+type Ready = tuple[Variant, Any, tuple]  # a variant, its compiled step, the step's other arguments
+
+
+def specs_of(count: int, size: Size, dropout: float = 0.0) -> list[AdapterSpec]:
+    return [
+        AdapterSpec(name=f"a{index}", rank=size.rank, alpha=2 * size.rank, dropout=dropout, seed=index)
+        for index in range(count)
+    ]
+
+
+def make_step(specs: list[AdapterSpec] | None, wrt: type) -> Callable[..., Any]:
+    """The training step that a user writes."""
+    meshed = not jax.sharding.get_abstract_mesh().empty
+
+    def step(model, optimizer, tokens, table, number):
+        def loss(model):
+            if specs is None:
+                logits = model(tokens)
+            else:
+                with use_adapters(specs, table, step=number):
+                    logits = model(tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
+            ).mean()
+
+        value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model)
+        optimizer.update(model, grads)
+        if meshed:  # or XLA splits what it returns as it likes, and the next call has other arguments
+            for holder, what in ((model, wrt), (optimizer, nnx.OptState)):
+                nnx.update(holder, jax.lax.with_sharding_constraint(nnx.state(holder, what), P()))
+        return value
+
+    return step
+
+
+def with_nnx_lora(model: nnx.Module, size: Size) -> nnx.Module:
+    """Every projection inside Flax's own `nnx.LoRA`."""
+    rngs = nnx.Rngs(7)
+    for layer in model.layers:
+        for name in PROJECTIONS:
+            linear = getattr(layer, name)
+            sizes = (linear.in_features, size.rank, linear.out_features)
+            setattr(layer, name, nnx.LoRA(*sizes, base_module=linear, dtype=size.dtype, rngs=rngs))
+    return model
+
+
+def with_qwix(model: nnx.Module, size: Size, tokens: jax.Array) -> nnx.Module:
+    import qwix  # where it is installed
+
+    provider = qwix.LoraProvider(module_path=rf".*/({'|'.join(PROJECTIONS)})", rank=size.rank, alpha=2.0 * size.rank)
+    return qwix.apply_lora_to_model(model, provider, tokens, rngs=nnx.Rngs(7))
+
+
+def make_variant(name: str, base: nnx.Module, size: Size, tokens: jax.Array) -> Variant:
+    model, specs = nnx.clone(base), None
+    if name == "nnx.LoRA":
+        model = with_nnx_lora(model, size)
+    elif name == "qwix":
+        model = with_qwix(model, size, tokens)
+    elif name != "frozen":
+        specs = specs_of(int(name.split()[1]), size, dropout=0.1 if "dropout" in name else 0.0)
+        model = apply_lora(model, specs, targets=PROJECTIONS)
+    wrt = Probe if name == "frozen" else nnx.LoRAParam
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=wrt)
+    return Variant(name=name, model=model, optimizer=optimizer, step=make_step(specs, wrt))
+
+
+def batch(size: Size, adapters: int) -> tuple[jax.Array, jax.Array]:
+    """(tokens, adapter of each example)"""
+    drawn = np.random.default_rng(0).integers(0, size.vocabulary, (size.examples, size.positions), dtype=np.int32)
+    return jnp.asarray(drawn), jnp.asarray(np.arange(size.examples) % adapters, jnp.int32)
+
+
+def options() -> dict | None:
+    return compiler_options() if jax.default_backend() == "gpu" else None
+
+
+class Rows:
+    """Writes every row as soon as it is known."""
+
+    def __init__(self, folder: Path, limit_s: float):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file, self._conditions = folder / "rows.jsonl", conditions()
+        self._start, self._limit_s = time.monotonic(), limit_s
+
+    def add(self, **row: Any) -> None:
+        row |= {"at_s": round(time.monotonic() - self._start, 1)}
+        print(json.dumps(row), flush=True)
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row | self._conditions) + "\n")
+
+    def attempt(self, case: str, work: Callable[[], Any], *, compiles: bool = False) -> Any:
+        """Runs a case; what goes wrong is a row, and the others go on."""
+        if compiles and time.monotonic() - self._start > RESERVE * self._limit_s:
+            self.add(case=case, skipped="no time left")
+            return None
+        try:
+            return work()
+        except Exception as problem:
+            self.add(case=case, error=f"{type(problem).__name__}: {problem}"[:600])
+            return None
+
+
+def check(rows: Rows, size: Size) -> None:
+    """Loss and gradients of ours with one adapter against `nnx.LoRA` with the same A and B, on two layers."""
+    small = replace(size, layers=2, examples=2, positions=min(size.positions, 256))
+    tokens, table = batch(small, 1)
+    base = Model(small, nnx.Rngs(0))
+    ours = apply_lora(nnx.clone(base), specs_of(1, small), targets=PROJECTIONS)
+    theirs = with_nnx_lora(nnx.clone(base), small)
+    key = jax.random.key(3)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        for name in PROJECTIONS:
+            layer, lora = getattr(mine, name), getattr(other, name)
+            key, one = jax.random.split(key)
+            lora.lora_a[...] = layer.lora_a[...][0]
+            lora.lora_b[...] = 0.02 * jax.random.normal(one, lora.lora_b.shape)
+            layer.lora_b[...] = lora.lora_b[...][None] / 2  # ours has the scale alpha / rank = 2
+
+    def gradients(model, specs):
+        def loss(model):
+            if specs is None:
+                logits = model(tokens)
+            else:
+                with use_adapters(specs, table, train=False):
+                    logits = model(tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens).mean()
+
+        value, grads = nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
+        return float(value), [
+            np.asarray(grads["layers"][number][name]["lora_a"][...], np.float64).reshape(-1, small.rank)
+            for number in range(small.layers)
+            for name in PROJECTIONS
+        ]
+
+    (loss, mine), (expected, other) = gradients(ours, specs_of(1, small)), gradients(theirs, None)
+    worst = max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(mine, other, strict=True))
+    rows.add(case="check", loss=loss, nnx_lora_loss=expected, worst_relative=float(worst), agrees=bool(worst < AGREE))
+
+
+def measure(rows: Rows, variants: list[Ready], tokens: int, **facts: Any) -> None:
+    """Times compiled steps in turn; each turn begins with a step that does not count."""
+    for number in range(ROUNDS):
+        for variant, compiled, arguments in random.Random(number).sample(variants, len(variants)):
+            jax.block_until_ready(compiled(variant.model, variant.optimizer, *arguments))
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                value = compiled(variant.model, variant.optimizer, *arguments)
+            jax.block_until_ready(value)
+            variant.seconds.append((time.perf_counter() - start) / STEPS)
+    medians = {variant.name: statistics.median(variant.seconds) for variant, _, _ in variants}
+    for variant, _, _ in variants:
+        rows.add(
+            case="step",
+            variant=variant.name,
+            **facts,
+            step_ms=round(1000 * medians[variant.name], 3),
+            spread_ms=[round(1000 * each, 3) for each in sorted(variant.seconds)],
+            tokens_per_s=round(tokens / medians[variant.name]),
+            over_frozen=round(medians[variant.name] / medians["frozen"], 4) if "frozen" in medians else None,
+        )
+
+
+def compile_all(rows: Rows, cases: dict[str, Callable[[], Made]]) -> dict[str, Ready]:
+    """Lowers one case after another; XLA compiles them side by side meanwhile. Each runs once."""
+    begun, ready = [], {}
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        for name, make in cases.items():
+
+            def lower(name=name, make=make):
+                start = time.perf_counter()
+                variant, arguments, lowered = make()
+                rows.add(case="lowered", variant=name, seconds=round(time.perf_counter() - start, 1))
+                return name, variant, arguments, pool.submit(lowered.compile, options())
+
+            if (made := rows.attempt(f"lower {name}", lower, compiles=True)) is not None:
+                begun.append(made)
+        for name, variant, arguments, future in begun:
+
+            def finish(name=name, variant=variant, arguments=arguments, future=future):
+                compiled = future.result()
+                loss = float(compiled(variant.model, variant.optimizer, *arguments))
+                rows.add(case="compiled", variant=name, loss=loss, collectives=collectives(compiled.as_text()))
+                return variant, compiled, arguments
+
+            if (made := rows.attempt(f"compile {name}", finish)) is not None:
+                ready[name] = made
+    return ready
+
+
+def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
+    tokens, table = batch(size, 4)
+    base = Model(size, nnx.Rngs(0))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(base, nnx.Param)))
+
+    def make(name: str) -> Made:
+        variant = make_variant(name, base, size, tokens)
+        if name.startswith("ours"):
+            rows.add(case="model", variant=name, parameters=parameters, adapters=lora_report(variant.model).parameters)
+        arguments = (tokens, table if "4" in name else jnp.zeros_like(table), jnp.uint32(1))
+        return variant, arguments, nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
+
+    ready = compile_all(rows, {name: partial(make, name) for name in names})
+    measure(rows, list(ready.values()), tokens.size, parameters=parameters)
+
+
+def two_gpus(rows: Rows, size: Size) -> None:
+    cases = [(axis, name) for axis in ("data", "tensor") for name in ("frozen", "ours 4")]
+    ready = compile_all(rows, {f"{axis} {name}": partial(make_meshed, size, axis, name) for axis, name in cases})
+    for axis in ("data", "tensor"):
+        variants = [made for name, made in ready.items() if name.startswith(axis)]
+        rows.attempt(f"time {axis}", partial(measure, rows, variants, size.examples * size.positions, mesh=axis))
+
+
+def make_meshed(size: Size, axis: str, name: str) -> Made:
+    sizes = (2, 1) if axis == "data" else (1, 2)
+    mesh = jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    tokens, table = batch(size, 4)
+    with jax.set_mesh(mesh):
+        variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
+        place(variant, mesh)
+        arguments = (
+            jax.device_put(tokens, NamedSharding(mesh, P("data"))),
+            jax.device_put(table, NamedSharding(mesh, P("data"))),
+            jax.device_put(jnp.uint32(1), NamedSharding(mesh, P())),
+        )
+        return variant, arguments, nnx.jit(variant.step).lower(variant.model, variant.optimizer, *arguments)
+
+
+def place(variant: Variant, mesh: jax.sharding.Mesh) -> None:
+    """Kernels over the tensor axis, everything else on every device."""
+    for holder in (variant.model, variant.optimizer):
+        state = nnx.state(holder)
+        flat = nnx.to_flat_state(state)
+        placed = [
+            (path, leaf.replace(jax.device_put(leaf[...], NamedSharding(mesh, spec_of(path))))) for path, leaf in flat
+        ]
+        nnx.update(holder, nnx.from_flat_state(placed))
+
+
+def spec_of(path: tuple) -> P:
+    return TENSOR.get(path[-2], P()) if len(path) > 1 and path[-1] == "kernel" and "opt_state" not in path else P()
+
+
+def collectives(text: str) -> dict[str, dict[str, Any]]:
+    """Of each kind of collective in a compiled program: how many there are, bytes and shapes of their results."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in text.splitlines():
+        if (match := COLLECTIVE.search(line)) is None or " = " not in line[: match.start()]:
+            continue
+        kind = found.setdefault(match[1], {"count": 0, "bytes": 0, "shapes": Counter()})
+        kind["count"] += 1
+        for dtype, dims in SHAPE.findall(line[: match.start()].split(" = ", 1)[1]):
+            kind["shapes"][f"{dtype}[{dims}]"] += 1
+            kind["bytes"] += _bytes(dtype) * int(np.prod([int(number) for number in dims.split(",") if number]))
+    return found
+
+
+def _bytes(dtype: str) -> int:
+    return max(int(re.sub(r"\D", "", dtype) or 8) // 8, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", action="store_true", help="two devices")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="of one GPU")
+    parser.add_argument("--layers", type=int, help="fewer compile sooner")
+    parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
+    parser.add_argument("--seconds", type=float, default=100, help="no variant is compiled after three quarters of it")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows, size = Rows(args.out, args.seconds), SMALL if args.small else Size()
+    size = replace(size, layers=args.layers or size.layers)
+    if not args.no_check:
+        rows.attempt("check", lambda: check(rows, size))
+    rows.attempt("steps", lambda: two_gpus(rows, size) if args.mesh else one_gpu(rows, size, args.variants))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""`plan`: what `lorafusion plan` computes, as an object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lorafusion_jax.api.jobs import Job, job_of
+from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.api.timelines import TimelineView
+from lorafusion_jax.cli.common import checked_data, layer_problems, warn
+from lorafusion_jax.cli.plan import Planned, make_planned, show_plan
+from lorafusion_jax.errors import CheckpointError, raise_all
+from lorafusion_jax.files import replace_text
+from scheduling import Plan, plan_statistics, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class JobPlan(Shown):
+    """A plan and everything that is predicted of it; prints as `lorafusion plan` does.
+
+    Args:
+        planned: the plan, its costs and the numbers of the screen.
+    """
+
+    planned: Planned
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself: what runs in which slot."""
+        return self.planned.plan
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the screen shows, as plain numbers: those of `lorafusion plan --json`."""
+        return self.planned.numbers
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What one should know of the data and of the prediction."""
+        return self.planned.notes
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the plan for `train(job, plan=…)` and `lorafusion train --plan`."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, self.plan.to_json())
+        return path
+
+    def timeline(self) -> TimelineView:
+        """The predicted timeline of every stage.
+
+        Raises:
+            CheckpointError: `plan.no-costs`: the base model is of no known kind, so there are no times.
+        """
+        costs = self.planned.costs
+        if costs is None:
+            raise CheckpointError("plan.no-costs", "this plan has no predicted times.", why=" ".join(self.notes[:1]))
+        return TimelineView(timeline=simulate(self.plan, costs), note=plan_statistics(self.plan, costs).hint)
+
+    def _show(self, console: Console) -> None:
+        show_plan(console, self.planned.config, self.numbers)
+        warn(console, list(self.notes))
+
+
+def plan(
+    job: Job | str | Path | Mapping[str, Any],
+    *,
+    compare: bool = False,
+    device: str | None = None,
+    device_memory: float | None = None,
+    cost_model: str | Path | None = None,
+) -> JobPlan:
+    """Plans a job: reads its data, decides what runs when, predicts times and memory. Touches no device.
+
+    Args:
+        job: from `load_job`, or what `load_job` takes.
+        compare: also plans the adapters one after another.
+        device: whose rates and memory count, "h200", "h100" or "cpu"; what this machine has when absent.
+        device_memory: GiB of each device, if not the usual.
+        cost_model: measured costs, from `lorafusion profile`.
+
+    Raises:
+        LoraFusionError: what `lorafusion plan` tells: of settings, data, base model.
+    """
+    config = job_of(job).config
+    raise_all(layer_problems(config)[1])
+    config, prepared = checked_data(config, [])
+    costs = None if cost_model is None else Path(cost_model)
+    return JobPlan(
+        planned=make_planned(
+            config, prepared, device=device, device_memory=device_memory, cost_model=costs, compare=compare
+        )
+    )

@@ -1,0 +1,194 @@
+"""`train`, `resume` and `open_run`: a run as an object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lorafusion_jax.api.curves import Curve, draw_curves
+from lorafusion_jax.api.jobs import Job, job_of
+from lorafusion_jax.api.plans import JobPlan
+from lorafusion_jax.api.progress import in_notebook, notebook_screen
+from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.api.timelines import TimelineView
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.common import out as terminal
+from lorafusion_jax.cli.common import prepare_machine
+from lorafusion_jax.cli.status import run_numbers, status_screen
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.events import Listener
+from lorafusion_jax.report.measured import read_timeline
+from scheduling import Plan
+
+type Progress = bool | Listener
+type Work = Callable[[Sequence[Listener]], Any]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(Shown):
+    """A run folder; prints as `lorafusion status` does, in a notebook with its loss curves. It reads the folder anew
+    whenever it is asked, so it also shows a run that another process trains.
+
+    Args:
+        folder: of the run.
+    """
+
+    folder: Path
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the screen shows, as plain numbers: those of `lorafusion status --json`."""
+        return run_numbers(self.folder)
+
+    @property
+    def adapters(self) -> dict[str, dict[str, Any]]:
+        """Status, steps and losses of each adapter."""
+        return self.numbers["adapters"]
+
+    @property
+    def losses(self) -> dict[str, Curve]:
+        """Training and held-out losses of each adapter."""
+        found: dict[str, dict[str, list]] = {
+            job.name: {name: [] for name in Curve.__slots__} for job in RunFolder(self.folder).read_plan().jobs
+        }
+        keys = {"step": ("steps", "loss", "loss"), "eval": ("eval_steps", "eval_loss", "eval_loss")}
+        for row in read_rows(self.folder / "metrics.jsonl"):
+            if row["kind"] not in keys or row["adapter"] not in found:
+                continue
+            steps, losses, key = keys[row["kind"]]
+            if row.get(key) is not None:
+                found[row["adapter"]][steps].append(row["step"])
+                found[row["adapter"]][losses].append(row[key])
+        return {name: Curve(**{key: tuple(values) for key, values in own.items()}) for name, own in found.items()}
+
+    def adapter(self, name: str) -> Path:
+        """The newest PEFT folder of an adapter.
+
+        Raises:
+            ConfigError: `export.unknown-adapter`: there is none.
+        """
+        newest = RunFolder(self.folder).latest(name)
+        if newest is None:
+            raise ConfigError(
+                "export.unknown-adapter",
+                f"{self.folder} holds no trained adapter '{name}'.",
+                fix=f"one of: {', '.join(self.adapters)}",
+            )
+        return newest
+
+    def timeline(self) -> TimelineView:
+        """What every device did in the last sitting.
+
+        Raises:
+            CheckpointError: `run.no-timeline`: no sitting has ended yet.
+        """
+        return TimelineView(timeline=read_timeline(self.folder))
+
+    def _show(self, console: Console) -> None:
+        console.print(status_screen(self.numbers))
+
+    def _drawings(self) -> str:
+        return draw_curves(self.losses)
+
+
+def train(
+    job: Job | str | Path | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    plan: JobPlan | Plan | None = None,
+    progress: Progress = True,
+    verify_base: bool = False,
+) -> Run:
+    """Trains all adapters of a job, as `lorafusion train` does.
+
+    Args:
+        job: from `load_job`, or what `load_job` takes.
+        out: run folder, new; `runs/NAME` of the job when absent.
+        plan: executed exactly; made here when absent.
+        progress: True shows the live view, on a terminal or in a notebook; False shows nothing; a function is called
+            with every event of `lorafusion_jax.report.events`.
+        verify_base: notes a digest of every byte of the base model, also of a large one.
+
+    Returns:
+        The run. An adapter that failed is no exception: `run.adapters[name]["status"]` says so.
+
+    Raises:
+        LoraFusionError: what `lorafusion train` tells.
+        Interrupted: Ctrl-C or the notebook's stop; the state is saved, `resume` goes on.
+    """
+    from lorafusion_jax.training import train as run
+
+    read = job_of(job)
+    folder = Path(out) if out is not None else Path("runs") / read.name
+    chosen = plan.plan if isinstance(plan, JobPlan) else plan
+
+    def work(listeners: Sequence[Listener]) -> Any:
+        return run(read.config, folder, plan=chosen, listeners=listeners, verify_base=verify_base)
+
+    return _watched(folder, read.config, work, progress)
+
+
+def resume(
+    run: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    progress: Progress = True,
+    verify_base: bool = False,
+) -> Run:
+    """Continues a run from its newest checkpoint, as `lorafusion resume` does: bitwise as if it had never stopped.
+
+    Args:
+        run: run, or run folder.
+        overrides: where it goes on, `["mesh.stages=1", "mesh.data=2"]`.
+        drop: adapters to leave out of what is left.
+        progress: see `train`.
+        verify_base: compares every byte of the base model, also of a large one.
+
+    Raises:
+        LoraFusionError: what `lorafusion resume` tells.
+    """
+    from lorafusion_jax.training import resume as go_on
+    from lorafusion_jax.training.relayout import apply_resume_overrides
+
+    folder = run.folder if isinstance(run, Run) else Path(run)
+    config = apply_resume_overrides(RunFolder(folder).read_config(), overrides)
+
+    def work(listeners: Sequence[Listener]) -> Any:
+        return go_on(folder, overrides, drop=drop, listeners=listeners, verify_base=verify_base)
+
+    return _watched(folder, config, work, progress)
+
+
+def open_run(folder: str | Path) -> Run:
+    """A run that is there, finished or not.
+
+    Raises:
+        CheckpointError: the folder holds no run.
+    """
+    RunFolder(Path(folder)).read_record()
+    return Run(Path(folder))
+
+
+def _watched(folder: Path, config: JobConfig, work: Work, progress: Progress) -> Run:
+    from lorafusion_jax.cli.running import watch
+    from lorafusion_jax.report.trackers import trackers
+    from lorafusion_jax.training import Interrupted
+
+    prepare_machine()
+    try:
+        if progress is True:
+            watch(terminal(), folder, config, work, **({"view": notebook_screen} if in_notebook() else {}))
+        else:
+            with trackers(config.report, folder) as others:
+                work([*others, *([progress] if callable(progress) else [])])
+    except Interrupted as problem:
+        problem.add_note(f'the state is saved; go on with lorafusion_jax.resume("{folder}")')
+        raise
+    return Run(folder)

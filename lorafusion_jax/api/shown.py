@@ -1,0 +1,60 @@
+"""Objects that print as the command line does, and show the same in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from io import StringIO
+
+from rich.console import Console
+
+WIDTH = 110  # of what is shown where there is no terminal
+PRE = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;'
+    "font-family:Menlo,'DejaVu Sans Mono',consolas,monospace\">{code}</pre>"
+)
+
+
+class Shown:
+    """Something with a screen. `str()` gives it as text, a notebook as HTML, followed by its drawings."""
+
+    __slots__ = ()
+
+    def _show(self, console: Console) -> None:
+        raise NotImplementedError
+
+    def _drawings(self) -> str:
+        """HTML that follows the screen in a notebook."""
+        return ""
+
+    def __str__(self) -> str:
+        return as_text(self._show)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return as_html(self._show) + self._drawings()
+
+
+def as_text(show: Callable[[Console], None]) -> str:
+    """What `show` prints, without colours."""
+    text = StringIO()
+    show(Console(file=text, width=WIDTH, force_jupyter=False, force_terminal=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
+
+
+def as_html(show: Callable[[Console], None]) -> str:
+    """What `show` prints, with its colours."""
+    console = recording_console()
+    show(console)
+    return console.export_html(code_format=PRE, inline_styles=True)
+
+
+def recording_console() -> Console:
+    """A console that nobody sees, whose record becomes HTML."""
+    return Console(file=StringIO(), record=True, width=WIDTH, force_jupyter=False, force_terminal=True)
+
+
+def framed(page: str, height: int) -> str:
+    """A whole page inside a notebook's output."""
+    return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" style="border:0"></iframe>'

@@ -1,0 +1,213 @@
+"""Adapters of a caller's own NNX model as PEFT folders and orbax checkpoints.
+
+K in · N out · r an adapter's rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save
+
+from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.checkpoint.new_folder import new_folder
+from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
+from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE, config_of, read_config, spec_of
+from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, put_adapter_arrays
+
+type Keys = Mapping[str, str] | Callable[[str], str] | None
+PREFIX = "base_model.model."  # of PEFT's names
+
+
+def hf_key(path: str) -> str:
+    """The Hugging Face name of a layer, where its path has a number and a projection's usual name; else its path.
+
+    >>> hf_key("layers.3.attn.q_proj"), hf_key("blocks.up_proj.2"), hf_key("encoder.dense")
+    ('model.layers.3.self_attn.q_proj', 'model.layers.2.mlp.up_proj', 'encoder.dense')
+    """
+    parts = path.split(".")
+    numbers, names = [part for part in parts if part.isdigit()], [part for part in parts if part in LAYER.targets]
+    if len(numbers) != 1 or len(names) != 1:
+        return path
+    return f"model.layers.{numbers[0]}.{LAYER.linear(names[0]).path}"
+
+
+def save_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = None, base_name: str = "") -> Path:
+    """Writes one adapter of a model from `apply_lora` as a PEFT folder.
+
+    Args:
+        model: any NNX model.
+        name: of the adapter.
+        folder: new or empty.
+        keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function; `hf_key` when
+            absent. A layer of a stack has its number at the end of its path.
+        base_name: name or path of the PyTorch base model, for adapter_config.json.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`; `peft.keys`, two layers get one name, or a layer none.
+        CheckpointError: `export.exists`, `export.not-finite`.
+    """
+    arrays, spec = _low_rank(model, name), adapter_spec(model, name)
+    check_finite(arrays, spec)
+    names = _names(list(arrays), keys)
+    tensors = {
+        f"{PREFIX}{names[path]}.lora_{part}.weight": np.ascontiguousarray(array.T)
+        for path, pair in arrays.items()
+        for part, array in zip("AB", pair, strict=True)
+    }
+    targets = tuple(dict.fromkeys(key.rsplit(".", 1)[-1] for key in names.values()))
+    described = config_of(dataclasses.replace(spec, targets=targets), base_name)
+    with new_folder(folder) as draft:
+        (draft / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        (draft / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+    return Path(folder)
+
+
+def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = None) -> None:
+    """Puts a PEFT folder into a model, in place of one adapter of plain LoRA; the others are not touched.
+
+    Args:
+        model: from `apply_lora`, whose adapter has the rank and the scale of the folder and targets the same layers.
+        name: of the adapter.
+        folder: with adapter_config.json and adapter_model.safetensors.
+        keys: as in `save_peft`.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`, `peft.keys`.
+        CheckpointError: those of reading, and `lora.misfit`: rank, scale, layers or shapes are others. Nothing is
+            changed.
+    """
+    folder, spec = Path(folder), adapter_spec(model, name)
+    if spec.kind != "lora":
+        raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not tell.")
+    check_digests(folder)
+    tensors = read_tensors(folder)
+    names = _names(list(_low_rank(model, name)), keys)
+    present = tuple(dict.fromkeys(key.rsplit(".", 3)[-3] for key in tensors if key.count(".") >= 3))
+    found = spec_of(read_config(folder), present, name, str(folder / CONFIG_FILE), known=present)
+    wanted = {f"{PREFIX}{key}.lora_{part}.weight": (path, part) for path, key in names.items() for part in "AB"}
+    problems = [
+        f"{what} is {theirs:g} there and {ours:g} here"
+        for what, theirs, ours in (("rank", found.rank, spec.rank), ("scale", found.scale, spec.scale))
+        if theirs != ours
+    ]
+    problems += [f"missing: {key}" for key in wanted if key not in tensors]
+    problems += [f"extra: {key}" for key in tensors if key not in wanted]
+    if problems:
+        raise CheckpointError(
+            "lora.misfit",
+            f"this folder does not hold adapter '{name}' of this model: {'; '.join(problems[:4])}.",
+            where=str(folder),
+            fix="keys= says how the layers are called there; rank, alpha and targets as in adapter_config.json",
+        )
+    pairs = {wanted[key]: np.asarray(tensor, np.float32).T for key, tensor in tensors.items()}
+    put_adapter_arrays(model, name, _stacked(model, name, pairs))
+
+
+def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> Path:
+    """Writes adapters with orbax, each at its own rank: some by name, or all.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+        CheckpointError: `export.exists`.
+    """
+    import orbax.checkpoint as ocp
+
+    names = adapter_names(model) if adapters is None else adapters
+    folder = Path(folder).absolute()
+    if folder.exists():
+        raise CheckpointError("export.exists", f"{folder} exists already.", fix="choose another folder")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, {name: adapter_arrays(model, name) for name in names})
+    return folder
+
+
+def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> None:
+    """Puts adapters that `save_checkpoint` wrote into a model: some by name, or all that the model has.
+
+    Raises:
+        ConfigError: `lora.unknown-adapter`.
+        CheckpointError: `lora.no-file`, `lora.misfit`.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = Path(folder).absolute()
+    if not folder.is_dir():
+        raise CheckpointError("lora.no-file", "there is no checkpoint of adapters.", where=str(folder))
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved: dict[str, Any] = checkpointer.restore(folder)
+    names = adapter_names(model) if adapters is None else adapters
+    if missing := [name for name in names if name not in saved]:
+        raise CheckpointError(
+            "lora.misfit",
+            f"the checkpoint has no adapter {', '.join(missing)}.",
+            where=str(folder),
+            fix=f"adapters=[…] of {', '.join(saved)}",
+        )
+    for name in names:
+        put_adapter_arrays(model, name, saved[name])
+
+
+def _low_rank(model: nnx.Module, name: str) -> Arrays:
+    """Path of each single layer → (A [K, r], B [r, N])."""
+    kind, found = adapter_kind(adapter_spec(model, name).kind), {}
+    for path, leaves in _by_layer(adapter_arrays(model, name)).items():
+        stack = next(iter(leaves.values())).shape[:-2]
+        for number in np.ndindex(stack):
+            own = {leaf: np.asarray(value[number])[None] for leaf, value in leaves.items()}
+            a, b = kind.low_rank(own)
+            found[".".join(map(str, (path, *number)))] = (np.asarray(a)[0], np.asarray(b)[0])
+    return found
+
+
+def _stacked(model: nnx.Module, name: str, pairs: Mapping[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
+    """A and B of single layers as `adapter_arrays` has them."""
+    arrays = {}
+    for path, leaves in _by_layer(adapter_arrays(model, name)).items():
+        for part, leaf in (("A", "lora_a"), ("B", "lora_b")):
+            stack = leaves[leaf].shape[:-2]
+            own = [pairs[".".join(map(str, (path, *number))), part] for number in np.ndindex(stack)]
+            shape = (*stack, *own[0].shape)
+            same = all(one.shape == own[0].shape for one in own)
+            arrays[f"{path}.{leaf}".lstrip(".")] = np.stack(own).reshape(shape) if same else np.zeros(())
+    return arrays
+
+
+def _by_layer(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for key, value in arrays.items():
+        path, _, leaf = key.rpartition(".")
+        found.setdefault(path, {})[leaf] = value
+    return found
+
+
+def _names(paths: Sequence[str], keys: Keys) -> dict[str, str]:
+    """Path of each layer → its name in the PyTorch model."""
+    if keys is None:
+        keys = hf_key
+    if isinstance(keys, Mapping):
+        without = [path for path in paths if path not in keys]
+        names = {path: keys[path] for path in paths if path in keys}
+    else:
+        names, without = {path: keys(path) for path in paths}, []
+    twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
+    if without or twice:
+        what = (
+            f"no name for {', '.join(without[:4])}"
+            if without
+            else f"one name to several layers: {', '.join(twice[:4])}"
+        )
+        raise ConfigError("peft.keys", f"keys= gives {what}.", fix="one name for every adapted layer: see lora_report")
+    return names

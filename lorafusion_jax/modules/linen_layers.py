@@ -1,0 +1,142 @@
+"""Linear layers of a Linen model, met while the model runs: each product with a weight can be another one.
+
+K in · N out
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array
+
+from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.use import traced_anew
+
+type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or what tells it of the module
+type Kinds = Sequence[tuple[type[nn.Module], Weight]]
+# module, x [rows, contracted axes], weight, contracted axes of the weight → [rows, other axes of the weight]
+type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...]], Array]
+KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum, "kernel"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinenLayer:
+    """A linear layer that ran.
+
+    Args:
+        scope: of its parameters in their tree.
+        path: of its adapters; the scope, with the weight's name where modules share a scope.
+        weight: name of its weight.
+        shape: of the weight.
+        inside: axes of the weight that the product sums over.
+    """
+
+    scope: tuple[str, ...]
+    path: tuple[str, ...]
+    weight: str
+    shape: tuple[int, ...]
+    inside: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def in_features(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.inside)
+
+    @property
+    def out_features(self) -> int:
+        return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
+
+
+def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[Any], options: dict) -> list[LinenLayer]:
+    """Lists the linear layers that a call of the model runs, in order; nothing is computed.
+
+    Raises:
+        ConfigError: `lora.unsupported-linear`: the weight of a layer is stacked.
+    """
+    found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
+    params = nn.meta.unbox(variables)["params"]
+
+    def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+        path, weight = tuple(module.path), weight_of(module, kinds) or ""
+        layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
+        if jnp.shape(_at(params, path).get(weight)) != w.shape:
+            why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
+            raise unsupported_linear(layer.name, why, fix)
+        found[path, weight] = layer
+        return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
+
+    def run(variables: Any, *args: Any) -> Any:
+        with traced_anew(), intercept(kinds, lambda module: _is_of(params, module), note):
+            return model.apply(variables, *args, mutable=True, **options)
+
+    jax.eval_shape(run, variables, *args)
+    times = Counter(layer.scope for layer in found.values())
+    return [
+        replace(layer, path=(*layer.scope, layer.weight)) if times[layer.scope] > 1 else layer
+        for layer in found.values()
+    ]
+
+
+@contextmanager
+def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multiply) -> Iterator[None]:
+    """Within it, wanted linear modules multiply by `multiply`."""
+    inner = False  # the call of an unbound copy is not to be intercepted again
+
+    def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
+        nonlocal inner
+        module = context.module
+        weight = (
+            None if inner or context.method_name != "__call__" or module.scope is None else weight_of(module, kinds)
+        )
+        if weight is None or not wanted(module):
+            return call(*args, **options)
+        params = dict(module.variables.get("params", {}))
+        if weight not in params:
+            raise unsupported_linear(
+                ".".join(module.path), f"it has no parameter '{weight}' yet", "init the base model first"
+            )
+        w = nn.meta.unbox(params[weight])
+
+        def own_call(w: Array) -> Any:
+            nonlocal inner
+            inner = True
+            try:
+                return module.clone(parent=None).apply({"params": {**params, weight: w}}, *args, **options)
+            finally:
+                inner = False
+
+        def own_product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+            return multiply(module, x, w, inside)
+
+        return exchange_product(own_call, w, own_product, where=".".join(module.path))
+
+    with nn.intercept_methods(interceptor):
+        yield
+
+
+def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
+    """Name of a module's weight; None if it is of no linear kind."""
+    weight = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
+    return weight(module) if callable(weight) else weight
+
+
+def _is_of(params: Any, module: nn.Module) -> bool:
+    """Whether a module's parameters are in the tree; a head that is applied to shared weights has none there."""
+    return bool(_at(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
+
+
+def _at(params: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        params = params.get(part, {})
+    return params

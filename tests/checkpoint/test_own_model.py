@@ -1,0 +1,130 @@
+"""Adapters of a model that is not ours, as PEFT folders and orbax checkpoints."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import lorafusion_jax as lf
+from lorafusion_jax.errors import CheckpointError, ConfigError
+from lorafusion_jax.modules import AdapterSpec, adapter_arrays, apply_lora, only_adapter, put_adapter_arrays
+
+SPECS = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3, seed=5)]
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj = nnx.LinearGeneral(8, (2, 4), rngs=rngs)
+        self.o_proj = nnx.LinearGeneral((2, 4), 8, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.o_proj(self.q_proj(x))
+
+
+class Net(nnx.Module):
+    """Layers in a list with Hugging Face's names, and a stack of layers with names of its own."""
+
+    def __init__(self):
+        self.layers = nnx.List([nnx.Dict(attn=Attention(nnx.Rngs(number))) for number in range(2)])
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Linear(8, 8, rngs=rngs)
+
+        self.mix = make(nnx.Rngs(7))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer["attn"](x)
+        return nnx.scan(lambda x, layer: (x + layer(x), None))(x, self.mix)[0]
+
+
+@pytest.fixture
+def model():
+    model = apply_lora(Net(), SPECS, targets="all-linear")
+    for number, spec in enumerate(SPECS):
+        rng = np.random.default_rng(number)
+        arrays = adapter_arrays(model, spec.name)
+        put_adapter_arrays(model, spec.name, {key: rng.normal(size=value.shape) for key, value in arrays.items()})
+    return model
+
+
+def same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key], err_msg=key)
+
+
+def test_a_peft_folder_has_the_names_and_shapes_that_peft_reads(model, tmp_path):
+    lf.save_peft(model, "med", tmp_path / "med", base_name="org/base")
+    tensors = load_file(tmp_path / "med" / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"
+    arrays = adapter_arrays(model, "med")
+    np.testing.assert_array_equal(tensors[key.format("A")], arrays["layers.1.attn.o_proj.lora_a"].T)
+    np.testing.assert_array_equal(tensors[key.format("B")], arrays["layers.1.attn.o_proj.lora_b"].T)
+    np.testing.assert_array_equal(tensors["base_model.model.mix.2.lora_A.weight"], arrays["mix.lora_a"][2].T)
+    config = json.loads((tmp_path / "med" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 3, "org/base")
+
+
+@pytest.mark.parametrize("keys", [None, lambda path: f"net.{path.replace('.attn.', '.a.')}"])
+def test_what_is_saved_as_peft_comes_back(model, tmp_path, keys):
+    before, other = adapter_arrays(model, "law"), adapter_arrays(model, "med")
+    lf.save_peft(model, "law", tmp_path / "law", keys=keys)
+    put_adapter_arrays(model, "law", {key: 0 * value for key, value in before.items()})
+    lf.load_peft(model, "law", tmp_path / "law", keys=keys)
+    same(adapter_arrays(model, "law"), before)
+    same(adapter_arrays(model, "med"), other)
+
+
+def test_a_folder_that_does_not_fit_changes_nothing(model, tmp_path):
+    before = adapter_arrays(model, "med")
+    lf.save_peft(model, "law", tmp_path / "law")
+    with pytest.raises(CheckpointError, match="rank is 2 there and 3 here"):
+        lf.load_peft(model, "med", tmp_path / "law")
+    with pytest.raises(CheckpointError, match=r"missing: .*net\.layers"):
+        lf.load_peft(model, "law", tmp_path / "law", keys=lambda path: f"net.{path}")
+    with pytest.raises(ConfigError, match="one name to several layers"):
+        lf.save_peft(model, "law", tmp_path / "other", keys=lambda path: "same")
+    with pytest.raises(ConfigError, match=r"no name for layers\.0"):
+        lf.save_peft(model, "law", tmp_path / "other", keys={"mix.0": "mix.0"})
+    same(adapter_arrays(model, "med"), before)
+
+
+def test_orbax_keeps_one_adapter_or_all(model, tmp_path):
+    before = {spec.name: adapter_arrays(model, spec.name) for spec in SPECS}
+    lf.save_checkpoint(model, tmp_path / "all")
+    lf.save_checkpoint(model, tmp_path / "law", ["law"])
+    for name, arrays in before.items():
+        put_adapter_arrays(model, name, {key: 0 * value for key, value in arrays.items()})
+    lf.load_checkpoint(model, tmp_path / "law", ["law"])
+    same(adapter_arrays(model, "law"), before["law"])
+    assert not adapter_arrays(model, "med")["mix.lora_a"].any()
+    lf.load_checkpoint(model, tmp_path / "all")
+    same(adapter_arrays(model, "med"), before["med"])
+    with pytest.raises(CheckpointError, match="has no adapter med"):
+        lf.load_checkpoint(model, tmp_path / "law")
+    with pytest.raises(CheckpointError, match=r"export\.exists"):
+        lf.save_checkpoint(model, tmp_path / "all")
+
+
+def test_one_adapter_is_left_and_computes_what_it_did(model):
+    x = jax.random.normal(jax.random.key(0), (4, 5, 8))
+
+    @nnx.jit
+    def outputs(model, x):
+        with lf.use_adapters(SPECS, only="med"):
+            return model(x)
+
+    before = outputs(model, x)
+    arrays = adapter_arrays(model, "med")
+    only_adapter(model, "med")
+    same(adapter_arrays(model, "med"), arrays)
+    np.testing.assert_allclose(model(x), before, rtol=1e-5, atol=1e-5)
+    assert lf.lora_report(model).parameters.keys() == {"med"}
+    assert jnp.shape(model.mix.lora_a[...]) == (3, 1, 8, 3)

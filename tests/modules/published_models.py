@@ -1,0 +1,168 @@
+"""Small configurations of models that other people wrote and published as packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from lorafusion_jax.modules import register_linear
+
+IDS = jnp.arange(24).reshape(4, 6) % 32
+POSITIONS = jnp.broadcast_to(jnp.arange(6), (4, 6))
+CAUSAL = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), (4, 6, 6))
+IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NNXCase:
+    model: nnx.Module
+    inputs: tuple[Any, ...]  # four examples
+    output: Callable[[Any], jax.Array]
+
+    def call(self, model: nnx.Module) -> jax.Array:
+        return self.output(model(*self.inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinenCase:
+    model: nn.Module
+    options: dict[str, Any]
+    output: Callable[[Any], jax.Array]
+    args: tuple[Any, ...] = ()
+    modules: tuple = ()
+    params: Any = field(default=None)
+
+
+def without_face(package: str) -> None:
+    """Lets a package's modules be imported without what its `__init__` imports: tunix's needs a whole trainer."""
+    if package in sys.modules:
+        return
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    bare = ModuleType(package)
+    bare.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules[package] = bare
+
+
+def tunix(name: str, build: str, **more: Any) -> NNXCase:
+    without_face("tunix")
+    module = pytest.importorskip(f"tunix.models.{name}.model", exc_type=ImportError)
+    register_linear(module.Einsum, weight="w", equation=lambda it: it.einsum_str)
+    sizes = {"num_layers": 1, "vocab_size": 32, "embed_dim": 16, "hidden_dim": 24, "num_heads": 2, "head_dim": 8}
+    config = module.ModelConfig(**sizes, num_kv_heads=1, rope_theta=10_000, norm_eps=1e-6, **more)
+    model = getattr(module, build)(config, rngs=nnx.Rngs(0))
+    for layer in model.layers:  # Llama's MLP begins at zero, which would hide what its adapters do
+        for number, each in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
+            each.kernel[...] = 0.3 * jax.random.normal(jax.random.key(number), each.kernel.shape)
+    return NNXCase(model=model, inputs=(IDS, POSITIONS, None, CAUSAL), output=lambda it: it[0])
+
+
+def qwen3() -> NNXCase:
+    return tunix("qwen3", "Qwen3")
+
+
+def llama3() -> NNXCase:
+    return tunix("llama3", "Llama3", weight_tying=False)
+
+
+def jimm_vit() -> NNXCase:
+    jimm = pytest.importorskip("jimm", exc_type=ImportError)
+    sizes = {"img_size": 8, "patch_size": 4, "num_layers": 1, "num_heads": 2, "mlp_dim": 24, "hidden_size": 16}
+    sharding = pytest.importorskip("jimm.common.sharding").NoSharding
+    model = jimm.VisionTransformer(num_classes=5, dropout_rate=0.0, rngs=nnx.Rngs(0), sharding=sharding, **sizes)
+    return NNXCase(model=model, inputs=(IMAGES,), output=lambda it: it)
+
+
+def hf(path: str) -> ModuleType:
+    return pytest.importorskip(f"transformers.models.{path}", exc_type=ImportError)
+
+
+def bert() -> LinenCase:
+    module = hf("bert.modeling_flax_bert")
+    config = module.BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=8,
+    )
+    args = (IDS, jnp.ones_like(IDS), jnp.zeros_like(IDS), POSITIONS, jnp.ones((1, 2)))
+    return LinenCase(model=module.FlaxBertForMaskedLMModule(config), args=args, options={}, output=lambda it: it.logits)
+
+
+def vit() -> LinenCase:
+    module = hf("vit.modeling_flax_vit")
+    config = module.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+    )
+    model = module.FlaxViTForImageClassificationModule(config)
+    return LinenCase(model=model, args=(IMAGES,), options={}, output=lambda it: it.logits)
+
+
+def gpt2() -> LinenCase:
+    module = hf("gpt2.modeling_flax_gpt2")
+    config = module.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    return LinenCase(
+        model=module.FlaxGPT2LMHeadModule(config),
+        args=(IDS, jnp.ones_like(IDS), POSITIONS),
+        options={},
+        output=lambda it: it.logits,
+        modules=((module.FlaxConv1D, "kernel"),),
+    )
+
+
+def bart() -> LinenCase:
+    module = hf("bart.modeling_flax_bart")
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = module.BartConfig(vocab_size=32, max_position_embeddings=8, **sizes, **heads)
+    ones = jnp.ones_like(IDS)
+    args = (IDS, ones, IDS[:, ::-1], ones, POSITIONS, POSITIONS)
+    model = module.FlaxBartForConditionalGenerationModule(config)
+    return LinenCase(model=model, args=args, options={}, output=lambda it: it.logits)
+
+
+def gemma3() -> LinenCase:
+    transformer = pytest.importorskip("gemma.gm.nn._transformer", exc_type=ImportError)
+    from gemma.gm.nn import _config, _layers, _modules
+
+    kind = _modules.AttentionType
+    small = _config.TransformerConfig(
+        num_embed=32,
+        embed_dim=16,
+        hidden_dim=24,
+        num_heads=2,
+        head_dim=8,
+        num_kv_heads=1,
+        final_logit_softcap=None,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        use_qk_norm=True,
+        attention_types=(kind.LOCAL_SLIDING,),
+        sliding_window_size=4,
+        transpose_gating_einsum=True,
+    )
+
+    class Small(transformer.Transformer):
+        dtype: Any = jnp.float32
+        config: _config.TransformerConfig = small
+        INFO = transformer.ModelInfo()
+
+    weight = ((_layers.Einsum, lambda it: it.weight_name),)
+    return LinenCase(model=Small(), options={"tokens": IDS}, output=lambda it: it.logits, modules=weight)
+
+
+NNX_MODELS = {case.__name__: case for case in (qwen3, llama3, jimm_vit)}
+LINEN_MODELS = {case.__name__: case for case in (gemma3, bert, vit, gpt2, bart)}

@@ -1,0 +1,142 @@
+"""Adapted layers under jax's transformations: gradients of each against formulas in float64, or refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.modules import AdapterSpec, apply_lora, use_adapters
+
+SPECS = [AdapterSpec(name="law", rank=2, alpha=4), AdapterSpec(name="med", rank=3, alpha=3, seed=5)]
+TABLE = jnp.array([0, 1, 1, 0])
+TOLERANCE = 1e-5  # relative to the largest value, float32: sums in another order
+
+
+@pytest.fixture(scope="module")
+def layer():
+    layer = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), SPECS, targets=".*")
+    for index, spec in enumerate(SPECS):
+        b = jax.random.normal(jax.random.key(index), (spec.rank, 6))
+        layer.lora_b[...] = layer.lora_b[...].at[index, : spec.rank].set(b)
+    return layer
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(3), (4, 5, 8))
+
+
+@pytest.fixture(scope="module")
+def reference(layer, x):
+    """Loss sum(y²)/2 and its gradients of A, B and x, in float64."""
+    w, bias, a, b, rows = (
+        np.asarray(each, np.float64)
+        for each in (layer.kernel[...], layer.bias[...], layer.lora_a[...], layer.lora_b[...], x)
+    )
+    loss, grads = 0.0, {"lora_a": np.zeros_like(a), "lora_b": np.zeros_like(b), "x": np.zeros_like(rows)}
+    for example, k in enumerate(np.asarray(TABLE)):
+        own, scale = rows[example], SPECS[k].scale
+        y = own @ w + bias + scale * own @ a[k] @ b[k]
+        loss += (y**2).sum() / 2
+        grads["lora_a"][k] += scale * own.T @ (y @ b[k].T)
+        grads["lora_b"][k] += scale * (own @ a[k]).T @ y
+        grads["x"][example] = y @ (w + scale * a[k] @ b[k]).T
+    return loss, grads
+
+
+def plain(layer, x):
+    with use_adapters(SPECS, TABLE):
+        return layer(x)
+
+
+def mapped(layer, x):
+    def one(x, adapter):
+        with use_adapters(SPECS, adapter):
+            return layer(x)
+
+    return jax.vmap(one)(x, TABLE)
+
+
+def mapped_inside_one_context(layer, x):
+    """The mapped axis is not the examples'."""
+    with use_adapters(SPECS, TABLE):
+        return jax.vmap(layer, in_axes=1, out_axes=1)(x)
+
+
+def checkpointed(layer, x):
+    graph, state = nnx.split(layer)
+    return jax.checkpoint(lambda state, x: plain(nnx.merge(graph, state), x))(state, x)
+
+
+def scanned(layer, x):
+    def one(_, batch):
+        x, adapter = batch
+        with use_adapters(SPECS, adapter):
+            return None, layer(x)
+
+    return jax.lax.scan(one, None, (x, TABLE))[1]
+
+
+def sharded(layer, x):
+    graph, state = nnx.split(layer)
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def shard(state, x, table):
+        with use_adapters(SPECS, table):
+            return nnx.merge(graph, state)(x)
+
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
+    return jax.shard_map(shard, mesh=mesh, **specs)(state, x, TABLE)
+
+
+FORMS = (plain, mapped, mapped_inside_one_context, checkpointed, scanned, sharded)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_gradients_are_those_of_the_formula(form, layer, x, reference):
+    graph, lora, frozen = nnx.split(layer, nnx.LoRAParam, ...)
+
+    def loss(lora, x, frozen):
+        return (form(nnx.merge(graph, lora, frozen), x) ** 2).sum() / 2
+
+    value, (grads, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(lora, x, frozen)
+    expected, wanted = reference
+    np.testing.assert_allclose(value, expected, rtol=TOLERANCE)
+    for name, got in (("lora_a", grads["lora_a"][...]), ("lora_b", grads["lora_b"][...]), ("x", dx)):
+        np.testing.assert_allclose(got, wanted[name], rtol=0, atol=TOLERANCE * np.abs(wanted[name]).max(), err_msg=name)
+
+
+def test_dropout_of_mapped_examples_is_that_of_the_batch_and_is_never_shared(x):
+    specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
+    layer = apply_lora(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), specs, targets=".*")
+    layer.lora_b[...] = jnp.ones_like(layer.lora_b[...])
+    same = jnp.broadcast_to(x[:1], x.shape)
+
+    def one(x, number):
+        with use_adapters(specs, only="law", step=3, examples=number):
+            return layer(x)
+
+    rows = jax.vmap(one)(same, jnp.arange(4))
+    with use_adapters(specs, jnp.zeros(4, jnp.int32), step=3):
+        np.testing.assert_allclose(rows, layer(same), rtol=1e-5, atol=1e-6)
+    assert len({row.tobytes() for row in np.asarray(rows)}) == 4
+
+    def careless(x):
+        with use_adapters(specs, only="law", step=3):
+            return layer(x)
+
+    with pytest.raises(RunError, match=r"lora\.vmap-dropout"):
+        jax.vmap(careless)(same)
+
+
+def test_a_table_of_the_whole_batch_inside_vmap_is_refused_by_name(layer, x):
+    with use_adapters(SPECS, TABLE), pytest.raises(RunError, match=r"lora\.table-rows"):
+        jax.vmap(layer)(x)
+
+
+def test_forward_mode_is_refused_by_name(layer, x):
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: plain(layer, x), (x,), (x,))
