@@ -72,7 +72,7 @@ class Session:
     def compile_reads(self) -> None:
         """Compiles `read`, which comes in the middle of the pipeline: 0.3 to 0.7 s on a CPU."""
         with self.executor.blaming(None, None):
-            for part in self.executor.read(lambda stage: stage.adapter(0)):
+            for part in self.executor.read(lambda stage: [stage.adapter(one) for one in stage.one_of_every_kind()]):
                 part.result()
 
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:

@@ -233,9 +233,13 @@ def real_kept(wanted, half=None):
     parts = Parts(model=wanted.model, specs=wanted.adapters, settings=settings, dtype=jnp.bfloat16)
     whole = jax.ShapeDtypeStruct
     frozen = {name: whole(shape, jnp.bfloat16) for name, shape in parts.frozen_shapes(half).items()}
-    lora = {name.removeprefix("layers."): whole(shape[1:], jnp.float32) for name, shape in parts.lora_shapes(1).items()}
-    lora = {name: leaf for name, leaf in lora.items() if half in (None, LAYER.half_of(name))}
-    sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128}
+    count, rank = len(wanted.adapters), max(spec.rank for spec in wanted.adapters)
+    lora = {}
+    for linear in LAYER.linears_of(half):
+        k, n = linear.shape(wanted.model)
+        lora |= {f"{linear.path}.lora_a": (count, k, rank), f"{linear.path}.lora_b": (count, rank, n)}
+    lora = {name: whole(shape, jnp.float32) for name, shape in lora.items()}
+    sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": T // 128, "adapters": count}
     kinds = {"row_key": jnp.uint32, "weights": jnp.float32}
     batch = Microbatch(
         **{name: whole((sizes.get(name, T),), kinds.get(name, jnp.int32)) for name in Microbatch._fields}
