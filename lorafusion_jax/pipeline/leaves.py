@@ -100,13 +100,17 @@ def place_of(columns: Mapping[str, Columns], specs: Sequence[AdapterSpec], index
 def take(
     leaves: Leaves, columns: Mapping[str, Columns], spec: AdapterSpec, first: Array, *, lead: int = WEIGHTS
 ) -> Leaves:
-    """Cuts one adapter out of the arrays of all: [L, K, r] and so on."""
+    """Cuts one adapter out of the arrays of all: [L, K, r] and so on.
+
+    The cut is made before anything reads it. Fused into an optimizer's arithmetic it would be rounded by where the
+    adapter lies among others: XLA contracts products and sums of strided arrays in another way.
+    """
     own = {}
     for start, name in zip(first, own_names(columns, spec), strict=True):
         at = columns[name]
         cut = lax.dynamic_slice_in_dim(leaves[name], start, at.width_of(spec), lead + at.axis)
         own[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
-    return own
+    return lax.optimization_barrier(own)
 
 
 def put(leaves: Leaves, columns: Mapping[str, Columns], first: Array, own: Leaves, *, lead: int = WEIGHTS) -> Leaves:

@@ -3,8 +3,6 @@
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
