@@ -164,6 +164,15 @@ class Stage:
         """All arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
 
+    def held(self) -> dict[str, int]:
+        """Numbers that are held for training, those of one replica: weights, gradients, moments."""
+        moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
+        return {
+            "weights": sum(leaf.size for leaf in self.lora.values()),
+            "gradients": sum(leaf.size for leaf in self.sums.values()) // self.mesh.replicas,
+            "moments": sum(leaf.size for leaf in moments),
+        }
+
     def forward(self, slot: int, batch: Microbatch, x: Array | None) -> Array:
         """Runs a microbatch through this stage.
 
