@@ -80,6 +80,7 @@ def runs(write, tmp_path_factory):
         with pytest.raises(PowerCut):
             train(load_config(write(RANKS)), folder / "cut", listeners=[cut])
     assert train(load_config(write(RANKS)), folder / "whole").exit_code == 0
+    assert any(leaf.any() for own in saved[0]["sums"].values() for leaf in own.values()), "no sums are under way"
     return folder / "whole", folder / "cut", saved[0]
 
 
