@@ -129,7 +129,9 @@ class Stage:
         own = [
             {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
         ]
-        self.lora = replicate(lv.joined(self._parts.columns, own), self.mesh)
+        self.lora = {  # leaf by leaf: the host never holds all of them twice
+            name: replicate(lv.joined({name: at}, own)[name], self.mesh) for name, at in self._parts.columns.items()
+        }
 
     def _new_optimizers(self) -> dict[str, Any]:
         """First states of all optimizers, by a program that makes one of every kind in each call."""
