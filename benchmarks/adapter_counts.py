@@ -30,7 +30,7 @@ from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.data.assemble import Microbatch, Piece, Weights, assemble, num_segments, sample_key, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.pipeline.leaves import apart
+from lorafusion_jax.pipeline.leaves import SUMS, place_of, take
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
@@ -149,9 +149,11 @@ class Counts:
         places = chosen(count, TOGETHER)
         losses = stage.forward(0, to_stage(self.batch(places), stage.mesh), None)
         stage.backward(0, None)
-        columns, found = stage.parts.columns, {"loss": np.asarray(losses)[0, list(places)]}
-        cuts = jax.tree.map(np.asarray, [apart(columns, stage.sums, index, lead=2) for index in places])
-        return found | {f"{number} {name}": leaf for number, own in enumerate(cuts) for name, leaf in own.items()}
+        columns, specs = stage.parts.columns, stage.parts.specs
+        cut = jax.jit(lambda first, sums: take(sums, columns, specs[0], first, lead=SUMS))  # all have one shape
+        own = [jax.device_get(cut(place_of(columns, specs, index).first, stage.sums)) for index in places]
+        gradients = {f"{number} {name}": leaf for number, of in enumerate(own) for name, leaf in of.items()}
+        return {"loss": np.asarray(losses)[0, list(places)]} | gradients
 
     def compare(self, count: int, first: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
         errors = {key: np.abs(found[key] - leaf).max() / max(np.abs(leaf).max(), 1e-30) for key, leaf in first.items()}
