@@ -180,8 +180,8 @@ class StagePrograms:
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
-    def _embed(self, table: Array, batch: Microbatch) -> Array:
-        return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+    def _embed(self, table: Array, tokens: Array) -> Array:
+        return embed(_gathered(table, self._table_axis), tokens[0])[None]
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)

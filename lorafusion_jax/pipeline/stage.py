@@ -183,7 +183,7 @@ class Stage:
         """
         programs, weights = self.programs, self.weights
         inputs = programs.inputs(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         xs: list[Array] = []
         kept: list[Any] = []
@@ -291,7 +291,7 @@ class Stage:
         """Runs a held-out microbatch, dropout off; the last stage returns sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
