@@ -26,8 +26,9 @@ type Draw = Callable[[int], np.ndarray]
 class Leaf:
     """One trainable tensor of a projection.
 
-    In memory the adapters' tensors are stacked: [A, *axes], in a decoder [L, A, *axes], with R the largest rank of a
-    projection. What lies beyond an adapter's own rank is zero and stays zero.
+    In training they lie side by side at their own ranks, along R; without R they are stacked in front of their axes.
+    `AdapterKind.low_rank` and modules see them stacked, [A, *axes], with R the largest rank of a projection. What lies
+    beyond an adapter's own rank is zero there and stays zero.
 
     Args:
         name: of the leaf, one meaning in all kinds: "lora_a".

@@ -71,15 +71,23 @@ def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> N
         )
 
 
-def start_from(lora: dict[str, np.ndarray], starts: Mapping[int, Arrays]) -> dict[str, np.ndarray]:
+def start_from(
+    lora: Mapping[str, Mapping[str, np.ndarray]], starts: Mapping[int, Arrays]
+) -> dict[str, Mapping[str, np.ndarray]]:
     """Replaces the initial weights of the adapters in `starts`.
+
+    Args:
+        lora: each adapter's leaves, "layers.self_attn.q_proj.lora_a" → [L, K, r]; in order of the adapters.
 
     Raises:
         CheckpointError: `peft.other-base`, shapes of another model.
     """
+    started = dict(lora)
     for index, arrays in starts.items():
-        lora = put_adapter(lora, index, arrays)
-    return lora
+        name = list(lora)[index]
+        put = put_adapter({leaf: array[:, None] for leaf, array in lora[name].items()}, 0, arrays)
+        started[name] = {leaf: array[:, 0] for leaf, array in put.items()}
+    return started
 
 
 def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:

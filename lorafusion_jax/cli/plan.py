@@ -35,7 +35,14 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
-from lorafusion_jax.planning.prediction import measured_costs, memory_of, predicted_costs, predicted_memory, this_device
+from lorafusion_jax.planning.prediction import (
+    measured_costs,
+    memory_of,
+    predicted_costs,
+    predicted_memory,
+    predicted_parameters,
+    this_device,
+)
 from lorafusion_jax.planning.training_plan import plan_training
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, duration, percent, whole
@@ -136,10 +143,12 @@ def make_planned(
     if cost_model:
         costs = measured_costs(config, model, cost_model)
     memory = floor_s = None
+    parameters = {"own_parameters": None, "stored_parameters": None, "stored": None}
     if model is not None:
+        parameters = predicted_parameters(config, model)
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
         floor_s = plan_floor_s(config, model, prepared, plan, kind)
-    numbers = plan_numbers(config, prepared, plan, costs) | {"floor_s": floor_s, "memory": memory}
+    numbers = plan_numbers(config, prepared, plan, costs) | parameters | {"floor_s": floor_s, "memory": memory}
     if compare:
         numbers |= comparison(plan, costs)
     notes = (*notes, *data_notes(config, prepared))

@@ -93,9 +93,20 @@ def run_numbers(run: Path) -> dict:
         "mesh": began.get("mesh"),
         "layers": began.get("layers"),
         "remat": remat_of(began),
+        **_parameters(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
         "throughput": rates(metrics, events),
+    }
+
+
+def _parameters(began: dict) -> dict:
+    """The adapters' own parameters and what devices hold for them; None: not started, or by an earlier version."""
+    stored = began.get("stored") or None
+    return {
+        "own_parameters": began["trainable"] if stored else None,
+        "stored_parameters": max(stored["weights"], stored["gradients"]) if stored else None,
+        "stored": stored,
     }
 
 

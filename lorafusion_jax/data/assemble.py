@@ -1,6 +1,6 @@
 """Slot of a plan → static host arrays of one microbatch.
 
-T packed tokens · A adapters · M segments, N samples (static buckets) · S segments of a sample
+T packed tokens · A adapters · M segments, N samples, P adapters (static buckets) · S segments of a sample
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Microbatch(NamedTuple):
     row_adapter: np.ndarray  # int32 [T], -1 for padding
     row_key: np.ndarray  # uint32 [T], dropout's key of each row
     weights: np.ndarray  # float32 [T], weight of the token loss where the target counts, else 0; see `Weights`
+    adapters: np.ndarray  # int32 [P], the adapters in it, rising, then -1: what a step costs follows P, not A
     samples: SampleTable | None = None  # None: no objective of the run needs it
 
 
@@ -170,12 +171,22 @@ def num_segments(num_samples: int) -> int:
     return -(-(num_samples + 1) // 8) * 8
 
 
+def adapter_places(most: int, num_adapters: int) -> int:
+    """Static number of places for slots with at most so many adapters: a power of two, since programs compile for it.
+
+    >>> [adapter_places(most, 6) for most in (0, 1, 3, 5)]
+    [1, 1, 4, 6]
+    """
+    return min(1 << (max(most, 1) - 1).bit_length(), num_adapters)
+
+
 def assemble(
     pieces: Sequence[Piece],
     *,
     capacity_tokens: int,
     tile_tokens: int,
     max_segments: int,
+    max_adapters: int,
     table: tuple[int, int] | None = None,
 ) -> Microbatch:
     """Lays samples out in one microbatch.
@@ -185,10 +196,11 @@ def assemble(
         capacity_tokens: T.
         tile_tokens: rows of a tile.
         max_segments: M, from `num_segments`.
+        max_adapters: P, from `adapter_places`.
         table: N and S of the table of samples; None: without.
 
     Raises:
-        ValueError: the samples do not fit (the plan is not for this capacity).
+        ValueError: the samples or adapters do not fit (the plan is not for this capacity).
     """
     tokens, targets, positions = (np.zeros(capacity_tokens, np.int32) for _ in range(3))
     row_key = np.zeros(capacity_tokens, np.uint32)
@@ -228,6 +240,7 @@ def assemble(
         row_adapter,
         row_key,
         weights,
+        _present(pieces, max_adapters),
         None if table is None else _table(pieces, first_segments, *table),
     )
 
@@ -253,6 +266,13 @@ def _table(pieces: Sequence[Piece], first_segments: Sequence[int], samples: int,
         table.segments[place, :count] = range(first, first + count)
         table.adapter[place], table.weight[place] = piece.adapter, piece.weights.sample
     return table
+
+
+def _present(pieces: Sequence[Piece], places: int) -> np.ndarray:
+    present = sorted({piece.adapter for piece in pieces})
+    if len(present) > places:
+        raise ValueError(f"{len(present)} adapters do not fit into {places} places")
+    return np.array([*present, *[-1] * (places - len(present))], np.int32)
 
 
 def _segments(starts: list[int], total: int, places: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

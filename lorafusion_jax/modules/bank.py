@@ -1,6 +1,6 @@
 """The low-rank pairs that adapters of several kinds make of one projection's stacked leaves.
 
-A adapters · K in · N out · R padded rank
+A adapters · P places for the adapters of a microbatch · K in · N out · R padded rank
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from lorafusion_jax.adapters.kind import adapter_kind
 
@@ -36,3 +36,28 @@ def low_rank_bank(
         a, b = kind.low_rank({key: leaves[key][members] for key in kind.names})
         a_AKR, b_ARN = a_AKR.at[members].set(a), b_ARN.at[members].set(b)
     return a_AKR, b_ARN
+
+
+def low_rank_places(
+    kinds: Sequence[str], kind_P: Integer[Array, " P"] | None, leaves: Mapping[str, Any]
+) -> tuple[Float[Array, "P K R"], Float[Array, "P R N"]]:
+    """Makes A and B where it is data which kind of adapter stands in a place; isolated as in `low_rank_bank`.
+
+    Args:
+        kinds: those that there are, each once.
+        kind_P: number of the kind in each place; None: there is only one.
+        leaves: by name, [P, ...].
+    """
+    if kind_P is None:
+        return adapter_kind(kinds[0]).low_rank(leaves)
+
+    def chosen(number: int, own: Any, other: Any) -> Any:
+        return jnp.where((kind_P == number).reshape(-1, *(1,) * (own.ndim - 1)), own, other)
+
+    a_PKR, b_PRN = jnp.zeros_like(leaves["lora_a"]), jnp.zeros_like(leaves["lora_b"])
+    for number, name in enumerate(kinds):
+        kind = adapter_kind(name)
+        # Chosen before and after: so neither values nor gradients of other kinds pass through this one's product.
+        a, b = kind.low_rank({key: chosen(number, leaves[key], 0.0) for key in kind.names})
+        a_PKR, b_PRN = chosen(number, a, a_PKR), chosen(number, b, b_PRN)
+    return a_PKR, b_PRN

@@ -142,6 +142,30 @@ class LoRAContext:
             **drawn,
         )
 
+    def in_places(self, adapters: Int[Array, " P"]) -> LoRAContext:
+        """The context of the adapters of one microbatch, each numbered by its place; it has no `draw`.
+
+        Args:
+            adapters: number of the adapter in each place, -1 where there is none.
+
+        >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
+        >>> context = LoRAContext.of(specs, [1, 1, -1]).in_places(jnp.array([1]))
+        >>> context.tile_adapter.tolist(), context.scale.tolist()
+        ([0, 0, -1], [1.0])
+        """
+        assert self.draw is None, "packed rows have keys of their own"
+        here = (self.tile_adapter[:, None] == adapters) & (adapters >= 0)
+        number = jnp.maximum(adapters, 0)
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, rate=dropout.rate[number], key=dropout.key[number])
+        return replace(
+            self,
+            tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32),
+            scale=self.scale[number],
+            dropout=dropout,
+        )
+
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
         """The same context for a certain layer: every layer draws its own dropout."""
         return replace(self, layer=layer)

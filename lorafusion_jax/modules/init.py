@@ -43,6 +43,21 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
     }
 
 
+def init_layers(
+    spec: AdapterSpec, path: str, in_features: int, out_features: int, num_layers: int
+) -> dict[str, np.ndarray]:
+    """Draws the weights of an adapter in one projection of every layer.
+
+    Args:
+        path: of the projection without the layer's number, "layers.self_attn.q_proj".
+
+    Returns:
+        Leaf → float32 array; of LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
+    """
+    layers = [init_adapter(spec, _at(path, layer), in_features, out_features) for layer in range(num_layers)]
+    return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
+
+
 def init_bank(
     adapters: Sequence[AdapterSpec],
     path: str,

@@ -10,6 +10,7 @@ from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import (
     Microbatch,
     Weights,
+    adapter_places,
     assemble,
     batch_loss_tokens,
     num_segments,
@@ -33,6 +34,7 @@ class Batches:
         self._config, self._prepared, self._plan, self._replicas = config, prepared, plan, tuple(local_replicas)
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._segments, self._table = places(config, _parts(plan))
+        self._adapters = _adapters_together(plan, len(config.adapters))
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
@@ -48,6 +50,7 @@ class Batches:
         """Goes on with another plan of the same job; microbatches keep their shape where its samples have room."""
         segments, table = places(self._config, _parts(plan))
         self._plan, self._segments = plan, max(self._segments, segments)
+        self._adapters = max(self._adapters, _adapters_together(plan, len(self._config.adapters)))
         if table is not None and self._table is not None:
             self._table = max(self._table[0], table[0]), self._table[1]
 
@@ -72,6 +75,7 @@ class Batches:
                 capacity_tokens=self._plan.capacity_tokens,
                 tile_tokens=self._plan.tile_tokens,
                 max_segments=self._segments,
+                max_adapters=self._adapters,
                 table=self._table,
             )
             for replica in self._replicas
@@ -123,6 +127,11 @@ def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tupl
 def _parts(plan: Plan) -> list[list[str]]:
     """The adapter of each sample, for each microbatch."""
     return [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
+
+
+def _adapters_together(plan: Plan, num_adapters: int) -> int:
+    """Places for adapters in the microbatches of a plan."""
+    return adapter_places(max((len(set(part)) for part in _parts(plan)), default=1), num_adapters)
 
 
 def _weights(adapter: AdapterConfig, batch: int, loss_tokens: int, num_samples: int) -> Weights:

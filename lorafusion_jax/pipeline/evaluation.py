@@ -85,6 +85,7 @@ class Evaluator:
                 capacity_tokens=plan.capacity_tokens,
                 tile_tokens=plan.tile_tokens,
                 max_segments=self._segments,
+                max_adapters=1,
                 table=self._table,
             )
             for replica in self._executor.local_replicas

@@ -1,65 +1,209 @@
-"""The trainable part of a model as a flat dictionary, and one adapter's own part of it.
+"""The trainable arrays of a stage: one for each leaf of a projection, in which adapters lie side by side, unpadded.
 
-A adapters · L layers · R replicas; the other axes are those of a leaf's kind, see `adapters.kind`
+An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not train. A of a projection is
+[L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without a rank is [L, C, ...], and
+every adapter has one column of it. Programs get the columns of an adapter as data, so equal shapes compile once.
+
+A adapters · L layers · R replicas · C columns · P places for the adapters of a microbatch
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from lorafusion_jax.adapters.kind import Leaf, adapter_kind
+from lorafusion_jax.adapters.kind import Leaf, adapter_kind, leaves_of
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
 
-Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, A, ...]
-WEIGHTS, SUMS = 1, 2  # axis of the adapters, in weights [L, A, ...] and in sums [R, L, A, ...]
+Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
+LAYERS = "layers."  # in front of the names of leaves
+WEIGHTS, SUMS = 1, 2  # axes in front of those of one layer: weights are [L, ...], sums [R, L, ...]
 
 
-def own_names(leaves: Leaves, spec: AdapterSpec) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Which columns of a leaf belong to which adapter.
+
+    Narrow adapters come first: a window as wide as the widest adapter then begins at any adapter and stays inside.
+
+    Attributes:
+        leaf: what the columns are of.
+        first: of each adapter [A]; 0 where it does not have the leaf.
+        width: number of columns of each adapter [A]; 0 where it does not have the leaf.
+    """
+
+    leaf: Leaf
+    first: tuple[int, ...]
+    width: tuple[int, ...]
+
+    @property
+    def axis(self) -> int:
+        """Axis of the columns in the array of one layer."""
+        return self.leaf.axes.index("R") if self.has_rank else 0
+
+    @property
+    def has_rank(self) -> bool:
+        return "R" in self.leaf.axes
+
+    @property
+    def widest(self) -> int:
+        return max(self.width)
+
+    def shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
+        """Shape of one layer's array."""
+        own = self.leaf.shape(in_features, out_features, sum(self.width))
+        return own if self.has_rank else (sum(self.width), *own)
+
+    def width_of(self, spec: AdapterSpec) -> int:
+        return spec.rank if self.has_rank else 1
+
+
+class Place(NamedTuple):
+    """Where an adapter lies; int32 on the host, on devices or traced."""
+
+    index: Any  # among the adapters
+    first: Any  # its first column in each of its leaves, in order of `own_names`
+
+
+def all_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
+    """The leaves that these adapters train, by name."""
+    columns = {}
+    for target in LAYER.targets:
+        members = [spec for spec in specs if target in spec.targets]
+        for leaf in leaves_of(tuple(spec.kind for spec in members)):
+            has = [target in spec.targets and leaf.name in adapter_kind(spec.kind).names for spec in specs]
+            width = [(spec.rank if "R" in leaf.axes else 1) if own else 0 for spec, own in zip(specs, has, strict=True)]
+            columns[f"{LAYERS}{LAYER.linear(target).path}.{leaf.name}"] = _narrow_first(leaf, width)
+    return columns
+
+
+def own_names(columns: Mapping[str, Columns], spec: AdapterSpec) -> list[str]:
     """Names the leaves of an adapter's targets and kind, sorted."""
     kind = adapter_kind(spec.kind).names
-    return sorted(name for name in leaves if _projection(name) in spec.targets and _leaf(name) in kind)
+    return sorted(
+        name for name, own in columns.items() if name.rsplit(".", 2)[-2] in spec.targets and own.leaf.name in kind
+    )
 
 
-def take(leaves: Leaves, spec: AdapterSpec, index: int | Array, *, axis: int = WEIGHTS) -> Leaves:
-    """Cuts one adapter out of the stacked leaves, at its own rank, targets and kind only."""
-    own = at({name: leaves[name] for name in own_names(leaves, spec)}, index, axis=axis)
-    return {name: _table(name, spec).at_rank(leaf, spec.rank) for name, leaf in own.items()}
+def place_of(columns: Mapping[str, Columns], specs: Sequence[AdapterSpec], index: int) -> Place:
+    names = own_names(columns, specs[index])
+    return Place(np.int32(index), np.array([columns[name].first[index] for name in names], np.int32))
 
 
-def at(leaves: Leaves, index: int | Array, *, axis: int = WEIGHTS) -> Leaves:
-    """One adapter's part of the stacked leaves, all of them at the padded rank."""
-    return {name: lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False) for name, leaf in leaves.items()}
+def take(
+    leaves: Leaves, columns: Mapping[str, Columns], spec: AdapterSpec, first: Array, *, lead: int = WEIGHTS
+) -> Leaves:
+    """Cuts one adapter out of the arrays of all: [L, K, r] and so on.
+
+    The cut is made before anything reads it. Fused into an optimizer's arithmetic it would be rounded by where the
+    adapter lies among others: XLA contracts products and sums of strided arrays in another way.
+    """
+    own = {}
+    for start, name in zip(first, own_names(columns, spec), strict=True):
+        at = columns[name]
+        cut = lax.dynamic_slice_in_dim(leaves[name], start, at.width_of(spec), lead + at.axis)
+        own[name] = cut if at.has_rank else jnp.squeeze(cut, lead)
+    return lax.optimization_barrier(own)
 
 
-def put(leaves: Leaves, index: int | Array, own: Leaves) -> Leaves:
-    """Writes one adapter's weights back; all other bytes stay what they were."""
-    return {name: _write(leaf, index, own[name]) if name in own else leaf for name, leaf in leaves.items()}
+def put(leaves: Leaves, columns: Mapping[str, Columns], first: Array, own: Leaves, *, lead: int = WEIGHTS) -> Leaves:
+    """Writes one adapter's arrays back; all other bytes stay what they were."""
+    changed = dict(leaves)
+    for start, name in zip(first, sorted(own), strict=True):
+        at = columns[name]
+        whole = own[name] if at.has_rank else jnp.expand_dims(own[name], lead)
+        changed[name] = lax.dynamic_update_slice_in_dim(leaves[name], whole, start, lead + at.axis)
+    return changed
 
 
-def clear(sums: Leaves, index: int | Array) -> Leaves:
-    """Sets one adapter's gradient sums to zero, after a step."""
+def windows(columns: Mapping[str, Columns], adapters: Array) -> Array:
+    """Where the adapters of a microbatch lie in every leaf.
 
-    def zeroed(leaf: Array) -> Array:
-        shape = (*leaf.shape[:SUMS], 1, *leaf.shape[SUMS + 1 :])
-        return lax.dynamic_update_slice_in_dim(leaf, jnp.zeros(shape, leaf.dtype), index, SUMS)
+    Args:
+        adapters: int32 [P], -1 in a place that is not used.
 
-    return {name: zeroed(leaf) for name, leaf in sums.items()}
-
-
-def _projection(name: str) -> str:
-    return name.rsplit(".", 2)[-2]
-
-
-def _leaf(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+    Returns:
+        First column and width, int32 [leaves, 2, P]; the width is 0 where an adapter does not have the leaf.
+    """
+    table = np.array([[own.first, own.width] for own in columns.values()], np.int32)
+    return jnp.where(adapters >= 0, jnp.asarray(table)[:, :, jnp.maximum(adapters, 0)], 0)
 
 
-def _table(name: str, spec: AdapterSpec) -> Leaf:
-    return adapter_kind(spec.kind).leaf(_leaf(name))
+def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
+    """The adapters of a microbatch in one layer, padded with zeros to the widest adapter: [P, K, R] and so on.
+
+    Args:
+        leaf: [L, ...], of all adapters.
+        window: their part of `windows`, [2, P].
+    """
+    first, width = window
+    size = (1, *(at.widest if axis == at.axis else n for axis, n in enumerate(leaf.shape[1:])))
+    # A batch of slices, in which every index is given: XLA reads the windows alone and never transposes the leaf.
+    found_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
+        _starts(leaf.ndim, WEIGHTS, at, layer, first)
+    )
+    found = jnp.where(_inside(at, width, leaf.ndim - WEIGHTS), found_P1[:, 0], 0.0)
+    return found if at.has_rank else found[:, 0]
 
 
-def _write(leaf: Array, index: int | Array, own: Array) -> Array:
-    start: list[int | Array] = [0] * leaf.ndim
-    start[WEIGHTS] = index
-    return lax.dynamic_update_slice(leaf, jnp.expand_dims(own, WEIGHTS), start)
+def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Array:
+    """Adds what is laid out as in `view` to its place in the sums [1, L, ...] of all adapters.
+
+    Windows of narrow adapters overlap. Whatever `own` holds, they add zeros to what is not theirs.
+    """
+    first, width = window
+    own = own if at.has_rank else own[:, None]
+    own = jnp.where(_inside(at, width, sums.ndim - SUMS), own, 0.0)[:, None, None]
+    axes = tuple(range(sums.ndim))
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(axis + 1 for axis in axes), inserted_window_dims=(), scatter_dims_to_operand_dims=axes
+    )
+    return lax.scatter_add(sums, _starts(sums.ndim, SUMS, at, layer, first), own, numbers, mode="promise_in_bounds")
+
+
+def joined(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):
+    """Arrays of all adapters, of each adapter's own [L, K, r] and so on; on the host."""
+    arrays = {}
+    for name, at in columns.items():
+        order = sorted((first, index) for index, first in enumerate(at.first) if at.width[index])
+        parts = [np.asarray(own[index][name]) for _, index in order]
+        arrays[name] = np.concatenate(parts, lead + at.axis) if at.has_rank else np.stack(parts, lead)
+    return arrays
+
+
+def apart(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
+    """One adapter's own arrays, the inverse of `joined`."""
+    own = {}
+    for name, at in columns.items():
+        if at.width[index]:
+            front = (slice(None),) * (lead + at.axis)
+            here = slice(at.first[index], at.first[index] + at.width[index]) if at.has_rank else at.first[index]
+            own[name] = arrays[name][(*front, here)]
+    return own
+
+
+def _narrow_first(leaf: Leaf, width: Sequence[int]) -> Columns:
+    first, end = [0] * len(width), 0
+    for index in sorted(range(len(width)), key=lambda index: (width[index], index)):
+        if width[index]:
+            first[index], end = end, end + width[index]
+    return Columns(leaf=leaf, first=tuple(first), width=tuple(width))
+
+
+def _starts(ndim: int, lead: int, at: Columns, layer: Array, first: Array) -> Array:
+    """Where the windows of a layer begin, [P, ndim]."""
+    index = {lead - 1: layer, lead + at.axis: first}
+    return jnp.stack([jnp.broadcast_to(index.get(axis, 0), first.shape).astype(jnp.int32) for axis in range(ndim)], 1)
+
+
+def _inside(at: Columns, width: Array, ndim: int) -> Array:
+    """Which columns of the windows are the adapters' own; has the axes of [P, *layer]."""
+    column = jnp.arange(at.widest).reshape([-1 if axis == at.axis else 1 for axis in range(ndim)])
+    return column < width.reshape(-1, *(1,) * ndim)

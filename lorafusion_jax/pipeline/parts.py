@@ -1,14 +1,14 @@
 """The decoder in the pieces that a pipeline runs: embedding, layers one by one, final norm and head.
 
 Pure functions over plain dictionaries of arrays; what they compute are the pieces of `models.forward`.
-T packed tokens · D model width · V vocabulary · A adapters
+T packed tokens · D model width · V vocabulary · A adapters · P places for the adapters of a microbatch
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,11 +22,13 @@ from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.init import init_leaves
+from lorafusion_jax.modules.bank import low_rank_places
+from lorafusion_jax.modules.init import init_layers
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import SFT, Chosen
+from lorafusion_jax.pipeline.leaves import LAYERS, Columns, all_columns, own_names, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.frozen_weight import FrozenWeight
 
@@ -55,6 +57,21 @@ class StageWeights:
         return [self.pieces, self.embed, self.norm, self.head]
 
 
+class Inputs(NamedTuple):
+    """What all layers share of a microbatch.
+
+    Attributes:
+        layers: for the modules; adapters are numbered by their places.
+        windows: where the adapters in its places lie, [leaves, 2, P], see `leaves.windows`. The second of the two are
+            their widths: of `lora_a`, the rank in each place.
+        kinds: number of the adapter kind in each place [P]; None: there is only one kind.
+    """
+
+    layers: LayerInputs
+    windows: Array
+    kinds: Array | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What the pieces of one model compute.
@@ -73,15 +90,16 @@ class Parts:
     dtype: Any = jnp.bfloat16
     objectives: tuple[Chosen, ...] = ()
     quantize: str = NONE
+    columns: Mapping[str, Columns] = field(init=False, repr=False)
+    _kinds: tuple[str, ...] = field(init=False, repr=False)
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
+        plain = tuple(replace(spec, kind="lora") for spec in self.specs)  # modules get A and B, of any kind
         modules = {
             half: nnx.split(
                 nnx.eval_shape(
-                    lambda half=half: DecoderLayer(
-                        self.model, self.specs, half=half, dtype=self.dtype, rngs=nnx.Rngs(0)
-                    )
+                    lambda half=half: DecoderLayer(self.model, plain, half=half, dtype=self.dtype, rngs=nnx.Rngs(0))
                 ),
                 nnx.LoRAParam,
                 ...,
@@ -89,11 +107,30 @@ class Parts:
             for half in (None, *HALVES)
         }
         object.__setattr__(self, "_modules", modules)
+        object.__setattr__(self, "_kinds", tuple(dict.fromkeys(spec.kind for spec in self.specs)))
+        object.__setattr__(self, "columns", all_columns(self.specs))
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trainable leaves of that many layers: "layers.self_attn.q_proj.lora_a" → (L, A, K, R)."""
-        _, lora, _ = self._modules[None]
-        return {f"layers.{_name(path)}": (num_layers, *leaf.shape) for path, leaf in nnx.to_flat_state(lora)}
+        """Shapes of the trainable leaves of that many layers: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
+        shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
+        return {
+            name: (num_layers, *own.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]]))
+            for name, own in self.columns.items()
+        }
+
+    def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of each adapter's own leaves in all layers: name → leaf → (L, K, r) and so on."""
+        shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
+        return {
+            spec.name: {
+                name: (
+                    self.model.num_layers,
+                    *self.columns[name].leaf.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]], spec.rank),
+                )
+                for name in own_names(self.columns, spec)
+            }
+            for spec in self.specs
+        }
 
     def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes of the frozen tensors of one layer, or of half of it."""
@@ -130,12 +167,21 @@ class Parts:
         """Which half of a layer these tensors are; None: a whole one."""
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 
-    def first_lora(self) -> dict[str, Any]:
-        """Initial weights of all adapters and layers, numpy float32 [L, A, K, R]."""
-        return init_leaves(self.specs, self.lora_shapes(self.model.num_layers))
+    def first_lora(self) -> dict[str, dict[str, Any]]:
+        """Initial weights of each adapter in all layers, numpy float32: name → leaf → [L, K, r] and so on."""
+        shapes = {f"{LAYERS}{linear.path}": linear.shape(self.model) for linear in LAYER.linears}
+        return {
+            spec.name: {
+                f"{path}.{leaf}": array
+                for path, shape in shapes.items()
+                if path.rpartition(".")[2] in spec.targets
+                for leaf, array in init_layers(spec, path, *shape, self.model.num_layers).items()
+            }
+            for spec in self.specs
+        }
 
-    def inputs(self, batch: Any, *, dropout: bool) -> LayerInputs:  # a Microbatch of tracers
-        """What all layers share of a microbatch: rotary tables, segments, adapter of each tile, dropout keys."""
+    def inputs(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
+        """What all layers share: rotary tables, segments, adapters and where they lie, dropout keys."""
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         lora = LoRAContext.of(
@@ -145,19 +191,33 @@ class Parts:
             train=row_key is not None,
             implementation=self.settings.implementation,
         )
-        return layer_inputs(self.model, batch.positions, segments, lora)
+        kinds = None
+        if len(self._kinds) > 1:
+            kinds = jnp.array([self._kinds.index(spec.kind) for spec in self.specs])[jnp.maximum(batch.adapters, 0)]
+        layers = layer_inputs(self.model, batch.positions, segments, lora.in_places(batch.adapters))
+        return Inputs(layers, windows(self.columns, batch.adapters), kinds)
 
-    def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: LayerInputs, number: Array) -> Array:
+    def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array) -> Array:
         """Runs one layer, or the half of it whose tensors are given.
 
         Args:
             frozen: its tensors by name.
-            lora: its trainable leaves by name, [A, K, R] and [A, R, N].
+            lora: trainable leaves by name of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
             number: of the layer in the model; dropout depends on it.
         """
         graph, lora_state, frozen_state = self._modules[self.half(frozen)]
-        module = nnx.merge(graph, _filled(lora_state, lora), _filled(frozen_state, frozen))
-        return run_layer(module, x_TD, inputs, number, self.settings.attention)
+        module = nnx.merge(
+            graph, _filled(lora_state, self._low_rank(lora, inputs.kinds)), _filled(frozen_state, frozen)
+        )
+        return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
+
+    def _low_rank(self, lora: Weights, kinds: Array | None) -> Weights:
+        """A and B of every projection, which the adapters' kinds make of their leaves."""
+        made: Weights = {}
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in lora):
+            own = {name.rpartition(".")[2]: leaf for name, leaf in lora.items() if name.rpartition(".")[0] == path}
+            made[f"{path}.lora_a"], made[f"{path}.lora_b"] = low_rank_places(self._kinds, kinds, own)
+        return made
 
     @property
     def chosen(self) -> tuple[Chosen, ...]:

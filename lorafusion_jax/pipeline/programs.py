@@ -4,13 +4,13 @@ A program runs one block: one or a few layers, or half of one. Compiling one lay
 host time as the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every
 layer's weights.
 Every array of a microbatch has a leading axis of replicas; inside a program each device sees its own row.
-A adapters · L layers of the stage · R replicas
+A adapters · L layers of the stage · R replicas · P places for the adapters of a microbatch
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,15 +28,14 @@ from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
 from lorafusion_jax.pipeline import leaves as lv
-from lorafusion_jax.pipeline.leaves import Leaves
+from lorafusion_jax.pipeline.leaves import LAYERS, Columns, Leaves, Place
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
-from lorafusion_jax.pipeline.parts import Parts, StoredWeights, Weights
+from lorafusion_jax.pipeline.parts import Inputs, Parts, StoredWeights, Weights
 from lorafusion_jax.pipeline.remat import Split
 from pallas_kernels import compiler_options
 
 Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
 ROWS, WHOLE = P(REPLICAS), P()
-LAYERS = "layers."  # in front of the names of trainable leaves
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
@@ -67,6 +66,7 @@ class StagePrograms:
     def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
         self._parts, self._stage, self._extent = parts, stage, extent
         self._remat: RematPolicy = remat
+        self._columns, self._rows = parts.columns, {name: row for row, name in enumerate(parts.columns)}
         self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
         self._steps: dict[tuple, Any] = {}
         weights = jax.tree.map(
@@ -88,8 +88,8 @@ class StagePrograms:
         self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
-    def close_batch(self, spec: AdapterSpec, index: Any, sums: Leaves, totals: Totals | None, alive: Array):
-        """Takes an adapter's gradient out of the sums, added up over replicas.
+    def close_batch(self, spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
+        """Takes an adapter's gradient out of the sums, added up over replicas: its own columns, nobody else's.
 
         Returns:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
@@ -98,12 +98,14 @@ class StagePrograms:
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(_close_batch, spec), donate_argnums=(1, 2), out_shardings=(whole, whole, whole, rows, rows)
+                partial(_close_batch, self._columns, spec),
+                donate_argnums=(1, 2),
+                out_shardings=(whole, whole, whole, rows, rows),
             )
-        return self._steps[kind](index, sums, totals, alive)
+        return self._steps[kind](place, sums, totals, alive)
 
     def step(
-        self, spec: AdapterSpec, optim: OptimSettings, index: Any, lora: Leaves, gradient: Leaves, optimizer: Any,
+        self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
         """Steps one adapter; no other adapter is touched.
@@ -121,11 +123,25 @@ class StagePrograms:
         if kind not in self._steps:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(_step, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
+                partial(_step, self._columns, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
             )  # `alive` is a few bytes, and what others wait for to know that the step is done
-        return self._steps[kind](index, lora, gradient, optimizer, alive, tuple(summaries), numbers)
+        return self._steps[kind](place, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
-    def put_back(self, index: Any, lora: Leaves, own: Leaves, alive: Array):
+    def take(self, spec: AdapterSpec, place: Place, lora: Leaves) -> Leaves:
+        """A copy of one adapter's weights.
+
+        One program for all leaves and adapters of a shape: slicing leaf by leaf compiled 45 for four adapters on two
+        stages.
+        """
+        kind = ("take", spec.kind, spec.rank, spec.targets)
+        if kind not in self._steps:
+            columns = self._columns
+            self._steps[kind] = jax.jit(
+                lambda place, lora: lv.take(lora, columns, spec, place.first), out_shardings=self._stage.everywhere
+            )
+        return self._steps[kind](place, lora)
+
+    def put_back(self, place: Place, lora: Leaves, own: Leaves, alive: Array):
         """Gives an adapter earlier weights, and takes its life: no later step of it counts.
 
         Returns:
@@ -133,12 +149,13 @@ class StagePrograms:
         """
         kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
         if kind not in self._steps:
-            self._steps[kind] = jax.jit(_put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
-        return self._steps[kind](index, lora, own, alive)
+            put_back = partial(_put_back, self._columns)
+            self._steps[kind] = jax.jit(put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
+        return self._steps[kind](place, lora, own, alive)
 
-    def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, lora: Leaves) -> Any:
+    def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
         """State of one adapter's optimizer at its first step."""
-        return transformation(optim, zero_hyper(optim)).init(lv.take(lora, spec, 0))
+        return transformation(optim, zero_hyper(optim)).init(lv.take(lora, self._columns, spec, place.first))
 
     def _jit(
         self, function: Callable, in_specs: tuple, out_specs: Any, *,
@@ -162,8 +179,8 @@ class StagePrograms:
     def _inputs(self, batch: Microbatch, *, dropout: bool) -> Any:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
-    def _embed(self, table: Array, batch: Microbatch) -> Array:
-        return embed(_gathered(table, self._table_axis), batch.tokens[0])[None]
+    def _embed(self, table: Array, tokens: Array) -> Array:
+        return embed(_gathered(table, self._table_axis), tokens[0])[None]
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
@@ -172,7 +189,8 @@ class StagePrograms:
             before = x
             whole, x = self._whole(weights, x)
             given = (whole, inputs, number + place)
-            x, rest = self._split(weights, place).forward(given, self._at(lora, weights, number + place), x)
+            own = self._at(lora, weights, number + place, inputs)
+            x, rest = self._split(weights, place).forward(given, own, x)
             kept.append(((before,) if place else (), rest))
         return x[None], _row(kept)
 
@@ -185,11 +203,10 @@ class StagePrograms:
             weights, (before, rest) = frozen[place], kept[place]
             whole, dy = self._whole(weights, dy)
             given = (whole, inputs, number + place)
-            gradient, dy = self._split(weights, place).backward(
-                given, self._at(lora, weights, number + place), before[0] if place else x, rest, dy
-            )
+            own = self._at(lora, weights, number + place, inputs)
+            gradient, dy = self._split(weights, place).backward(given, own, before[0] if place else x, rest, dy)
             sums = sums | {
-                name: _added(sums[name], number + place - self._extent.layers_of(name).start, own)
+                name: lv.add(sums[name], *self._where(name, number + place, inputs), own)
                 for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
             }
         return dy[None], sums
@@ -198,22 +215,26 @@ class StagePrograms:
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
             whole, x = self._whole(weights, x)
-            x = self._layer((whole, inputs, number + place), self._at(lora, weights, number + place), x)
+            x = self._layer((whole, inputs, number + place), self._at(lora, weights, number + place, inputs), x)
         return x[None]
 
     def _split(self, weights: StoredWeights, place: int) -> Split:
         return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._remat))
 
-    def _at(self, lora: Leaves, weights: StoredWeights, number: Array) -> Weights:
-        """Trainable leaves of one layer, or of the half of it whose frozen tensors these are, under its own names."""
+    def _at(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
+        """Trainable leaves of the microbatch's adapters in one layer, or in the half of it whose frozen tensors these
+        are, under its own names."""
         half = self._parts.half(weights)
         return {
-            name.removeprefix(LAYERS): lax.dynamic_index_in_dim(
-                leaf, number - self._extent.layers_of(name).start, 0, keepdims=False
-            )
+            name.removeprefix(LAYERS): lv.view(leaf, *self._where(name, number, inputs))
             for name, leaf in lora.items()
             if half in (None, LAYER.half_of(name))
         }
+
+    def _where(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
+        """Where the microbatch's adapters lie in a leaf: its columns, the layer's place on this stage, the windows."""
+        layer = number - self._extent.layers_of(name).start
+        return self._columns[name], layer, inputs.windows[self._rows[name]]
 
     def _layer(self, given: tuple, lora: Weights, x: Array) -> Array:
         frozen, inputs, number = given
@@ -251,51 +272,45 @@ def hidden_gathers(fsdp: int) -> dict[str, bool]:
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
 
 
-def _added(sums: Array, layer: Array, own: Array) -> Array:
-    """Adds a layer's gradient to its place in the sums [1, L, ...]; `.at[].add` costs a kernel more on GPUs.
-
-    Args:
-        layer: int32, one of the L: another one would be clamped to them.
-    """
-    place = (0, layer, *[0] * own.ndim)
-    before = lax.dynamic_slice(sums, place, (1, 1, *own.shape))
-    return lax.dynamic_update_slice(sums, before + own[None, None], place)
-
-
-def _close_batch(spec: AdapterSpec, index: Array, sums: Leaves, totals: Totals | None, alive: Array):
-    own = {name: leaf.sum(0) for name, leaf in lv.take(sums, spec, index, axis=lv.SUMS).items()}
+def _close_batch(
+    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array
+):
+    index = place.index
+    taken = lv.take(sums, columns, spec, place.first, lead=lv.SUMS)
+    own = {name: leaf.sum(0) for name, leaf in taken.items()}
     finite = _finite_leaves(own)
     squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
     mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
     loss = mine.pop("loss", jnp.zeros(()))
     summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
     cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
-    return own, summary, finite, lv.clear(sums, index), cleared
+    zeros = jax.tree.map(jnp.zeros_like, taken)
+    return own, summary, finite, lv.put(sums, columns, place.first, zeros, lead=lv.SUMS), cleared
 
 
 def _step(
-    spec: AdapterSpec, optim: OptimSettings, index: Array, lora: Leaves, gradient: Leaves, optimizer: Any,
-    alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
+    columns: Mapping[str, Columns], spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves,
+    gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
 ):  # fmt: skip
-    healthy = alive[index]
+    healthy = alive[place.index]
     for summary in summaries:
         healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
     if optim.clip > 0:  # by the norm over all stages; one that overflows would make every gradient zero
         norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)
-    own = lv.take(lora, spec, index)
+    own = lv.take(lora, columns, spec, place.first)
     changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
     moved = optax.apply_updates(own, changes)
     finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
     healthy &= jnp.all(finite)
     moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
     before = own if len(summaries) > 1 else None
-    return lv.put(lora, index, moved), stepped, alive.at[index].set(healthy), finite, before
+    return lv.put(lora, columns, place.first, moved), stepped, alive.at[place.index].set(healthy), finite, before
 
 
-def _put_back(index: Array, lora: Leaves, own: Leaves, alive: Array):
-    return lv.put(lora, index, own), alive.at[index].set(False)
+def _put_back(columns: Mapping[str, Columns], place: Place, lora: Leaves, own: Leaves, alive: Array):
+    return lv.put(lora, columns, place.first, own), alive.at[place.index].set(False)
 
 
 def _finite_leaves(leaves: Any) -> Array:

@@ -5,6 +5,7 @@ Only the session and what it is made of know devices. A run keeps a folder; a lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,6 +27,7 @@ from lorafusion_jax.pipeline.base import load_stages, memory_warning
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.leaves import Leaves
+from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
@@ -72,7 +74,7 @@ class Session:
     def compile_reads(self) -> None:
         """Compiles `read`, which comes in the middle of the pipeline: 0.3 to 0.7 s on a CPU."""
         with self.executor.blaming(None, None):
-            for part in self.executor.read(lambda stage: stage.adapter(0)):
+            for part in self.executor.read(lambda stage: [stage.adapter(one) for one in stage.one_of_every_kind()]):
                 part.result()
 
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
@@ -93,14 +95,19 @@ class Session:
         self.executor.wait_dispatched()
         return gather(self._stages)
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
+    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool = False) -> None:
         """Goes on from what `save_state` gave, on this or another layout.
 
         Args:
             restore: reads arrays of the shapes and dtypes that it is given.
             replicas: of the layout that they were saved on.
+            padded: they are of an earlier version, see `padded_state`.
         """
-        scatter(self._stages, restore(like(self._stages, replicas)))
+        if padded:
+            arrays = unpadded(self._stages, restore(like_padded(self._stages, replicas)))
+        else:
+            arrays = restore(like(self._stages, replicas))
+        scatter(self._stages, arrays)
 
     def close(self) -> None:
         """Ends the threads that watch the devices."""
@@ -113,7 +120,15 @@ class Session:
 
     @property
     def num_trainable(self) -> int:
-        return sum(leaf.size for stage in self._stages for leaf in stage.lora.values())
+        """The adapters' own parameters."""
+        own = self._stages[0].parts.own_shapes().values()
+        return sum(math.prod(shape) for leaves in own for shape in leaves.values())
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Numbers that are held on the devices, every replica's own counted once: weights, gradients, moments."""
+        held = [stage.held() for stage in self._stages]
+        return {what: sum(each[what] for each in held) for what in held[0]}
 
     @property
     def num_frozen(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,8 +75,9 @@ class Stage:
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]
         firsts = [weights.extent.pieces[group[0]].layer for group in groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # of each block's first layer
-        self._index = [replicate(np.int32(number), mesh) for number in range(len(adapters))]
-        self._adapter = jax.jit(lv.at, out_shardings=mesh.everywhere)
+        self._places = [
+            replicate(lv.place_of(parts.columns, parts.specs, index), mesh) for index in range(len(adapters))
+        ]
         self._normal = jax.jit(_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
         self._live: dict[int, _Live] = {}
         self._gradients: dict[int, Leaves] = {}
@@ -90,37 +91,89 @@ class Stage:
     def extent(self) -> Extent:
         return self.weights.extent
 
-    def first_lora(self) -> dict[str, np.ndarray]:
-        """Initial weights of all adapters in all layers of the model."""
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
+    @property
+    def names(self) -> list[str]:
+        """Of the adapters, in stacking order."""
+        return [spec.name for spec in self._specs]
+
+    def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
+        """Initial weights of each adapter in all layers of the model."""
         return self._parts.first_lora()
 
     def spec(self, index: int) -> AdapterSpec:
         return self._specs[index]
 
-    def start(self, lora: dict[str, np.ndarray]) -> None:
-        """Takes initial weights of all layers of the model, [L, A, K, R]; everything else is as new, too."""
+    def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Takes each adapter's initial weights in all layers of the model; everything else is as new, too."""
         self._live, self._gradients = {}, {}
         self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
-        own = {name: leaf[self.extent.layers_of(name)] for name, leaf in lora.items()}
-        self.lora = replicate(own, self.mesh)
-        rows, whole = self.mesh.by_replica, self.mesh.everywhere
-        shapes = {name: (self.mesh.replicas, *leaf.shape) for name, leaf in own.items()}
+        self.take_weights(lora)
+        rows, replicas = self.mesh.by_replica, self.mesh.replicas
+        shapes = {name: (replicas, *leaf.shape) for name, leaf in self.lora.items()}
+        names = ("loss", *metric_names(self._parts.chosen))
 
-        def zeros_and_optimizers(lora: Leaves):
-            sums = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
-            empty = jnp.zeros((self.mesh.replicas, len(self._specs)), jnp.float32)
-            names = ("loss", *metric_names(self._parts.chosen))
+        def zeros():
+            empty = jnp.zeros((replicas, len(self._specs)), jnp.float32)
             totals = None if self.weights.head is None else dict.fromkeys(names, empty)
-            settings = zip(self._specs, self._adapters, strict=True)
-            return sums, totals, {spec.name: self.programs.init_optimizer(spec, a.optim, lora) for spec, a in settings}
+            return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}, totals
 
-        # One program, not one for each adapter and two more.
-        new = jax.jit(zeros_and_optimizers, out_shardings=(rows, rows, whole))(self.lora)
-        self.sums, self.totals, self.optimizers = new
+        self.sums, self.totals = jax.jit(zeros, out_shardings=rows)()
+        self.optimizers = self._new_optimizers()
+
+    def take_weights(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Takes each adapter's weights in all layers of the model."""
+        own = [
+            {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
+        ]
+        self.lora = {  # leaf by leaf: the host never holds all of them twice
+            name: replicate(lv.joined({name: at}, own)[name], self.mesh) for name, at in self._parts.columns.items()
+        }
+
+    def _new_optimizers(self) -> dict[str, Any]:
+        """First states of all optimizers, by a program that makes one of every kind in each call."""
+        kinds = list(self._of_a_kind().values())
+
+        def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
+            return [
+                self.programs.init_optimizer(self._specs[own[0]], self._adapters[own[0]].optim, place, lora)
+                for own, place in zip(kinds, places, strict=True)
+            ]
+
+        program, states = jax.jit(new, out_shardings=self.mesh.everywhere), {}
+        for turn in range(max(map(len, kinds))):
+            chosen = [own[min(turn, len(own) - 1)] for own in kinds]  # where a kind has no more: once again, for nobody
+            made = program([self._places[index] for index in chosen], self.lora)
+            states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
+        return {spec.name: states[spec.name] for spec in self._specs}
+
+    def _of_a_kind(self) -> dict[tuple, list[int]]:
+        """Adapters whose optimizer steps are one program."""
+        kinds: dict[tuple, list[int]] = {}
+        for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
+            kind = (spec.kind, spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0)
+            kinds.setdefault(kind, []).append(index)
+        return kinds
+
+    def one_of_every_kind(self) -> list[int]:
+        """Adapters that together use every program which belongs to adapters."""
+        return [own[0] for own in self._of_a_kind().values()]
 
     def changing(self) -> list[Any]:
         """All arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
+
+    def held(self) -> dict[str, int]:
+        """Numbers that are held for training, those of one replica: weights, gradients, moments."""
+        moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
+        return {
+            "weights": sum(leaf.size for leaf in self.lora.values()),
+            "gradients": sum(leaf.size for leaf in self.sums.values()) // self.mesh.replicas,
+            "moments": sum(leaf.size for leaf in moments),
+        }
 
     def forward(self, slot: int, batch: Microbatch, x: Array | None) -> Array:
         """Runs a microbatch through this stage.
@@ -130,7 +183,7 @@ class Stage:
         """
         programs, weights = self.programs, self.weights
         inputs = programs.inputs(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         xs: list[Array] = []
         kept: list[Any] = []
@@ -164,7 +217,7 @@ class Stage:
             (BatchSummary, finite per leaf in order of `leaf_names`)
         """
         self._gradients[index], summary, finite, self.sums, self.totals = self.programs.close_batch(
-            self._specs[index], self._index[index], self.sums, self.totals, self.alive
+            self._specs[index], self._places[index], self.sums, self.totals, self.alive
         )
         return summary, finite
 
@@ -175,7 +228,7 @@ class Stage:
         self.lora, self.optimizers[spec.name], self.alive, finite, own = self.programs.step(
             spec,
             optim,
-            self._index[index],
+            self._places[index],
             self.lora,
             self._gradients.pop(index),
             state,
@@ -188,7 +241,7 @@ class Stage:
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
         """Undoes a step that another stage refused, and whatever the adapter did after it."""
         own, self.optimizers[self._specs[index].name] = before
-        self.lora, self.alive = self.programs.put_back(self._index[index], self.lora, own, self.alive)
+        self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, own, self.alive)
 
     def still(self, index: int) -> Hyper:
         """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
@@ -219,18 +272,14 @@ class Stage:
         Waits for them: nothing later depends on these copies, so a real all-reduce could start on one process while
         another still runs one of these, and the two would meet.
         """
-        kinds = {
-            (spec.kind, spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0): index
-            for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True))
-        }
-        optimizers = {index: self.optimizers[self._specs[index].name] for index in kinds.values()}
+        optimizers = {index: self.optimizers[self._specs[index].name] for index in self.one_of_every_kind()}
         lora, sums, totals, alive, optimizers = _copied((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
-            spec, optim, number = self._specs[index], self._adapters[index].optim, self._index[index]
-            gradient, summary, _, sums, totals = self.programs.close_batch(spec, number, sums, totals, alive)
+            spec, optim, place = self._specs[index], self._adapters[index].optim, self._places[index]
+            gradient, summary, _, sums, totals = self.programs.close_batch(spec, place, sums, totals, alive)
             summaries = [summary.without_metrics] * num_stages
             lora, _, alive, _, _ = self.programs.step(
-                spec, optim, number, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
+                spec, optim, place, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
 
@@ -242,22 +291,19 @@ class Stage:
         """Runs a held-out microbatch, dropout off; the last stage returns sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
-        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch)
+        here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
         return here if weights.head is None else programs.totals(weights.norm, weights.head, here, batch)
 
     def adapter(self, index: int) -> Leaves:
-        """A copy of one adapter's weights, at the padded rank; later steps leave it alone.
-
-        One program for all adapters: slicing leaf by leaf compiled 45 of them for four adapters on two stages.
-        """
-        return self._adapter(self.lora, self._index[index])
+        """A copy of one adapter's weights; later steps leave it alone."""
+        return self.programs.take(self._specs[index], self._places[index], self.lora)
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
         """Leaves of one adapter in the order in which `close_batch` reports them."""
-        return lv.own_names(self.lora, spec)
+        return lv.own_names(self._parts.columns, spec)
 
 
 def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """The changing arrays of a pipeline as host arrays of the whole model: what a checkpoint holds, whatever the layout.
 
-L layers · A adapters · R replicas
+Every adapter's arrays are its own, at its rank and targets: who else trains does not show in them.
+L layers · A adapters · R replicas · r an adapter's rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,23 +19,25 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
+type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
+
 
 def gather(stages: Sequence[Stage]) -> dict[str, Any]:
     """Collects weights, sums and optimizers of all stages; every process must call it.
 
     Returns:
-        lora [L, A, K, R'] and sums [R, L, A, K, R'] by leaf, loss [R, A], alive [A], optimizers by adapter;
-        metrics [R, A] by name where an objective has any.
+        By adapter: lora [L, K, r] and sums [R, L, K, r] by leaf, and optimizers; loss [R, A], alive [A]; metrics [R, A]
+        by name where an objective has any.
     """
     last = stages[-1]
     assert last.totals is not None
     loss, metrics = _apart(last.totals)
     arrays = {
-        "lora": _joined([stage.lora for stage in stages], axis=0),
-        "sums": _joined([stage.sums for stage in stages], axis=1),
+        "lora": _own_arrays(stages, [stage.lora for stage in stages], lead=lv.WEIGHTS),
+        "sums": _own_arrays(stages, [stage.sums for stage in stages], lead=lv.SUMS),
         "loss": to_host(loss),
         "alive": to_host(stages[0].alive),
-        "optimizers": _joined([stage.optimizers for stage in stages], axis=0),
+        "optimizers": _joined([stage.optimizers for stage in stages]),
     }
     return arrays | ({"metrics": jax.tree.map(to_host, metrics)} if metrics else {})
 
@@ -45,14 +48,17 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     With another number of replicas, sums that are under way start on the first of them.
     """
     replicas = stages[0].mesh.replicas
-    sums = {name: _for_replicas(leaf, replicas) for name, leaf in arrays["sums"].items()}
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
     totals = {name: _for_replicas(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
         mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
-        stage.lora = replicate(_of_stage(extent, arrays["lora"]), mesh)
-        stage.sums = to_stage({name: leaf[mine][:, extent.layers_of(name)] for name, leaf in sums.items()}, mesh)
+        sums = [
+            {name: _for_replicas(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
+            for own in (arrays["sums"][name] for name in stage.names)
+        ]
+        stage.take_weights(arrays["lora"])
+        stage.sums = to_stage(lv.joined(stage.parts.columns, sums, lead=lv.SUMS), mesh)
         stage.optimizers = replicate(_of_stage(extent, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
@@ -62,37 +68,55 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
 def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     """Shapes and dtypes of what `gather` returns, for a checkpoint written with that many replicas."""
 
-    def joined(trees: list[Any], axis: int, lead: tuple[int, ...] = ()) -> Any:
+    def joined(trees: list[Any]) -> Any:
         def join(*leaves: Any) -> Any:
-            shape = list(leaves[0].shape)
-            if shape:
-                shape[axis] = sum(leaf.shape[axis] for leaf in leaves)
-            return jax.ShapeDtypeStruct((*lead, *shape[len(lead) :]), leaves[0].dtype)
+            layers = sum(leaf.shape[0] for leaf in leaves) if leaves[0].ndim else None
+            return jax.ShapeDtypeStruct(
+                leaves[0].shape if layers is None else (layers, *leaves[0].shape[1:]), leaves[0].dtype
+            )
 
         return jax.tree.map(join, *trees)
 
-    last = stages[-1]
+    last, parts = stages[-1], stages[-1].parts
     assert last.totals is not None
     loss, metrics = _apart(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
+    own = parts.own_shapes()
     arrays = {
-        "lora": joined([stage.lora for stage in stages], 0),
-        "sums": joined([stage.sums for stage in stages], 1, (replicas,)),
+        "lora": _structs(own),
+        "sums": _structs(own, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
-        "optimizers": joined([stage.optimizers for stage in stages], 0),
+        "optimizers": joined([stage.optimizers for stage in stages]),
     }
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
+
+
+def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
+    """An adapter's parts of all stages (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    return _joined(list(parts))
+
+
+def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], *, lead: int) -> Own:
+    columns, hosts = stages[0].parts.columns, [jax.tree.map(to_host, tree) for tree in trees]
+
+    def own(index: int) -> dict[str, np.ndarray]:
+        parts = [lv.apart(columns, host, index, lead=lead) for host in hosts]
+        return {name: np.concatenate([part[name] for part in parts], lead - 1) for name in parts[0]}
+
+    return {name: own(index) for index, name in enumerate(stages[0].names)}
+
+
+def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -> dict[str, Any]:
+    return {
+        name: {leaf: jax.ShapeDtypeStruct((*front, *shape), jnp.float32) for leaf, shape in own.items()}
+        for name, own in shapes.items()
+    }
 
 
 def _apart(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss, which every checkpoint has, and what objectives measure besides."""
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
-
-
-def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
-    """An adapter's parts of all stages (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, R]."""
-    return _joined(list(parts), axis=0)
 
 
 def _of_stage(extent: Extent, tree: Any) -> Any:
@@ -107,10 +131,10 @@ def _of_stage(extent: Extent, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _joined(trees: list[Any], axis: int) -> Any:
+def _joined(trees: list[Any]) -> Any:
     def join(*leaves: jax.Array) -> np.ndarray:
         held = [to_host(leaf) for leaf in leaves]
-        return np.concatenate(held, axis=axis) if held[0].ndim and len(held) > 1 else held[0]
+        return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
 
     return jax.tree.map(join, *trees)
 

@@ -2,6 +2,7 @@
 
 Everything is counted from shapes. What only a compiler or driver knows is listed in `NOT_MODELLED`.
 T packed tokens · D model width · F MLP width · H heads · C head width · V vocabulary · S stages · A adapters · R rank
+P places of a microbatch for adapters
 """
 
 from __future__ import annotations
@@ -190,14 +191,14 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
     )  # cuDNN sums dq in float32, ours does not
-    fresh = _layer_lora_bytes(problem)  # one layer's gradients, then added to the sums
+    view = _view_bytes(problem)  # the adapters of a microbatch in one layer; their gradients take as much
     # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
     gathered = layer_bytes(problem) if problem.fsdp > 1 else 0
     dequantised = _dequantised_bytes(problem)  # of one layer: the next one waits for this one's output
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
     programs = {
-        "forward": hand_over + made_again + gathered + dequantised,
-        "backward": hand_over + made_again + max(mlp, attention) + fresh + together * gathered + dequantised,
+        "forward": hand_over + made_again + view + gathered + dequantised,
+        "backward": hand_over + made_again + max(mlp, attention) + 2 * view + together * gathered + dequantised,
         "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
     }
     if stage == problem.num_stages - 1:
@@ -274,18 +275,22 @@ def most_halves(problem: MemoryProblem, room: int) -> list[int]:
     ]
 
 
+def own_parameters(problem: MemoryProblem) -> int:
+    """Trainable numbers of all adapters, each at its own rank and targets."""
+    return sum(sum(_own_lora_bytes(problem, stage)) for stage in range(problem.num_stages)) // FLOAT32
+
+
 def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
     in_flight = problem.num_stages - stage
     kept = sum(sum(kept_per_layer(problem, piece.half).values()) for piece in problem.layers[stage].pieces)
-    lora = _lora_bytes(problem, stage)
+    own = _own_lora_bytes(problem, stage)
     slopes = problem.item * problem.capacity_tokens * problem.model.hidden_size if _is_last(problem, stage) else 0
     return StageMemory(
         frozen=_frozen_bytes(problem, stage),
-        adapters=lora,
-        sums=lora,
+        adapters=sum(own),
+        sums=sum(own),
         optimizers=sum(
-            round(optimizer(name).states_per_weight * own)
-            for name, own in zip(problem.optimizers, _own_lora_bytes(problem, stage), strict=True)
+            round(optimizer(name).states_per_weight * size) for name, size in zip(problem.optimizers, own, strict=True)
         ),
         kept=in_flight * kept + slopes,
         # eight int32 or float32 a row, and rotary tables
@@ -343,24 +348,23 @@ def _share(shape: Sequence[int], fsdp: int) -> int:
     return prod(shape) // fsdp if split else prod(shape)
 
 
-def _lora_bytes(problem: MemoryProblem, stage: int) -> int:
-    """Stacked trainable tensors of a stage's layers in float32, padded to the largest rank of each projection."""
-    return sum(_layer_lora_bytes(problem, piece.half) for piece in problem.layers[stage].pieces)
+def _view_bytes(problem: MemoryProblem) -> int:
+    """What a layer's program sees of the adapters in one microbatch: float32, padded to the widest of a projection.
 
-
-def _layer_lora_bytes(problem: MemoryProblem, half: Half | None = None) -> int:
+    No microbatch has more adapters than tiles; how many a plan puts together is not known here.
+    """
     leaves = leaves_of(tuple(spec.kind for spec in problem.adapters))
     padded = sum(
         prod(leaf.shape(k, n, rank))
-        for name, (k, n) in LAYER.linear_shapes(problem.model, half).items()
+        for name, (k, n) in LAYER.linear_shapes(problem.model).items()
         if (rank := bank_rank(problem.adapters, name))
         for leaf in leaves
     )
-    return FLOAT32 * len(problem.adapters) * padded
+    return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
 
 
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:
-    """The same per adapter, at its own rank, targets and kind: what its optimizer sees."""
+    """Trainable tensors of a stage's layers in float32, per adapter, at its own rank, targets and kind."""
     pieces = [LAYER.linear_shapes(problem.model, piece.half) for piece in problem.layers[stage].pieces]
 
     def own(spec: AdapterSpec) -> int:

@@ -157,6 +157,19 @@ def predicted_bubbles(config: JobConfig, plan: Plan) -> float | None:
     return simulate(plan, predicted_costs(config, model, this_device())).bubble_share
 
 
+def predicted_parameters(config: JobConfig, model: ModelConfig) -> dict[str, Any]:
+    """The adapters' own parameters, and numbers that all stages hold for them; with the names of `status --json`."""
+    problem = memory.memory_problem(config, model)
+    stages = memory.stage_memory(problem)
+    held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
+    stored = {what: sum(getattr(stage, field) for stage in stages) // memory.FLOAT32 for what, field in held.items()}
+    return {
+        "own_parameters": memory.own_parameters(problem),
+        "stored_parameters": max(stored["weights"], stored["gradients"]),
+        "stored": stored,
+    }
+
+
 def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
     """Memory per stage as plain numbers; `fits` and `advice` are None where the device's memory is not known."""
     problem = memory.memory_problem(config, model)

@@ -77,7 +77,8 @@ class RunStarted(RunEvent):
         taken: steps of each so far.
         failed: why, for those that did.
         stopped: paused or cancelled, for those that are.
-        frozen, trainable: parameters.
+        frozen, trainable: parameters; trainable are the adapters' own.
+        stored: numbers that the devices hold for the trainable ones: weights, gradients, moments.
         plan: its digest.
     """
 
@@ -97,6 +98,7 @@ class RunStarted(RunEvent):
     stopped: Mapping[str, str] = field(default_factory=dict)
     capacity_tokens: int
     trainable: int
+    stored: Mapping[str, int] = field(default_factory=dict)
     plan: str
     frozen: int
 

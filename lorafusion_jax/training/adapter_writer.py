@@ -47,7 +47,7 @@ class AdapterWriter:
         """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
 
         Args:
-            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, R], at the padded rank, and other leaves.
+            own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
             failure: why the adapter takes no step after this one; its folder says so.
         """
         target = self._folder.adapter_step(name, step)

@@ -214,6 +214,7 @@ class Run:
                 stopped={n: own.status for n, own in progress.items() if own.status in ("paused", "cancelled")},
                 capacity_tokens=self._revisions.plan.capacity_tokens,
                 trainable=session.num_trainable,
+                stored=session.stored,
                 plan=self._revisions.plan.digest,
                 frozen=session.num_frozen,
             )

@@ -30,7 +30,7 @@ from lorafusion_jax.training.changes import apply, recorded_changes, stopped_oth
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.run import Run, RunResult
-from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.state import Progress, is_padded
 from scheduling import Plan, PlanError, verify_plan
 
 SHOWN = 4  # damaged files that a message names
@@ -247,7 +247,7 @@ def _execute(
         progress = Progress.first(_steps(config, prepared), replicas=config.mesh.replicas, plan=plan.digest)
         if found is not None and slot is not None:
             saved = Progress.of(found.position)
-            session.load_state(store.restore, saved.replicas)
+            session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:

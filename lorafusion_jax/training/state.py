@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 
+FORM = 2  # of a checkpoint's arrays; 1, of earlier versions, pads all adapters to the largest rank
 Status = Literal["running", "paused", "done", "cancelled", "failed"]
 
 
@@ -76,18 +77,27 @@ class Progress:
         return Progress(adapters=adapters, replicas=replicas, plan=plan)
 
     def position(self) -> dict[str, Any]:
-        return asdict(self)
+        """As a checkpoint has it."""
+        return {"form": FORM} | asdict(self)
 
     @staticmethod
     def of(position: dict[str, Any]) -> Progress:
         """Reads what `position` wrote.
 
         Raises:
-            CheckpointError: `run.bad-state`, keys are missing or unknown.
+            CheckpointError: `run.bad-state`, keys are missing or unknown; `run.later-version`.
         """
+        form = position.get("form", 1)
+        if form not in range(1, FORM + 1):
+            raise CheckpointError(
+                "run.later-version",
+                f"checkpoint {position.get('slot')} has arrays of form {form}, and this version reads 1 to {FORM}.",
+                fix="resume the run with the version of lorafusion-jax that wrote it, or a later one",
+            )
         try:
             adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
-            return Progress(**(position | {"adapters": adapters}))
+            known = {key: value for key, value in position.items() if key != "form"}
+            return Progress(**(known | {"adapters": adapters}))
         except (KeyError, TypeError, AttributeError) as problem:
             raise CheckpointError(
                 "run.bad-state",
@@ -95,3 +105,8 @@ class Progress:
                 why=str(problem),
                 fix=f"remove state/{position.get('slot')} of the run folder to go on from the checkpoint before",
             ) from None
+
+
+def is_padded(position: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is of a version that padded all adapters to the largest rank."""
+    return position.get("form", 1) == 1

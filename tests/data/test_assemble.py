@@ -19,7 +19,9 @@ def piece(adapter: int, length: int, key: int = 0, weight: float = 0.5) -> Piece
 
 
 def packed(pieces):
-    return assemble(pieces, capacity_tokens=CAPACITY, tile_tokens=TILE, max_segments=num_segments(len(pieces)))
+    return assemble(
+        pieces, capacity_tokens=CAPACITY, tile_tokens=TILE, max_segments=num_segments(len(pieces)), max_adapters=4
+    )
 
 
 def test_every_row_predicts_the_next_token_of_its_sample():

@@ -55,7 +55,9 @@ def batch():
         piece(1, (13,), Weights(1 / 20)),
         piece(2, (6, 2), Weights(1.0, 1.0)),
     ]
-    own = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(8), table=(6, 2))
+    own = assemble(
+        pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(8), max_adapters=4, table=(6, 2)
+    )
     return jax.tree.map(jnp.asarray, own)
 
 
@@ -109,7 +111,7 @@ def test_bad_rows_reach_neither_loss_nor_gradient_of_another_adapter(adapter, ba
 
 def test_fine_tuning_alone_has_no_table_and_no_metrics():
     pieces = [piece(0, (9,), Weights(0.5))]
-    own = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(1))
+    own = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(1), max_adapters=1)
     assert own.samples is None
     assert stacked([own, own]).samples is None
     assert stacked([own, own]).tokens.shape == (2, T)
@@ -122,6 +124,7 @@ def test_texts_of_a_sample_do_not_see_each_other():
         capacity_tokens=T,
         tile_tokens=TILE,
         max_segments=num_segments(2),
+        max_adapters=1,
         table=(1, 2),
     )
     assert rows.positions[:13].tolist() == [*range(5), *range(8)]
@@ -133,7 +136,7 @@ def test_texts_of_a_sample_do_not_see_each_other():
 
 def test_the_first_text_of_a_sample_draws_as_a_sample_of_one_text():
     one, two = (
-        assemble([piece(0, lengths, Weights(1.0))], capacity_tokens=T, tile_tokens=TILE, max_segments=8)
+        assemble([piece(0, lengths, Weights(1.0))], capacity_tokens=T, tile_tokens=TILE, max_segments=8, max_adapters=1)
         for lengths in ((5,), (5, 8))
     )
     assert one.row_key[:5].tolist() == two.row_key[:5].tolist()

@@ -14,6 +14,7 @@ from jax.interpreters import partial_eval
 
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.parts import Parts
@@ -35,22 +36,25 @@ def layer():
     shapes = parts.frozen_shapes()
     keys = iter(jax.random.split(jax.random.key(0), 64))
     frozen = {name: jax.random.normal(next(keys), shape) / 5 for name, shape in shapes.items()}
-    lora = {
-        name.removeprefix("layers."): jax.random.normal(next(keys), shape[1:]) / 5
-        for name, shape in parts.lora_shapes(1).items()
+    leaves = {
+        f"{linear.path}.{leaf}": shape
+        for linear in LAYER.linears
+        for leaf, shape in zip(("lora_a", "lora_b"), _low_rank_shapes(*linear.shape(MODEL)), strict=True)
     }
+    lora = {name: jax.random.normal(next(keys), shape) / 5 for name, shape in leaves.items()}
     half = T // 2
     batch = Microbatch(
         **{
             name: np.zeros(T, np.int32)
             for name in Microbatch._fields
-            if name not in ("row_key", "weights", "segment_offsets", "segment_lengths", "tile_adapter")
+            if name not in ("row_key", "weights", "segment_offsets", "segment_lengths", "tile_adapter", "adapters")
         },
         row_key=np.arange(T, dtype=np.uint32),
         weights=np.ones(T, np.float32),
         segment_offsets=np.array([0, half, T], np.int32),
         segment_lengths=np.array([half, half], np.int32),
         tile_adapter=np.array([0, 0, 1, 1], np.int32),
+        adapters=np.array([0, 1], np.int32),
     )._replace(
         segment_ids=np.repeat(np.arange(2, dtype=np.int32), half), positions=np.tile(np.arange(half, dtype=np.int32), 2)
     )
@@ -61,6 +65,11 @@ def layer():
 
     x, dy = (jax.random.normal(next(keys), (T, MODEL.hidden_size)) for _ in range(2))
     return run, frozen, lora, x, dy
+
+
+def _low_rank_shapes(in_features, out_features):
+    rank = max(spec.rank for spec in SPECS)
+    return (len(SPECS), in_features, rank), (len(SPECS), rank, out_features)
 
 
 def passes(layer, remat):

@@ -38,7 +38,7 @@ def operands(parts):
             arrays = kind.arrays(*shape).items()
             frozen[name] = {leaf: whole(one.shape, jnp.dtype(one.dtype)) for leaf, one in arrays}
     lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(LAYERS).items()}
-    sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1}
+    sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
     batch = Microbatch(
         **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}

@@ -47,14 +47,21 @@ class Case:
 def weights(value: float, part: str, stage: Stage, batch: Any) -> Any:
     """One entry of the sick adapter's A or B."""
     stage.lora = {
-        name: leaf.at[0, SICK, 0, 0].set(value) if name.endswith(part) else leaf for name, leaf in stage.lora.items()
+        name: leaf.at[0, *first_entry(stage, name)].set(value) if name.endswith(part) else leaf
+        for name, leaf in stage.lora.items()
     }
     return batch
 
 
+def first_entry(stage: Stage, name: str) -> tuple[int, int]:
+    """Index of the sick adapter's first number in the array of one layer."""
+    own = stage.parts.columns[name]
+    return (0, own.first[SICK]) if own.axis else (own.first[SICK], 0)
+
+
 def gradients(value: float, stage: Stage, batch: Any) -> Any:
     """One entry of its gradient sums on every replica."""
-    stage.sums = {name: leaf.at[:, 0, SICK, 0, 0].set(value) for name, leaf in stage.sums.items()}
+    stage.sums = {name: leaf.at[:, 0, *first_entry(stage, name)].set(value) for name, leaf in stage.sums.items()}
     return batch
 
 

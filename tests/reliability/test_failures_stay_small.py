@@ -136,7 +136,7 @@ def test_rows_of_failed_adapters_become_padding_where_they_stand():
     batch = Microbatch(
         tokens=counted, targets=counted, positions=counted, segment_ids=counted, segment_offsets=counted,
         segment_lengths=counted, tile_adapter=rows[:, ::2], row_adapter=rows, row_key=counted,
-        weights=counted.astype(np.float32),
+        weights=counted.astype(np.float32), adapters=np.arange(3)[None],
     )  # fmt: skip
     padded = without(batch, [1])
     assert padded.tokens.tolist() == [[1, 2, 0, 0, 5, 6, 7, 8]]

@@ -42,4 +42,8 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
         if number < len(made) - 1:
             wanted["head"] = wanted["totals"] = 0
         assert {name: getattr(programs, name)._cache_size() for name in PER_SLOT} == wanted, f"stage {number}"
-        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {"close": 1, "step": 1}
+        assert {kind[0]: program._cache_size() for kind, program in programs._steps.items()} == {
+            "close": 1,
+            "step": 1,
+            "take": 1,
+        }

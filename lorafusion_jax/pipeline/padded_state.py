@@ -1,0 +1,55 @@
+"""Checkpoints of runs begun when all adapters were padded to one rank: read once, then saved as `state` has them.
+
+Their leaves are [L, A, K, R] with the largest rank R of a projection, their sums [replicas, L, A, K, R].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.modules.spec import bank_rank
+from lorafusion_jax.pipeline.leaves import LAYERS, own_names
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.pipeline.state import like
+
+
+def like_padded(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
+    """Shapes and dtypes of such a checkpoint, written with that many replicas."""
+    parts = stages[0].parts
+    lora = {
+        f"{LAYERS}{linear.path}.{leaf.name}": (
+            parts.model.num_layers,
+            len(parts.specs),
+            *leaf.shape(*linear.shape(parts.model), rank),
+        )
+        for linear in LAYER.linears
+        if (rank := bank_rank(parts.specs, linear.name))
+        for leaf in leaves_of(tuple(spec.kind for spec in parts.specs))
+    }
+    return like(stages, replicas) | {
+        "lora": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in lora.items()},
+        "sums": {name: jax.ShapeDtypeStruct((replicas, *shape), jnp.float32) for name, shape in lora.items()},
+    }
+
+
+def unpadded(stages: Sequence[Stage], arrays: dict[str, Any]) -> dict[str, Any]:
+    """The same state as `state.scatter` takes it: every adapter at its own rank and targets."""
+    parts = stages[0].parts
+
+    def own(leaves: dict[str, Any], axis: int) -> dict[str, dict[str, np.ndarray]]:
+        return {
+            spec.name: {
+                name: parts.columns[name].leaf.at_rank(np.take(np.asarray(leaves[name]), index, axis), spec.rank)
+                for name in own_names(parts.columns, spec)
+            }
+            for index, spec in enumerate(parts.specs)
+        }
+
+    return arrays | {"lora": own(arrays["lora"], 1), "sums": own(arrays["sums"], 2)}

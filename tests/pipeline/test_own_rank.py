@@ -1,0 +1,218 @@
+"""Adapters of very different ranks and targets in one job: nothing is stored for them but their own numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_jobs
+from mixed import assert_equal, read_trained
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.layout.extent import Extent
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, apart, joined, view, windows
+from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.parts import Parts
+from lorafusion_jax.pipeline.programs import StagePrograms
+from lorafusion_jax.planning.prediction import predicted_parameters
+from lorafusion_jax.training import resume, train
+from lorafusion_jax.training.state import Progress
+
+TARGETS = {"thin": ["v_proj"], "middle": ["q_proj", "v_proj", "down_proj"], "wide": ["q_proj", "k_proj", "gate_proj"]}
+RANKS = {"thin": 1, "middle": 8, "wide": 64}
+
+
+class PowerCut(RuntimeError):
+    pass
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory, tiny_base, kept_programs):
+    """write(names) → job file of these adapters, always in the same folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    rows = {name: small_jobs.write_rows(folder, name, 5, longest=8) for name in RANKS}
+
+    def job(names):
+        adapters = [
+            {
+                "name": name, "data": {"train": rows[name]}, "batch": {"global_samples": 3}, "seed": seed,
+                "optim": {"lr": 1e-2, "eps": 1e-3},
+                "lora": {"rank": RANKS[name], "alpha": 8, "dropout": 0.1, "targets": TARGETS[name]},
+            }
+            for seed, name in enumerate(RANKS)
+            if name in names
+        ]  # fmt: skip
+        batch = {"capacity_tokens": 64, "tile_tokens": 16}
+        return small_jobs.write_job(folder, tiny_base, adapters, batch=batch, save={"every_steps": 1})
+
+    return job
+
+
+@pytest.fixture(scope="module")
+def runs(write, tmp_path_factory):
+    """(run that went through, run that was cut after its first checkpoint, the arrays of that checkpoint)."""
+    folder, saved = tmp_path_factory.mktemp("runs"), []
+    save = StateStore.save
+
+    def noted(self, slot, arrays, position):
+        saved.append(jax.tree.map(np.array, arrays))
+        save(self, slot, arrays, position)
+
+    def cut(event):
+        if event.kind == "step" and saved:
+            raise PowerCut
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateStore, "save", noted)
+        with pytest.raises(PowerCut):
+            train(load_config(write(RANKS)), folder / "cut", listeners=[cut])
+    assert train(load_config(write(RANKS)), folder / "whole").exit_code == 0
+    assert any(leaf.any() for own in saved[0]["sums"].values() for leaf in own.values()), "no sums are under way"
+    return folder / "whole", folder / "cut", saved[0]
+
+
+def own_parameters(shape) -> int:
+    widths = {"q_proj": 64, "k_proj": 48, "v_proj": 48, "gate_proj": 80, "down_proj": 80}  # K + N
+    return shape.num_layers * sum(RANKS[name] * sum(widths[target] for target in TARGETS[name]) for name in RANKS)
+
+
+def test_what_is_stored_is_their_own(runs, write):
+    config = load_config(write(RANKS))
+    model = ModelConfig.from_hf(base_directory(config))
+    own, numbers = own_parameters(model), run_numbers(runs[0])
+    assert numbers["own_parameters"] == own
+    assert numbers["stored"] == {"weights": own, "gradients": own, "moments": 2 * own}
+    assert numbers["stored_parameters"] <= 1.05 * own
+    assert predicted_parameters(config, model) == {key: numbers[key] for key in predicted_parameters(config, model)}
+
+
+def test_a_checkpoint_holds_their_own_numbers_only(runs, tiny_base):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(runs[2]))
+    assert size <= 1.01 * 4 * 4 * own_parameters(ModelConfig.from_hf(tiny_base))  # weights, sums and two moments
+
+
+def test_joint_is_alone(runs, write, tmp_path):
+    """Another packing, so sums come in another order."""
+    assert train(load_config(write(["middle"])), tmp_path / "alone").exit_code == 0
+    assert_equal(read_trained(runs[0]).of(["middle"]), read_trained(tmp_path / "alone"), 1e-5)
+
+
+@pytest.mark.parametrize("form", ["own", "padded"])
+def test_a_run_goes_on_bitwise_from_this_and_the_earlier_form(runs, write, tmp_path, form):
+    whole, cut, arrays = runs
+    run = tmp_path / form
+    shutil.copytree(cut, run, symlinks=True)
+    if form == "padded":
+        (folder,) = (run / "state").iterdir()
+        position = json.loads((folder / "position" / "metadata").read_text())
+        assert position.pop("form") == 2
+        shutil.rmtree(folder)
+        StateStore(run / "state").save(int(folder.name), padded(arrays, load_config(write(RANKS))), position)
+    assert resume(run).exit_code == 0
+    assert_equal(read_trained(whole), read_trained(run), 0.0)
+
+
+def padded(arrays, config):
+    """The arrays as earlier versions saved them: every adapter at the largest rank of each projection, [L, A, …]."""
+    specs = adapter_specs(config)
+
+    def banks(kind, lead):
+        names = sorted({name for own in arrays[kind].values() for name in own})
+        found = {}
+        for name in names:
+            rank, axis = bank_rank(specs, name.split(".")[-2]), -1 if name.endswith("lora_a") else -2
+            shape = list(next(own[name] for own in arrays[kind].values() if name in own).shape)
+            shape[axis] = rank
+            found[name] = np.zeros((*shape[:lead], len(specs), *shape[lead:]), np.float32)
+            for index, spec in enumerate(specs):
+                if name in arrays[kind][spec.name]:
+                    place = np.moveaxis(found[name], lead, 0)[index]
+                    np.moveaxis(place, axis, 0)[: spec.rank] = np.moveaxis(arrays[kind][spec.name][name], axis, 0)
+        return found
+
+    return arrays | {"lora": banks("lora", 1), "sums": banks("sums", 2)}
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_by_name():
+    later = Progress.first({"law": 1}, replicas=1, plan="p").position() | {"form": 3}
+    with pytest.raises(CheckpointError, match=r"run\.later-version"):
+        Progress.of(later)
+
+
+SPECS = (
+    AdapterSpec(name="wide", rank=6, alpha=8, targets=("q_proj", "up_proj")),
+    AdapterSpec(name="thin", rank=1, alpha=8, targets=("q_proj",)),
+    AdapterSpec(name="middle", rank=3, alpha=8, targets=("q_proj",)),
+)
+Q = f"{LAYERS}self_attn.q_proj."
+
+
+@pytest.mark.parametrize("leaf", ["lora_a", "lora_b"])
+def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(leaf):
+    """Thin and wide are in it, in places 0 and 2; place 1 is empty. Middle's numbers are not finite."""
+    columns, rng = all_columns(SPECS), np.random.default_rng(0)
+    at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
+    own = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
+    own[2][Q + leaf][:] = np.nan
+    arrays = joined({Q + leaf: at}, own)
+    assert arrays[Q + leaf].shape == (2, *inside(10))
+    window = windows(columns, jnp.array([1, -1, 0]))[list(columns).index(Q + leaf)]
+    seen = np.asarray(jax.jit(view, static_argnums=1)(arrays[Q + leaf], at, jnp.int32(1), window))
+    wanted = np.zeros((3, *inside(6)), np.float32)
+    wanted[0][: 1 if leaf == "lora_b" else None, : 1 if leaf == "lora_a" else None] = own[1][Q + leaf][1]
+    wanted[2] = own[0][Q + leaf][1]
+    np.testing.assert_array_equal(seen, wanted)
+
+    gradient = rng.normal(size=seen.shape).astype(np.float32)
+    gradient[1] = np.nan
+    if leaf == "lora_a":
+        gradient[0, :, 1:] = np.nan  # beyond its own rank
+    added = jax.jit(add, static_argnums=1)(arrays[Q + leaf][None], at, jnp.int32(1), window, gradient)
+    after = [apart({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)]
+    np.testing.assert_array_equal(after[2], own[2][Q + leaf])
+    for index, place in ((1, 0), (0, 2)):
+        rank = SPECS[index].rank
+        mine = gradient[place][:, :rank] if leaf == "lora_a" else gradient[place][:rank]
+        np.testing.assert_array_equal(after[index], own[index][Q + leaf] + np.stack([np.zeros_like(mine), mine]))
+
+
+def test_a_pass_costs_what_the_adapters_in_it_cost():
+    """Operations of a layer, and bytes but for those of the smallest tables, with 64 adapters as with 4."""
+
+    def costs(count):
+        specs = tuple(AdapterSpec(name=f"a{index}", rank=2, alpha=4, dropout=0.1) for index in range(count))
+        model = ModelConfig(
+            family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
+            num_kv_heads=1, head_dim=8,
+        )  # fmt: skip
+        parts = Parts(model=model, specs=specs, settings=TrainSettings(), dtype=jnp.float32)
+        programs = StagePrograms(parts, stage_meshes()[0], Extent(0, 2), "everything")
+        whole, T = jax.ShapeDtypeStruct, 64
+        sizes = {"segment_offsets": 9, "segment_lengths": 8, "tile_adapter": 4, "adapters": 2}
+        kinds = {"row_key": np.uint32, "weights": np.float32}
+        batch = Microbatch(
+            **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
+        )._replace(samples=None)
+        lora = {name: whole(shape, jnp.float32) for name, shape in parts.lora_shapes(1).items()}
+        frozen = ({name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()},)
+        inputs = jax.eval_shape(programs.inputs, batch)
+        block = (frozen, lora, whole((), np.int32), whole((1, T, 16), jnp.float32), inputs)
+        y, kept = jax.eval_shape(programs.forward, *block)
+        sums = {name: whole((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
+        passes = (programs.forward.lower(*block), programs.backward.lower(*block, kept, y, sums))
+        return [each.cost_analysis()["flops"] for each in passes]
+
+    assert costs(64) == costs(4)
