@@ -17,6 +17,7 @@ from lorafusion_jax.config.load import ineffective
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.optim.schedules import schedule
+from lorafusion_jax.report.data_notes import data_notes
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")]
 
@@ -104,8 +105,8 @@ def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
     config = in_force(folder.read_config(), folder.read_plan())
     adapters = read_joining(jobs, config, overrides or ())
     new = config.model_copy(update={"adapters": adapters})
-    warn(out(), ineffective(new))
-    checked_data(new, [])
+    _, prepared = checked_data(new, [])
+    warn(out(), ineffective(new) + data_notes(new, prepared))
     write_addition(run, adapters)
     _say_asked(run, f"add {', '.join(adapter.name for adapter in adapters)}")
 

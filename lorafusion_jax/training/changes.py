@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action
+from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.planning.training_plan import search_effort, train_jobs
 from lorafusion_jax.report.events import AdapterChanged, AdapterEvent, AdapterFailed
 from lorafusion_jax.training.job import Job
@@ -61,22 +62,26 @@ def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, 
     return [(name, slot) for name, slot in plan.stopped if name not in changed]
 
 
-def unsupported_reason(action: Action, name: str, adapters: Mapping[str, str]) -> str | None:
-    """Why nobody can do this with an adapter of a run that is there.
+def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> None:
+    """Makes sure that something can be done with an adapter of a run, as it stands.
 
     Args:
         adapters: name → status.
+
+    Raises:
+        ConfigError: `control.unknown-adapter`, `control.ended`, `control.paused`, `control.not-paused`.
     """
     if name not in adapters:
-        return f"the run has no adapter '{name}', only {', '.join(adapters)}"
+        raise ConfigError(
+            "control.unknown-adapter", f"the run has no adapter '{name}'.", fix=f"one of: {', '.join(adapters)}"
+        )
     status = adapters[name]
-    if action == "continue":
-        return None if status == "paused" else f"{name} is not paused but {status}"
+    if action == "continue" and status != "paused":
+        raise ConfigError("control.not-paused", f"{name} is not paused but {status}.")
     if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
-        return f"{name} is {status}: nothing of it is left to train"
+        raise ConfigError("control.ended", f"{name} is {status}: nothing of it is left to train.")
     if action in ("pause", "finish", "extend") and status == "paused":
-        return f"{name} is paused: continue or cancel it"
-    return None
+        raise ConfigError("control.paused", f"{name} is paused.", fix="continue or cancel it")
 
 
 def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER, Request, request_files
@@ -12,7 +11,7 @@ from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
 from lorafusion_jax.training.additions import LacksMemory, noted, reread, with_request
-from lorafusion_jax.training.changes import Change, recorded_changes, revise, unsupported_reason
+from lorafusion_jax.training.changes import Change, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
@@ -70,14 +69,13 @@ class Revisions:
     def _decide(self, slot: int) -> list[Change] | None:
         changes = {change.adapter: change for change in self._freed(slot)}
         after = self._job
+        self._postponed = set()
         for request in self._requests():
             if not changes.keys().isdisjoint(request.adapters):  # it comes with the next revision
                 continue
-            try:
-                after = with_request(after, request, self._lacks_memory)
-            except (LoraFusionError, PlanError) as problem:
-                self._refuse(request.name, f"{request.what}: {_in_short(problem)}")
+            if (following := self._asked_for(after, request)) is None:
                 continue
+            after = following
             changes |= {
                 name: Change(
                     slot=slot, adapter=name, action=request.action, request=request.name, weight=request.weight
@@ -123,32 +121,31 @@ class Revisions:
         ]
 
     def _requests(self) -> Iterator[Request]:
-        """Those that can be carried out, oldest first; what comes of the others is told."""
-        self._postponed = set()
+        """Those that wait, oldest first; a file that holds none is told of."""
         known = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
             if file.name in known:  # a kill left the file of one that was carried out
                 self._remove([file.name])
-            elif (request := self._checked(file)) is not None:
-                yield request
+                continue
+            try:
+                yield Request.read(file)
+            except (OSError, ValueError, TypeError, RecursionError) as problem:
+                self._refuse(file.name, f"{file.name} is no request: {problem}")
 
-    def _checked(self, file: Path) -> Request | None:
+    def _asked_for(self, job: Job, request: Request) -> Job | None:
+        """The job that follows from a request; None: it is postponed, or refused and told of."""
         try:
-            request = Request.read(file)
-        except (OSError, ValueError, TypeError, RecursionError) as problem:
-            self._refuse(file.name, f"{file.name} is no request: {problem}")
+            if request.action != "add":
+                status = {own.name: own.status for own in self._progress.adapters.values()}
+                (name,) = request.adapters
+                if name not in status and name in self._job.plan.job_of:
+                    self._postponed.add(request.name)
+                    return None
+                check_request(request.action, name, status)
+            return with_request(job, request, self._lacks_memory)
+        except (LoraFusionError, PlanError) as problem:
+            self._refuse(request.name, f"{request.what}: {_in_short(problem)}")
             return None
-        if request.action == "add":
-            return request
-        (name,) = request.adapters
-        status = {own.name: own.status for own in self._progress.adapters.values()}
-        if name not in status and name in self._job.plan.job_of:
-            self._postponed.add(file.name)
-        elif (why := unsupported_reason(request.action, name, status)) is not None:
-            self._refuse(file.name, f"{request.what}: {why}")
-        else:
-            return request
-        return None
 
     def _refuse(self, request: str, why: str) -> None:
         self._tell(RequestRefused(slot=self._progress.slot, text=why))
