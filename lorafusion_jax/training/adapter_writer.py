@@ -93,6 +93,7 @@ class AdapterWriter:
 
 def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: str, failure: str) -> str:
     lora, optim, base = adapter.lora, adapter.optim, settings.model
+    longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
@@ -112,7 +113,7 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
-| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |
 | plan | {plan} |
 
 `run.json` holds the complete record.

@@ -126,6 +126,7 @@ def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, al
 
 def test_what_joined_is_read_back_like_the_others(asked):
     assert verify_exports(asked)["tax"].same
+    assert "1 and 5 samples" in (RunFolder(asked).latest("law") / "README.md").read_text()
     assert {name: row["steps"] for name, row in run_numbers(asked)["adapters"].items()} == {
         "law": 6,
         "med": 5,
