@@ -1,7 +1,8 @@
 """More adapters on stages that train: the others keep what they have, bit for bit.
 
-Stages for all adapters take the place of the stages there are, on the same frozen weights. New adapters come last, so
-everything of the others begins where it began in every array; ranks and targets only grow.
+Stages for all adapters take the place of the stages there are, on the same frozen weights. What was gathered of the
+others is written over what the new stages begin with. New adapters come last, and ranks and targets only grow, so all
+of it lies at the beginning of every axis.
 """
 
 from __future__ import annotations
