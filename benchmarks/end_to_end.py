@@ -80,7 +80,9 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.prediction import predicted_costs
 from lorafusion_jax.planning.stages import stage_layers
-from lorafusion_jax.training.loop import Hooks, Loop
+from lorafusion_jax.training.hooks import Hooks
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from lorafusion_jax.weights.table import NONE
 from scheduling import AdapterJob, Plan, make_plan, simulate
@@ -379,7 +381,8 @@ class Bench:
             for stage in stages:
                 stage.start(lora)
         nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
-        Loop(config, prepared, plan, executor, progress, listen, nothing, program).run()
+        job = Job(config=config, prepared=prepared, plan=plan)
+        Loop(job, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
         if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step that would notice
             raise FloatingPointError("the loss of the frozen base is not finite")

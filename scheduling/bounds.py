@@ -46,7 +46,7 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
         if not len(positions):
             continue
         tokens = job.stream[positions]
-        cuts = np.flatnonzero(np.diff(positions // job.global_batch, prepend=-1))
+        cuts = np.flatnonzero(np.diff(job.batch_of(positions), prepend=-1))
         tiles.append(-(-np.add.reduceat(tokens, cuts) // limits.tile_tokens))
         halves = np.add.reduceat((2 * tokens > room).astype(np.int64), cuts)  # no two of these share a microbatch
         by_tiles = -(-tiles[-1] // limits.slot_tiles)
@@ -69,7 +69,7 @@ def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stage
 
 def batch_tokens(job: AdapterJob) -> np.ndarray:
     """Tokens of each global batch, int64[num_batches]."""
-    return np.add.reduceat(job.stream, np.arange(0, job.num_samples, job.global_batch))
+    return np.add.reduceat(job.stream, job.batch_starts())
 
 
 def _bins_for(lengths: np.ndarray, room: int) -> int:

@@ -22,6 +22,7 @@ def replan(
     *,
     at_slot: int,
     add: Sequence[AdapterJob] = (),
+    extend: Sequence[AdapterJob] = (),
     cancel: Sequence[str] = (),
     finish: Sequence[str] = (),
     pause: Sequence[str] = (),
@@ -38,6 +39,7 @@ def replan(
     Args:
         at_slot: first slot that has not been started.
         add: new adapters.
+        extend: adapters with a longer stream, cut where it ended before.
         cancel: adapters that stop at once; a begun batch is left without its step.
         finish: adapters that complete the batch they have begun, and end there.
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
@@ -62,9 +64,12 @@ def replan(
     [1, 1, 1, 1, 2, 2, 2]
     """
     allowed = effort_within(time.monotonic(), time_limit_s, search_evaluations)
-    _check_request(plan, at_slot, [*cancel, *finish, *pause, *resume, *(weights or {})], resume)
+    longer = {job.name: job for job in extend}
+    _check_request(plan, at_slot, [*longer, *cancel, *finish, *pause, *resume, *(weights or {})], resume)
+    _check_longer(plan, longer)
     progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
-    jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in plan.jobs]
+    jobs = [longer.get(job.name, job) for job in plan.jobs]
+    jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in jobs]
     jobs = [_shortened(job, progress[job.name]) if job.name in finish else job for job in jobs] + list(add)
     unbegun = [name for name in finish if progress[name].batches == 0]
     stopped = {name: slot for name, slot in plan.stopped if name not in resume}
@@ -118,7 +123,7 @@ class _Progress:
                     self.done[ref.epoch * len(job.sample_tokens) + ref.sample] = True
                     last[ref.batch] = index
         self.batches = max(last) + 1 if last else 0
-        first_left = int(np.argmin(self.done)) // job.global_batch if not self.done.all() else job.num_batches
+        first_left = job.batch_of(int(np.argmin(self.done))) if not self.done.all() else job.num_batches
         before = last.get(first_left - 1)  # a begun batch may go on at once: its predecessor is far enough by then
         self.ready = 0 if before is None else max(0, before + plan.num_stages - at_slot)
 
@@ -128,11 +133,25 @@ def _left(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndar
         return np.zeros(0, np.int64)
     if progress is None:
         return np.arange(job.num_samples)
-    return np.flatnonzero(~progress.done[: job.num_samples])
+    return np.setdiff1d(np.arange(job.num_samples), np.flatnonzero(progress.done))
 
 
 def _shortened(job: AdapterJob, progress: _Progress) -> AdapterJob:
     return replace(job, max_batches=progress.batches) if progress.batches else job
+
+
+def _check_longer(plan: Plan, longer: Mapping[str, AdapterJob]) -> None:
+    """What is planned of an extended adapter must stay as it is: samples, batches, and where they end."""
+    for name, job in longer.items():
+        before = plan.job_of[name]
+        end = before.num_samples
+        same = job.stream[:end].tolist() == before.stream.tolist() and job.global_batch == before.global_batch
+        if not same or job.num_samples <= end or job.cuts != (*(cut for cut in before.cuts if cut < end), end):
+            raise PlanError(
+                "plan.extend",
+                f"{name} does not go on from what is planned of it",
+                why=f"its stream must be the same up to sample {end}, be cut there and go on",
+            )
 
 
 def _check_request(plan: Plan, at_slot: object, names: Sequence[str], resume: Sequence[str]) -> None:

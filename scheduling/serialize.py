@@ -79,6 +79,7 @@ def content_from_json(text: str) -> PlanContent:
 def _content_lines(content: PlanContent) -> list[str]:
     jobs = [
         {field: getattr(job, field) for field in ("name", "global_batch", "epochs", "weight", "max_batches")}
+        | ({"cuts": job.cuts} if job.cuts else {})  # few are extended
         | {"sample_tokens": job.sample_tokens}
         for job in content.jobs
     ]

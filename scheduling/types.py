@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,7 +18,8 @@ class AdapterJob:
     """One adapter to train: the lengths of its samples and how they form global batches.
 
     The samples are used in order, `epochs` times: position p of that stream is sample `p % n` of epoch `p // n`,
-    and batch j holds the positions [j·g, (j+1)·g); the last batch may be short.
+    and batch j holds the positions [j·g, (j+1)·g); the last batch may be short. Where the stream is cut, a batch ends
+    early and the next one begins.
 
     Args:
         name: unique among the jobs of a plan.
@@ -27,12 +29,15 @@ class AdapterJob:
         weight: share of the machine relative to other jobs while both are active; equal weights mean
             "no preference", and the planner then shares so that the whole run is shortest.
         max_batches: stop after that many batches (None: all).
+        cuts: positions of the stream that begin a batch, ascending: where it ended before it was extended.
 
     Raises:
         PlanError: a value that cannot be planned; the message names adapter, index and length.
 
     >>> AdapterJob("law", [700, 300, 512], global_batch=2).num_batches
     2
+    >>> list(AdapterJob("law", [64] * 6, global_batch=2, cuts=(3,)).batch_sizes())
+    [(0, 2), (1, 1), (2, 2), (3, 1)]
     """
 
     name: str
@@ -41,6 +46,7 @@ class AdapterJob:
     epochs: int = 1
     weight: float = 1.0
     max_batches: int | None = None
+    cuts: tuple[int, ...] = ()
 
     def __post_init__(self):
         _check_name(self.name)
@@ -50,21 +56,37 @@ class AdapterJob:
             if value is not None or field != "max_batches":
                 object.__setattr__(self, field, _checked_count(self.name, field, value))
         _check_weight(self.name, self.weight)
+        object.__setattr__(self, "cuts", _checked_cuts(self.name, self.cuts, self._whole))
 
     @property
     def num_samples(self) -> int:
         """Positions in the stream that are trained on, over all epochs."""
-        whole = len(self.sample_tokens) * self.epochs
-        return whole if self.max_batches is None else min(whole, self.max_batches * self.global_batch)
+        if self.max_batches is None:
+            return self._whole
+        if self.cuts:
+            return [*self._starts(self._whole), self._whole][: self.max_batches + 1][-1]
+        return min(self._whole, self.max_batches * self.global_batch)
 
     @property
     def num_batches(self) -> int:
-        return -(-self.num_samples // self.global_batch)
+        return self.batch_of(self.num_samples - 1) + 1
+
+    def batch_of[Position: (int, np.ndarray)](self, position: Position) -> Position:
+        """The global batch that a position of the stream is in."""
+        batch, before, start = position // self.global_batch, 0, 0
+        for cut in self.cuts:
+            before, start = before - (start - cut) // self.global_batch, cut
+            batch = batch + (position >= cut) * (before + (position - cut) // self.global_batch - batch)
+        return batch
+
+    def batch_starts(self) -> list[int]:
+        """First position of every batch."""
+        return self._starts(self.num_samples)
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
-        """Yields (batch, samples in it); the last batch may be short."""
-        for batch in range(self.num_batches):
-            yield batch, min(self.global_batch, self.num_samples - batch * self.global_batch)
+        """Yields (batch, samples in it); a batch before a cut and the last one may be short."""
+        for batch, (start, end) in enumerate(pairwise([*self.batch_starts(), self.num_samples])):
+            yield batch, end - start
 
     @property
     def stream(self) -> np.ndarray:
@@ -74,7 +96,15 @@ class AdapterJob:
     def ref(self, position: int) -> SampleRef:
         """Names the sample at a position of the stream."""
         epoch, sample = divmod(position, len(self.sample_tokens))
-        return SampleRef(self.name, epoch, position // self.global_batch, sample)
+        return SampleRef(self.name, epoch, self.batch_of(position), sample)
+
+    @property
+    def _whole(self) -> int:
+        return len(self.sample_tokens) * self.epochs
+
+    def _starts(self, end: int) -> list[int]:
+        edges = [0, *(cut for cut in self.cuts if cut < end), end]
+        return [start for first, last in pairwise(edges) for start in range(first, last, self.global_batch)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +194,14 @@ def _checked_count(name: str, field: str, value: object) -> int:
     if count is None or count < 1:
         raise PlanError("plan.count", f"{name}: {field} must be a whole number of at least 1, not {value!r}")
     return count
+
+
+def _checked_cuts(name: str, cuts: Sequence[object], end: int) -> tuple[int, ...]:
+    whole = tuple(as_whole(cut) for cut in cuts)
+    edges = [0, *(-1 if cut is None else cut for cut in whole), end]
+    if any(later <= earlier for earlier, later in pairwise(edges)):
+        raise PlanError("plan.cuts", f"{name}: cuts must ascend from 1 to {end - 1}, not {list(cuts)}")
+    return tuple(edges[1:-1])
 
 
 def as_whole(value: object) -> int | None:

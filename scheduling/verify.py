@@ -146,7 +146,7 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
 def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
     position = rows.epoch * len(job.sample_tokens) + rows.sample
     real = (rows.sample >= 0) & (rows.sample < len(job.sample_tokens)) & (position >= 0) & (position < job.num_samples)
-    real &= rows.batch == position // job.global_batch
+    real &= rows.batch == job.batch_of(position)
     found = [
         Violation(
             code="plan.unknown-sample",

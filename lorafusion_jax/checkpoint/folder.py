@@ -14,10 +14,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -142,20 +143,32 @@ class RunFolder:
         self.write_record(_with_file(self.read_record(), TIMELINE, text))
         replace_text(self.path / TIMELINE, text)
 
-    def write_move(self, plan: Plan, slot: int, changes: Sequence[dict[str, Any]] = ()) -> None:
+    def write_move(
+        self,
+        plan: Plan,
+        slot: int,
+        changes: Sequence[dict[str, Any]] = (),
+        *,
+        config: JobConfig | None = None,
+        noted: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Replaces the plan of a run that goes on from `slot` with another one, or on other devices.
 
         The checkpoints up to `slot` belong to both plans, which are equal until there. run.json knows the new plan
-        before it is there, so the run can go on wherever this ends; without the new plan, it plans again.
+        before it is there, so the run can go on wherever this ends; without the new plan, it plans again. What of the
+        settings only a new plan knows does not hold without it (see `in_force`).
 
         Args:
             changes: rows that say what of the adapters changes at `slot`.
+            config: of all adapters, where one was added or extended.
+            noted: what run.json notes besides.
         """
-        record = self.read_record()
+        record = self.read_record() | dict(noted)
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         move |= {"changes": list(changes)} if changes else {}
         before = [_until(move, slot) for move in self.moves()]
-        self.write_record(record | {"moves": [*before, move]})
+        record |= {"moves": [*before, move]}
+        self.write_record(record) if config is None else self.write_config(config, record)
         (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may be others in the new plan
         replace_text(self.plan_file, plan.to_json())
 

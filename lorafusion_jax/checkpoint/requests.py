@@ -1,6 +1,7 @@
 """What a user asks of a run while it trains: small files in `control/` of its folder, which the run picks up.
 
-{"action": "pause", "adapter": "law"}    and for `weight` also {"weight": 2.0}
+{"action": "pause", "adapter": "law"}    for `weight` also {"weight": 2.0}, for `extend` {"epochs": 1} or {"steps": 50}
+{"action": "add", "adapters": [{"name": "tax", "data": {"train": "/data/tax.jsonl"}}]}    settings as in config.yaml
 
 Names begin with the time, so requests are carried out in the order in which they were made.
 """
@@ -11,14 +12,16 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.files import replace_text
 
 FOLDER = "control"
-Action = Literal["cancel", "pause", "continue", "finish", "weight"]
+Action = Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
@@ -28,13 +31,24 @@ class Request:
 
     Attributes:
         name: of its file.
+        adapters: whom it concerns; one, but of `add` any number.
         weight: the new one, of `weight`.
+        epochs, steps: what `extend` adds, one of the two.
+        settings: of the new adapters, of `add`.
     """
 
     name: str
     action: Action
-    adapter: str
+    adapters: tuple[str, ...]
     weight: float | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    settings: tuple[AdapterConfig, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """It in a few words."""
+        return f"{self.action} {', '.join(self.adapters)}"
 
     @staticmethod
     def read(file: Path) -> Request:
@@ -46,12 +60,29 @@ class Request:
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.get("action") not in ACTIONS:
             raise ValueError(f"no action of {', '.join(ACTIONS)}")
-        if not isinstance(found.get("adapter"), str):
+        action: Action = found["action"]
+        if action == "add":
+            settings = tuple(AdapterConfig.model_validate(one) for one in found.get("adapters") or ())
+            if not settings:
+                raise ValueError("no adapters")
+            return Request(name=file.name, action=action, adapters=tuple(s.name for s in settings), settings=settings)
+        if not isinstance(adapter := found.get("adapter"), str):
             raise ValueError("no adapter")
-        weight = found.get("weight") if found["action"] == "weight" else None
-        if found["action"] == "weight" and not is_weight(weight):
+        weight, epochs, steps = (found.get(key) for key in ("weight", "epochs", "steps"))
+        if action == "weight" and not is_weight(weight):
             raise ValueError(f"{weight!r} is no positive number")
-        return Request(name=file.name, action=found["action"], adapter=found["adapter"], weight=weight)
+        if action == "extend" and not is_extension(epochs, steps):
+            raise ValueError("either epochs or steps must be a whole number from 1")
+        request = Request(name=file.name, action=action, adapters=(adapter,))
+        if action == "weight":
+            return replace(request, weight=weight)
+        return replace(request, epochs=epochs, steps=steps) if action == "extend" else request
+
+
+def is_extension(epochs: object, steps: object) -> bool:
+    """Whether an adapter can be extended by so many epochs or so many steps, whichever is not None."""
+    given = [value for value in (epochs, steps) if value is not None]
+    return len(given) == 1 and type(given[0]) is int and 1 <= given[0] < 2**31
 
 
 def is_weight(value: object) -> bool:
@@ -59,19 +90,31 @@ def is_weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def write_request(folder: Path, action: Action, adapter: str, weight: float | None = None) -> Path:
-    """Asks something of the run in `folder`; the file is there whole or not at all.
+def write_request(folder: Path, action: Action, adapter: str, weight: float | None = None, **options: int) -> Path:
+    """Asks something of an adapter of the run in `folder`; the file is there whole or not at all.
+
+    Args:
+        options: `epochs` or `steps`, of "extend".
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> file = write_request(folder, "pause", "law")
-    >>> [request_file == file for request_file in request_files(folder)], Request.read(file).adapter
-    ([True], 'law')
+    >>> [request_file == file for request_file in request_files(folder)], Request.read(file).what
+    ([True], 'pause law')
     """
+    content = {"action": action, "adapter": adapter} | ({} if weight is None else {"weight": weight})
+    return _write(folder, content | options)
+
+
+def write_addition(folder: Path, adapters: Sequence[AdapterConfig]) -> Path:
+    """Asks the run in `folder` to train more adapters."""
+    return _write(folder, {"action": "add", "adapters": [adapter.model_dump(mode="json") for adapter in adapters]})
+
+
+def _write(folder: Path, content: dict[str, Any]) -> Path:
     home = folder / FOLDER
     home.mkdir(exist_ok=True)
     file = home / f"{time.time_ns():020d}-{os.getpid()}.json"
-    content = {"action": action, "adapter": adapter} | ({} if weight is None else {"weight": weight})
     replace_text(file, json.dumps(content))
     return file
 

@@ -1,4 +1,4 @@
-"""lorafusion cancel, pause, continue, finish, weight: what a user asks of a run, also while it trains."""
+"""lorafusion cancel, pause, continue, finish, weight, extend, add: what a user asks of a run, also while it trains."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.requests import Action, is_weight, write_request
-from lorafusion_jax.cli.common import RunPath, next_command, out, say
+from lorafusion_jax.checkpoint.requests import Action, is_extension, is_weight, write_addition, write_request
+from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, checked_data, next_command, out, say, warn
 from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.config.join import in_force, read_joining
+from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.optim.schedules import schedule
+from lorafusion_jax.report.data_notes import data_notes
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")]
 
@@ -61,32 +66,98 @@ def weight(
     _ask(run, "weight", adapter, value)
 
 
+def extend(
+    run: RunPath,
+    adapter: Adapter,
+    epochs: Annotated[int | None, typer.Option(help="more passes over its data")] = None,
+    steps: Annotated[int | None, typer.Option(help="more optimizer steps")] = None,
+) -> None:
+    """Lets an adapter train longer, also one that is done: it goes on from its last weights and optimizer state.
+
+    The steps that were planned keep their learning rates. The new ones have a schedule of their own, warm-up included:
+    a cosine that had fallen to its end rises again.
+
+    Example: lorafusion extend runs/exp1 law --epochs 1
+
+    Example: lorafusion extend runs/exp1 law --steps 200
+    """
+    if not is_extension(epochs, steps):
+        raise ConfigError(
+            "control.extend",
+            "either --epochs or --steps must be given, as a whole number above 0.",
+            fix=f"lorafusion extend {run} {adapter} --epochs 1",
+        )
+    more = {"steps": steps} if epochs is None else {"epochs": epochs}
+    _ask(run, "extend", adapter, **{key: value for key, value in more.items() if value is not None})
+
+
+def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
+    """Lets the adapters of another job file join a run.
+
+    The file says what is their own: data, rank, targets, optimizer … What all adapters of a run share is the run's; the
+    file leaves it out or says the same. Data are read here first, so that a mistake never reaches the run.
+
+    Example: lorafusion add runs/exp1 more.yaml
+
+    Example: lorafusion add runs/exp1 more.yaml optim.lr=1e-4
+    """
+    folder = RunFolder(run)
+    config = in_force(folder.read_config(), folder.read_plan())
+    adapters = read_joining(jobs, config, overrides or ())
+    new = config.model_copy(update={"adapters": adapters})
+    _, prepared = checked_data(new, [])
+    warn(out(), ineffective(new) + data_notes(new, prepared))
+    write_addition(run, adapters)
+    _say_asked(run, f"add {', '.join(adapter.name for adapter in adapters)}")
+
+
 COMMANDS: dict[Action, Callable] = {
     "cancel": cancel,
     "pause": pause,
     "continue": go_on,
     "finish": finish,
     "weight": weight,
+    "extend": extend,
+    "add": add,
 }
 
 
-def _ask(run: Path, action: Action, adapter: str, value: float | None = None) -> None:
-    names = [one.name for one in RunFolder(run).read_config().adapters]
-    if adapter not in names:
+def _ask(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:
+    config = RunFolder(run).read_config()
+    numbers = run_numbers(run)
+    if adapter not in numbers["adapters"]:
         raise ConfigError(
             "control.unknown-adapter",
             f"there is no adapter '{adapter}' in {run}.",
-            fix=f"one of: {', '.join(names)}",
+            fix=f"one of: {', '.join(numbers['adapters'])}",
         )
-    numbers = run_numbers(run)
     status = numbers["adapters"][adapter]["status"]
-    if status in ("done", "failed", "cancelled"):
-        raise ConfigError("control.ended", f"{adapter} is {status}: nothing of it is left to train.")
-    write_request(run, action, adapter, value)
-    console = out()
+    if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
+        raise ConfigError(
+            "control.ended",
+            f"{adapter} is {status}: nothing of it is left to train.",
+            fix=f"lorafusion extend {run} {adapter} --epochs 1   lets it go on" if status == "done" else "",
+        )
+    write_request(run, action, adapter, value, **options)
+    if action == "extend":
+        say(out(), _rates_of_extension(config.adapter(adapter).optim))
+    _say_asked(run, " ".join([action, adapter, *(f"--{key} {number}" for key, number in options.items())]), numbers)
+
+
+def _say_asked(run: Path, what: str, numbers: dict | None = None) -> None:
+    numbers, console = numbers or run_numbers(run), out()
     if numbers["state"] == "running" and numbers["alive"] is not False:
-        say(console, f"asked: {action} {adapter}. The run does so when the microbatches under way are through.")
+        say(console, f"asked: {what}. The run does so when the microbatches under way are through.")
         next_command(console, f"lorafusion status {run} --watch")
     else:
-        say(console, f"asked: {action} {adapter}. The run does not train now: it does so when it goes on.")
+        say(console, f"asked: {what}. The run does not train now: it does so when it goes on.")
         next_command(console, f"lorafusion resume {run}")
+
+
+def _rates_of_extension(optim: OptimSettings) -> str:
+    """What becomes of the learning rate where an adapter is extended."""
+    text = "The steps planned before keep their learning rates. The new steps have a schedule of their own: "
+    text += f"after their warm-up {optim.schedule} " if optim.warmup else f"{optim.schedule} "
+    if not schedule(optim.schedule).falls:
+        return text + f"at {optim.lr:g}."
+    return text + f"from {optim.lr:g} to {optim.lr * optim.min_lr_ratio:g}; what had fallen rises again."

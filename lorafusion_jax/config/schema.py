@@ -286,6 +286,18 @@ class ReportSettings(Section):
     wandb: str | None = Field(default=None, description="project name")
 
 
+class Extension(Section):
+    """Samples that `lorafusion extend` added to an adapter's stream; a batch and a schedule begin with them.
+
+    Attributes:
+        after: samples of the stream before it.
+        samples: how many were added.
+    """
+
+    after: Count
+    samples: Count
+
+
 class AdapterConfig(Section):
     """One adapter with everything that is its own, defaults filled in."""
 
@@ -300,6 +312,7 @@ class AdapterConfig(Section):
         default=0, description="of the adapter's initial weights, dropout and order of samples"
     )
     weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")
+    extended: tuple[Extension, ...] = ()  # of a run; job files do not have it
 
     @field_validator("name")
     @classmethod

@@ -159,7 +159,7 @@ def pieces_of_evaluation(
 def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
     """Counts the loss tokens of every global batch of an adapter."""
     per_sample = np.add.reduceat(data.train.loss_mask.astype(np.int64), data.train.offsets[:-1])[data.order]
-    return np.add.reduceat(per_sample, np.arange(0, len(per_sample), global_batch))
+    return np.add.reduceat(per_sample, data.batch_starts(global_batch))
 
 
 def num_segments(num_samples: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,18 +27,29 @@ class AdapterData:
     Attributes:
         order: index into `train` for every position of the adapter's stream; epochs follow each other, each
             shuffled anew from the adapter's seed. Position i belongs to epoch i // len(train).
+        first: the order that the run began with; another one where the stream was extended since.
+        cuts: positions at which it was extended: a batch begins there.
     """
 
     train: TokenizedSet
     eval: TokenizedSet | None
     order: np.ndarray
+    first: np.ndarray | None = None
+    cuts: tuple[int, ...] = ()
+
+    def batch_starts(self, global_batch: int) -> np.ndarray:
+        """First position of every global batch."""
+        edges = pairwise([0, *self.cuts, len(self.order)])
+        return np.concatenate([np.arange(start, end, global_batch) for start, end in edges])
 
     def stream_tokens(self) -> np.ndarray:
         return self.train.lengths[self.order]
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.train.digest.encode() + self.order.tobytes()).hexdigest()[:16]
+        """Of the samples and their first order; what an extension adds follows from the adapter's settings."""
+        first = self.order if self.first is None else self.first
+        return hashlib.sha256(self.train.digest.encode() + first.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +105,32 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
 
     train = load(adapter.data.train, adapter.data)
     held_out = load(adapter.data.eval, adapter.data) if adapter.data.eval else None
+    return in_order(adapter, train, held_out, config.train.max_steps)
+
+
+def in_order(
+    adapter: AdapterConfig, train: TokenizedSet, held_out: TokenizedSet | None, max_steps: int | None
+) -> AdapterData:
+    """An adapter's samples in the order of its settings.
+
+    Raises:
+        ConfigError: see `sample_order`.
+    """
+    first = adapter.model_copy(update={"extended": ()})
     return AdapterData(
-        train=train, eval=held_out, order=sample_order(adapter, len(train.lengths), config.train.max_steps)
+        train=train,
+        eval=held_out,
+        order=sample_order(adapter, len(train.lengths), max_steps),
+        first=sample_order(first, len(train.lengths), max_steps),
+        cuts=tuple(each.after for each in adapter.extended),
     )
 
 
 def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None = None) -> np.ndarray:
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
-    A function of the adapter's own seed and size, so company cannot change it.
+    A function of the adapter's own seed and size, so company cannot change it. One that was extended goes on from where
+    it ended, in the same permutation and then in further ones.
 
     Raises:
         ConfigError: `config.too-many-samples`, before anything is drawn.
@@ -109,10 +138,14 @@ def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None
     wanted = adapter.epochs * num_samples
     if max_steps is not None:
         wanted = min(wanted, max_steps * adapter.global_samples)
+    if adapter.extended:
+        wanted = adapter.extended[-1].after + adapter.extended[-1].samples
     if wanted > MOST_SAMPLES:
         raise ConfigError(
             "config.too-many-samples",
-            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {wanted} samples.",
+            f"{adapter.name}: {adapter.epochs} epochs of {num_samples} rows are {wanted} samples."
+            if not adapter.extended
+            else f"{adapter.name} would have {wanted} samples.",
             why=f"a plan holds at most {MOST_SAMPLES} of an adapter",
             fix="fewer epochs, or train.max_steps",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -16,9 +16,9 @@ from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import check_loss
-from lorafusion_jax.pipeline.mesh import stage_meshes
+from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
-from lorafusion_jax.pipeline.parts import Parts, cut
+from lorafusion_jax.pipeline.parts import Parts, StageWeights, cut
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
@@ -48,20 +48,21 @@ def check_mesh(config: JobConfig) -> None:
         stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
 
 
-def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec]) -> list[Stage]:
+def load_stages(
+    config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
+) -> list[Stage]:
     """Loads the base model, each stage's layers straight onto its devices; adapters are not started yet.
+
+    Args:
+        later: with all adapters that are known to join later, for which there must be memory.
 
     Raises:
         CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
-    objectives = tuple(adapter.objective.chosen for adapter in config.adapters)
-    for each in objectives:
-        check_loss(each)
-    directory, train = base_directory(config), config.train
+    check_adapters(config, prepared)
+    directory, train, mesh = base_directory(config), config.train, config.mesh
     model = ModelConfig.from_hf(directory)
-    model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
-    mesh = config.mesh
     meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
     dtype = jnp.dtype(config.base.dtype)
@@ -73,15 +74,46 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
     weights = cut(frozen, layers)
     if mesh.stages > 1 and model.tie_embeddings:
         weights[-1].head = transfer(weights[-1].head, meshes[-1])
+    remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
+    return _stages(config, model, specs, remat, zip(weights, meshes, strict=True))
+
+
+def check_adapters(config: JobConfig, prepared: Prepared) -> None:
+    """Whether the base can train the adapters of a job, before anything is loaded.
+
+    Raises:
+        CheckpointError: the base computes differently at this sample length.
+        ConfigError: `objective.broken`.
+    """
+    for adapter in config.adapters:
+        check_loss(adapter.objective.chosen)
+    directory = base_directory(config)
+    longest = max(prepared.adapters[adapter.name].train.report.longest for adapter in config.adapters)
+    ModelConfig.from_hf(directory).check_length(longest, where=str(directory))
+
+
+def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec]) -> list[Stage]:
+    """Stages for other adapters on the weights and devices of these; not started yet."""
+    model = ModelConfig.from_hf(base_directory(config))
+    return _stages(config, model, specs, stages[0].remat, [(stage.weights, stage.mesh) for stage in stages])
+
+
+def _stages(
+    config: JobConfig,
+    model: ModelConfig,
+    specs: Sequence[AdapterSpec],
+    remat: RematPolicy,
+    places: Iterable[tuple[StageWeights, StageMesh]],
+) -> list[Stage]:
     parts = Parts(
         model=model,
         specs=tuple(specs),
-        settings=train,
-        dtype=dtype,
-        objectives=objectives,
+        settings=config.train,
+        dtype=jnp.dtype(config.base.dtype),
+        objectives=tuple(adapter.objective.chosen for adapter in config.adapters),
         quantize=config.base.quantize,
     )
-    remat = fitting_remat(config, model) if train.remat == "auto" else train.remat
+    block = config.train.block_layers
     return [
         Stage(
             parts,
@@ -89,9 +121,9 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
             here,
             config.adapters,
             remat=remat,
-            block=block_layers(train.block_layers, len(own.pieces), fsdp=here.fsdp),
+            block=block_layers(block, len(own.pieces), fsdp=here.fsdp),
         )
-        for own, here in zip(weights, meshes, strict=True)
+        for own, here in places
     ]
 
 

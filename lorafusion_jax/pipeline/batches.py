@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import (
     Microbatch,
     Weights,
@@ -18,6 +18,7 @@ from lorafusion_jax.data.assemble import (
     stacked,
 )
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
 from scheduling.simulate import slot_squares
@@ -31,28 +32,31 @@ class Batches:
     """
 
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
-        self._config, self._prepared, self._plan, self._replicas = config, prepared, plan, tuple(local_replicas)
-        self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self._replicas = tuple(local_replicas)
         self._segments, self._table = places(config, _parts(plan))
         self._adapters = _adapters_together(plan, len(config.adapters))
+        self.take(config, prepared, plan)
+
+    def take(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
+        """Goes on with another plan; microbatches keep their shape where its samples have room."""
+        self._config, self._prepared, self._plan = config, prepared, plan
+        self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        segments, table = places(config, _parts(plan))
+        self._segments = max(self._segments, segments)
+        self._adapters = max(self._adapters, _adapters_together(plan, len(config.adapters)))
+        if table is not None:
+            before = self._table or (0, 0)
+            self._table = max(before[0], table[0]), max(before[1], table[1])
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
             for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
         }
-        samples = {name: len(data.order) for name, data in prepared.adapters.items()}
         self._weights = {
-            (name, batch): _weights(config.adapter(name), batch, count, samples[name])
-            for (name, batch), count in self.loss_tokens.items()
+            (name, batch): _weights(chosen, self.loss_tokens[name, batch], size)
+            for name, chosen, sizes in _batch_sizes(config, prepared)
+            for batch, size in enumerate(sizes)
         }
-
-    def take_plan(self, plan: Plan) -> None:
-        """Goes on with another plan of the same job; microbatches keep their shape where its samples have room."""
-        segments, table = places(self._config, _parts(plan))
-        self._plan, self._segments = plan, max(self._segments, segments)
-        self._adapters = max(self._adapters, _adapters_together(plan, len(self._config.adapters)))
-        if table is not None and self._table is not None:
-            self._table = max(self._table[0], table[0]), self._table[1]
 
     def of(self, slot: int) -> Microbatch:
         return self._assembled(self._plan.slots[slot].replicas)
@@ -134,8 +138,13 @@ def _adapters_together(plan: Plan, num_adapters: int) -> int:
     return adapter_places(max((len(set(part)) for part in _parts(plan)), default=1), num_adapters)
 
 
-def _weights(adapter: AdapterConfig, batch: int, loss_tokens: int, num_samples: int) -> Weights:
-    if adapter.objective.chosen.of_samples:
-        left = num_samples - batch * adapter.global_samples  # the last batch may be short
-        return Weights(1.0, 1.0 / min(adapter.global_samples, left))
-    return Weights(1.0 / loss_tokens)
+def _batch_sizes(config: JobConfig, prepared: Prepared) -> Iterator[tuple[str, Chosen, list[int]]]:
+    """Of each adapter its name, its objective, and how many samples each of its global batches has."""
+    for adapter in config.adapters:
+        data = prepared.adapters[adapter.name]
+        sizes = np.diff(np.append(data.batch_starts(adapter.global_samples), len(data.order)))
+        yield adapter.name, adapter.objective.chosen, sizes.tolist()
+
+
+def _weights(chosen: Chosen, loss_tokens: int, size: int) -> Weights:
+    return Weights(1.0, 1.0 / size) if chosen.of_samples else Weights(1.0 / loss_tokens)

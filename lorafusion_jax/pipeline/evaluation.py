@@ -44,7 +44,8 @@ class Evaluator:
 
     def __init__(self, config: JobConfig, prepared: Prepared, executor: Executor):
         self._config, self._executor = config, executor
-        self._sets = {name: data.eval for name, data in prepared.adapters.items() if data.eval is not None}
+        held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
+        self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self._plans = {name: self._plan(name) for name in self._sets}
         self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}

@@ -133,6 +133,13 @@ class Executor:
         """Replicas whose microbatches this process hands in."""
         return self.stages[0].mesh.local_replicas
 
+    def take_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
+        """Goes on with other stages on the same devices; nothing may be under way."""
+        assert not self._running
+        assert len(stages) == len(self.stages)
+        self.stages = tuple(stages)
+        self._index = {name: number for number, name in enumerate(names)}
+
     def warm_up(self, rows: Microbatch) -> None:
         """Compiles what all stages run, side by side: an empty microbatch on each of them, and every kind of step.
 

@@ -1,6 +1,7 @@
 """A session: a base model on the devices of a job, its compiled programs, and a place for each adapter.
 
-Only the session and what it is made of know devices. A run keeps a folder; a loop executes a plan.
+Only the session and what it is made of know devices. A run keeps a folder; a loop executes a plan. Adapters may join
+while others train; one that has ended keeps its place, so that it can go on from there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.base import load_stages, memory_warning
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
+from lorafusion_jax.pipeline.growth import grown
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
 from lorafusion_jax.pipeline.spans import Spans
@@ -36,30 +38,44 @@ from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
 class Session:
     """Adapters in their places on loaded stages; open one with `open`, and `start` it or `load_state` first.
 
+    `add` gives more adapters a place, `read` reads one; an adapter that no microbatch names stays as it is.
+
     Attributes:
         executor: runs the events of a plan.
         spans: when they ran.
     """
 
     def __init__(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]):
+        self.spans = Spans(len(stages))
+        self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
+        self._take(config, prepared, stages, specs)
+
+    def _take(
+        self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]
+    ) -> None:
         self._config, self._stages = config, tuple(stages)
         self._places = {spec.name: place for place, spec in enumerate(specs)}
-        self.spans = Spans(len(self._stages))
-        self.executor = Executor(self._stages, list(self._places), self.spans)
         self._evaluator = Evaluator(config, prepared, self.executor)
 
     @classmethod
-    def open(cls, config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec] | None = None) -> Session:
+    def open(
+        cls,
+        config: JobConfig,
+        prepared: Prepared,
+        specs: Sequence[AdapterSpec] | None = None,
+        later: JobConfig | None = None,
+    ) -> Session:
         """Loads the base model of a job onto its devices.
 
         Args:
             specs: the adapters, where they are not those of the job file.
+            later: with all adapters that are known to join later.
 
         Raises:
             LoraFusionError: see `load_stages`.
         """
         specs = adapter_specs(config) if specs is None else specs
-        return cls(config, prepared, load_stages(config, prepared, specs), specs)
+        return cls(config, prepared, load_stages(config, prepared, specs, later), specs)
 
     def start(self, weights: Mapping[int, Arrays]) -> None:
         """Begins every place anew: with an adapter's initial weights, or with those given here.
@@ -70,6 +86,32 @@ class Session:
         lora = start_from(self._stages[0].first_lora(), weights)
         for stage in self._stages:
             stage.start(lora)
+
+    @property
+    def names(self) -> list[str]:
+        """The adapters that have a place, in stacking order."""
+        return list(self._places)
+
+    def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Arrays]) -> None:
+        """Gives the last adapters of a job a place, and lets them begin; every process must call it.
+
+        What the others have stays, bit for bit. Nothing may be under way. Every program compiles again, because the
+        arrays of all adapters have other shapes.
+
+        Args:
+            config, prepared: of all adapters, those with a place first.
+            weights: with which new adapters begin, by place, as for `start`.
+        """
+        assert [adapter.name for adapter in config.adapters][: len(self._places)] == self.names
+        self.executor.wait_dispatched()
+        specs = adapter_specs(config)
+        stages = grown(self._stages, config, specs, weights)
+        self.executor.take_stages(stages, [spec.name for spec in specs])
+        self._take(config, prepared, stages, specs)
+
+    def lacks_memory(self, config: JobConfig) -> str | None:
+        """What is missing where the devices cannot hold the adapters of a job; None: nothing, or nobody can tell."""
+        return memory_warning(config, self._model, self.remat)
 
     def compile_reads(self) -> None:
         """Compiles `read`, which comes in the middle of the pipeline: 0.3 to 0.7 s on a CPU."""
@@ -145,7 +187,7 @@ class Session:
 
     @property
     def memory_warning(self) -> str | None:
-        return memory_warning(self._config, self._model, self.remat)
+        return self.lacks_memory(self._config)
 
     @property
     def device(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
             global_batch=adapter.global_samples,
             epochs=1,
             weight=adapter.weight,
+            cuts=prepared.adapters[adapter.name].cuts,
         )
         for adapter in config.adapters
     ]

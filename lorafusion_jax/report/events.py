@@ -181,7 +181,7 @@ class AdapterChanged(AdapterEvent):
     """A request about one adapter was carried out.
 
     Attributes:
-        action: cancel, pause, continue, finish or weight.
+        action: cancel, pause, continue, finish, weight, extend or add.
         status: of the adapter from here on.
         num_steps: its steps from here on.
         weight: its new one, of `weight`.

@@ -222,7 +222,7 @@ class Screen:
         self._line(f"{event.adapter}  {self._row(event).failure}", style="bold red")
 
     def _on_changed(self, event: AdapterChanged) -> None:
-        row = self._row(event)
+        row = self._rows.setdefault(event.adapter, Row(event.num_steps))  # one that has joined is new
         row.num_steps, row.done = event.num_steps, event.status == "done"
         row.stopped = event.status if event.status in ("paused", "cancelled") else ""
         what = f"weight {event.weight:g}" if event.weight is not None else event.status

@@ -12,10 +12,10 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
-from lorafusion_jax.config.schema import AdapterConfig, BaseSettings, JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, BaseSettings
 from lorafusion_jax.config.specs import adapter_spec
-from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.weights.table import NONE
 
@@ -29,17 +29,16 @@ class AdapterWriter:
     layout they differ from what this one computes by rounding.
 
     Args:
-        progress: where the sitting begins; its plan may change later.
+        progress: where the sitting begins.
     """
 
     def __init__(
         self,
-        config: JobConfig,
-        prepared: Prepared,
+        job: Job,
         folder: RunFolder,
         progress: Progress,
     ):
-        self._config, self._prepared, self._folder, self._progress = config, prepared, folder, progress
+        self._job, self._folder = job, folder
         self._since = {name: adapter.step for name, adapter in progress.adapters.items()}
         self._written: set[Path] = set()
 
@@ -51,14 +50,14 @@ class AdapterWriter:
             failure: why the adapter takes no step after this one; its folder says so.
         """
         target = self._folder.adapter_step(name, step)
-        if target.exists() and not failure and (step < self._since[name] or target in self._written):
+        if target.exists() and not failure and (step < self._since.get(name, 0) or target in self._written):
             return target
-        spec = adapter_spec(self._config.adapter(name))
+        spec = adapter_spec(self._job.config.adapter(name))
         new = not target.exists()
         self._export(spec, step, own, target, failure)
         self._written.add(target)
         if new:
-            self._folder.mark_latest(name, self._config.save.keep)
+            self._folder.mark_latest(name, self._job.config.save.keep)
         return target
 
     def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
@@ -66,15 +65,15 @@ class AdapterWriter:
             {leaf: array[:, None] for leaf, array in own.items()},
             spec,
             0,
-            self._config.base.model,
+            self._job.config.base.model,
             target,
-            base_quantize=self._config.base.quantize,
+            base_quantize=self._job.config.base.quantize,
             replace=True,
-            finish=lambda draft: self._describe(draft, self._config.adapter(spec.name), step, failure),
+            finish=lambda draft: self._describe(draft, self._job.config.adapter(spec.name), step, failure),
         )
 
     def _describe(self, target: Path, adapter: AdapterConfig, step: int, failure: str) -> None:
-        base = base_directory(self._config)
+        base = base_directory(self._job.config)
         for file in TOKENIZER_FILES:
             if (base / file).is_file():
                 shutil.copyfile(base / file, target / file)
@@ -84,16 +83,17 @@ class AdapterWriter:
             "adapter": adapter.model_dump(mode="json"),
             "step": step,
             "failed": failure or None,
-            "base": self._config.base.model,
-            "data": self._prepared.adapters[adapter.name].digest,
+            "base": self._job.config.base.model,
+            "data": self._job.prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        card = _card(adapter, step, self._config.base, self._progress.plan, failure)
+        card = _card(adapter, step, self._job.config.base, self._job.plan.digest, failure)
         (target / "README.md").write_text(card, encoding="utf-8")
 
 
 def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: str, failure: str) -> str:
     lora, optim, base = adapter.lora, adapter.optim, settings.model
+    longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     belongs = f"""
 The base was quantised as `{settings.quantize}` in training, and the adapter belongs to that base: on the original
@@ -113,7 +113,7 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 |---|---|
 | rank, alpha, dropout | {lora.rank}, {lora.alpha:g}{" (rsLoRA)" if lora.rslora else ""}, {lora.dropout:g} |
 | optimizer | {optim.name}, lr {optim.lr:g}, {optim.schedule}, warm-up {optim.warmup:g} |
-| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}, {adapter.seed} |
+| global batch, epochs, seed | {adapter.global_samples}, {adapter.epochs}{longer}, {adapter.seed} |
 | plan | {plan} |
 
 `run.json` holds the complete record.

@@ -1,4 +1,5 @@
-"""Changes of a run's plan while it goes on: an adapter is cancelled, finished early, paused, continued or weighed anew.
+"""Changes of a run's plan while it goes on: an adapter is cancelled, finished early, paused, continued, weighed anew,
+added or extended.
 
 A change holds from a slot on, at which the pipeline is empty. run.json notes it with the plan that follows from it, so
 a run that goes on from an earlier checkpoint comes to the same changes at the same slots.
@@ -7,15 +8,16 @@ a run that goes on from an earlier checkpoint comes to the same changes at the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.checkpoint.requests import Request
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.planning.training_plan import search_effort
+from lorafusion_jax.checkpoint.requests import Action
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.planning.training_plan import search_effort, train_jobs
 from lorafusion_jax.report.events import AdapterChanged, AdapterEvent, AdapterFailed
-from lorafusion_jax.training.state import AdapterProgress
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan, replan
 
 
@@ -27,13 +29,13 @@ class Change:
         action: "free" gives the slots of a failed adapter to the others.
         request: name of the file that asked for it; empty: nobody did.
         weight: the new one, of `weight`.
-        steps: with which the adapter ends, of `finish`.
+        steps: with which the adapter ends, of `finish`, `extend` and `add`.
         reason: why it failed, of `free`.
     """
 
     slot: int
     adapter: str
-    action: Literal["cancel", "pause", "continue", "finish", "weight", "free"]
+    action: Literal["cancel", "pause", "continue", "finish", "weight", "extend", "add", "free"]
     request: str = ""
     weight: float | None = None
     steps: int | None = None
@@ -44,14 +46,6 @@ class Change:
         return {key: value for key, value in asdict(self).items() if value not in ("", None)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revision:
-    """A plan that takes the place of another at a drained slot."""
-
-    plan: Plan
-    changes: tuple[Change, ...]
-
-
 def recorded_changes(folder: RunFolder) -> list[Change]:
     """All changes of a run that came into force, in order."""
     return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
@@ -59,26 +53,45 @@ def recorded_changes(folder: RunFolder) -> list[Change]:
 
 def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:
     """Adapters that a plan leaves out from some slot on, and no change does: dropped when the run was resumed."""
-    changed = {change.adapter for change in changes}
+    changed: set[str] = set()
+    for change in changes:
+        if change.action in ("cancel", "pause", "finish", "free"):
+            changed.add(change.adapter)
+        elif change.action == "continue":
+            changed.discard(change.adapter)
     return [(name, slot) for name, slot in plan.stopped if name not in changed]
 
 
-def unsupported_reason(request: Request, adapters: Mapping[str, AdapterProgress]) -> str | None:
-    """Why a request cannot be carried out."""
-    if request.adapter not in adapters:
-        return f"the run has no adapter '{request.adapter}', only {', '.join(adapters)}"
-    status = adapters[request.adapter].status
-    if request.action == "continue":
-        return None if status == "paused" else f"{request.adapter} is not paused but {status}"
-    if status in ("done", "failed", "cancelled"):
-        return f"{request.adapter} is {status}: nothing of it is left to train"
-    if request.action in ("pause", "finish") and status == "paused":
-        return f"{request.adapter} is paused: continue or cancel it"
-    return None
+def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> None:
+    """Makes sure that something can be done with an adapter of a run, as it stands.
+
+    Args:
+        adapters: name → status.
+
+    Raises:
+        ConfigError: `control.unknown-adapter`, `control.ended`, `control.paused`, `control.not-paused`.
+    """
+    if name not in adapters:
+        raise ConfigError(
+            "control.unknown-adapter", f"the run has no adapter '{name}'.", fix=f"one of: {', '.join(adapters)}"
+        )
+    status = adapters[name]
+    if action == "continue" and status != "paused":
+        raise ConfigError("control.not-paused", f"{name} is not paused but {status}.")
+    if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
+        raise ConfigError("control.ended", f"{name} is {status}: nothing of it is left to train.")
+    if action in ("pause", "finish", "extend") and status == "paused":
+        raise ConfigError("control.paused", f"{name} is paused.", fix="continue or cancel it")
 
 
-def revise(plan: Plan, config: JobConfig, slot: int, changes: Sequence[Change]) -> Revision:
+def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:
     """Plans what is left again with some changes, at most one for an adapter.
+
+    Args:
+        job: with its plan as it was, and with the settings and data that follow from the changes.
+
+    Returns:
+        (plan, the changes with the steps that follow from it)
 
     Raises:
         PlanError: see `scheduling.replan`.
@@ -87,32 +100,46 @@ def revise(plan: Plan, config: JobConfig, slot: int, changes: Sequence[Change]) 
     def names(*actions: str) -> list[str]:
         return [change.adapter for change in changes if change.action in actions]
 
+    plan, jobs = job.plan, {one.name: one for one in train_jobs(job.config, job.prepared)}
     again = replan(
         plan,
         at_slot=slot,
+        add=[jobs[name] for name in names("add")],
+        extend=[replace(jobs[name], weight=plan.job_of[name].weight) for name in names("extend")],
         cancel=names("cancel", "free"),
         finish=names("finish"),
         pause=names("pause"),
         resume=names("continue"),
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
         seed=plan.seed,
-        **search_effort(config),
+        **search_effort(job.config),
     )
-    return Revision(plan=again, changes=tuple(_with_steps(change, again) for change in changes))
+    return again, [_with_steps(change, again) for change in changes]
 
 
-def apply(change: Change, adapter: AdapterProgress) -> AdapterEvent | None:
-    """Carries a change out on an adapter's progress; returns the news, None where it holds already."""
+def apply(change: Change, progress: Progress) -> AdapterEvent | None:
+    """Carries a change out on the progress of a run; returns the news, None where it holds already."""
+    if change.action == "add" and change.adapter not in progress.adapters:
+        assert change.steps is not None
+        adapter = AdapterProgress(name=change.adapter, num_steps=change.steps)
+        progress.adapters[change.adapter] = adapter
+        return _news(change, adapter)
+    adapter = progress.adapters[change.adapter]
     before = adapter.status, adapter.num_steps
     if adapter.status == "running" and change.action == "free":
         adapter.status, adapter.reason = "failed", change.reason
         return AdapterFailed(
             slot=change.slot, adapter=adapter.name, step=adapter.step, reason=change.reason, kept_step=adapter.step
         )
-    if adapter.status in ("running", "paused"):  # the others are at their end
+    goes_on = change.action == "extend" and adapter.status == "done" and adapter.step < (change.steps or 0)
+    if adapter.status in ("running", "paused") or goes_on:  # the others are at their end
         _carry_out(change, adapter)
     if (adapter.status, adapter.num_steps) == before and change.action != "weight":
         return None
+    return _news(change, adapter)
+
+
+def _news(change: Change, adapter: AdapterProgress) -> AdapterChanged:
     return AdapterChanged(
         slot=change.slot,
         adapter=adapter.name,
@@ -138,10 +165,13 @@ def _carry_out(change: Change, adapter: AdapterProgress) -> None:
             assert change.steps is not None
             adapter.num_steps = change.steps
             adapter.status = "done" if adapter.step == change.steps else "running"
+        case "extend":
+            assert change.steps is not None
+            adapter.num_steps, adapter.status = change.steps, "running"
 
 
 def _with_steps(change: Change, plan: Plan) -> Change:
-    if change.action != "finish":
+    if change.action not in ("finish", "extend", "add"):
         return change
-    steps = 0 if change.adapter in dict(plan.stopped) else plan.job_of[change.adapter].num_batches
-    return Change(slot=change.slot, adapter=change.adapter, action="finish", request=change.request, steps=steps)
+    ended = change.action == "finish" and change.adapter in dict(plan.stopped)
+    return replace(change, steps=0 if ended else plan.job_of[change.adapter].num_batches)

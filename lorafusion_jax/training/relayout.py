@@ -68,7 +68,7 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
 
     Raises:
         ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train,
-            `resume.paused`.
+            `resume.paused`, `resume.to-join`.
     """
     errors = []
     for name in names:
@@ -78,6 +78,11 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
         elif adapters[name] in ("done", "cancelled"):
             what = f"{name} is {adapters[name]}: there is nothing left of it to drop."
             errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
+        elif adapters[name] == "to join":
+            what = f"{name} joins the run after the checkpoint that it goes on from."
+            errors.append(
+                ConfigError("resume.to-join", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
+            )
         elif adapters[name] == "paused":
             what = f"{name} is paused: its samples are left out already."
             errors.append(ConfigError("resume.paused", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop"))

@@ -3,92 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER, Request, request_files
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.join import in_force
+from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
-from lorafusion_jax.training.changes import Change, Revision, recorded_changes, revise, unsupported_reason
+from lorafusion_jax.training.additions import LacksMemory, noted, reread, with_request
+from lorafusion_jax.training.changes import Change, check_request, recorded_changes, revise
+from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
-from scheduling import Plan
+from scheduling import Plan, PlanError
 
 
 class Revisions:
     """Decides at drained slots what is planned again; the first process writes it into the folder.
 
-    Attributes:
-        plan: the one that holds now.
-
     Args:
+        job: what is trained now; gets every new plan.
         recorded: changes of the run so far.
+        lacks_memory: of the session.
     """
 
     def __init__(
         self,
-        config: JobConfig,
-        plan: Plan,
+        job: Job,
         folder: RunFolder,
         progress: Progress,
         recorded: Sequence[Change],
+        lacks_memory: LacksMemory,
         listener: Listener,
     ):
-        self.plan = plan
-        self._config, self._folder, self._progress, self._tell = config, folder, progress, listener
+        self._job, self._folder, self._progress, self._tell = job, folder, progress, listener
+        self._lacks_memory = lacks_memory
         self._recorded = list(recorded)
+        self._postponed: set[str] = set()  # requests about adapters that join at a later slot
 
     def asked(self) -> bool:
         """Whether a request waits; one look at a folder."""
-        return is_first() and bool(request_files(self._folder.path))
+        return is_first() and any(file.name not in self._postponed for file in request_files(self._folder.path))
 
-    def revise(self) -> Revision | None:
-        """The plan from the drained slot `progress.slot` on; None: it stays. All processes ask together."""
-        before, slot = self.plan, self._progress.slot
-        revision = self._decide(slot) if is_first() else None
-        if not any_process(revision is not None):
+    def revise(self) -> Sequence[Change] | None:
+        """Gives the job another plan from the drained slot `progress.slot` on; None: it stays. All processes ask
+        together."""
+        before, slot = self._job.plan, self._progress.slot
+        changes = self._decide(slot) if is_first() else None
+        if not any_process(changes is not None):
             return None
-        if revision is None:  # another process has decided
-            plan = self._folder.read_plan()
-            made = [change for change in recorded_changes(self._folder) if change not in self._recorded]
-            revision = Revision(plan=plan, changes=tuple(made))
-        self.plan = revision.plan
-        self._recorded += revision.changes
+        if changes is None:  # another process has decided
+            changes = self._follow()
+        self._recorded += changes
+        plan = self._job.plan
         self._tell(
             PlanRevised(
                 slot=slot,
-                slots=self.plan.num_slots,
-                slots_left=self.plan.num_slots - slot,
+                slots=plan.num_slots,
+                slots_left=plan.num_slots - slot,
                 slots_left_before=before.num_slots - slot,
-                plan=self.plan.digest,
+                plan=plan.digest,
             )
         )
-        return revision
+        return changes
 
-    def _decide(self, slot: int) -> Revision | None:
+    def _decide(self, slot: int) -> list[Change] | None:
         changes = {change.adapter: change for change in self._freed(slot)}
+        after = self._job
+        self._postponed = set()
         for request in self._requests():
-            if request.adapter not in changes:  # else it comes with the next revision
-                changes[request.adapter] = Change(
-                    slot=slot,
-                    adapter=request.adapter,
-                    action=request.action,
-                    request=request.name,
-                    weight=request.weight,
+            if not changes.keys().isdisjoint(request.adapters):  # it comes with the next revision
+                continue
+            if (following := self._asked_for(after, request)) is None:
+                continue
+            after = following
+            changes |= {
+                name: Change(
+                    slot=slot, adapter=name, action=request.action, request=request.name, weight=request.weight
                 )
+                for name in request.adapters
+            }
         if not changes:
             return None
         self._tell(PhaseBegun(text="planning"))
-        revision = revise(self.plan, self._config, slot, list(changes.values()))
-        self._folder.write_move(revision.plan, slot, [change.row() for change in revision.changes])
-        self._remove(change.request for change in revision.changes)
-        return revision
+        plan, made = revise(after, slot, list(changes.values()))
+        self._write(after, plan, slot, made)
+        return made
+
+    def _write(self, after: Job, plan: Plan, slot: int, changes: Sequence[Change]) -> None:
+        added = after.config != self._job.config
+        self._folder.write_move(
+            plan,
+            slot,
+            [change.row() for change in changes],
+            config=after.config if added else None,
+            noted=noted(after, self._folder.read_record()) if added else {},
+        )
+        self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, plan
+        self._remove(change.request for change in changes)
+
+    def _follow(self) -> list[Change]:
+        """Takes what the first process has written."""
+        job = self._job
+        job.plan = self._folder.read_plan()
+        job.config = in_force(self._folder.read_config(), job.plan)
+        job.prepared = reread(job.config, job.prepared)
+        return [change for change in recorded_changes(self._folder) if change not in self._recorded]
 
     def _freed(self, slot: int) -> list[Change]:
         """Failed adapters whose slots the others may have."""
-        if self._config.train.on_failed == "keep":
+        if self._job.config.train.on_failed == "keep":
             return []
-        stopped = dict(self.plan.stopped)
+        stopped = dict(self._job.plan.stopped)
         return [
             Change(slot=slot, adapter=name, action="free", reason=adapter.reason)
             for name, adapter in self._progress.adapters.items()
@@ -96,27 +121,44 @@ class Revisions:
         ]
 
     def _requests(self) -> Iterator[Request]:
-        """Those that can be carried out, oldest first; what comes of the others is told."""
+        """Those that wait, oldest first; a file that holds none is told of."""
         known = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
             if file.name in known:  # a kill left the file of one that was carried out
                 self._remove([file.name])
-            elif (request := self._checked(file)) is not None:
-                yield request
+                continue
+            try:
+                yield Request.read(file)
+            except (OSError, ValueError, TypeError, RecursionError) as problem:
+                self._refuse(file.name, f"{file.name} is no request: {problem}")
 
-    def _checked(self, file: Path) -> Request | None:
+    def _asked_for(self, job: Job, request: Request) -> Job | None:
+        """The job that follows from a request; None: it is postponed, or refused and told of."""
         try:
-            request = Request.read(file)
-            why = unsupported_reason(request, self._progress.adapters)
-        except (OSError, ValueError, RecursionError) as problem:
-            request, why = None, f"{file.name} is no request: {problem}"
-        if why is None:
-            return request
-        asked = "" if request is None else f"{request.action} {request.adapter}: "
-        self._tell(RequestRefused(slot=self._progress.slot, text=asked + why))
-        self._remove([file.name])
-        return None
+            if request.action != "add":
+                status = {own.name: own.status for own in self._progress.adapters.values()}
+                (name,) = request.adapters
+                if name not in status and name in self._job.plan.job_of:
+                    self._postponed.add(request.name)
+                    return None
+                check_request(request.action, name, status)
+            return with_request(job, request, self._lacks_memory)
+        except (LoraFusionError, PlanError) as problem:
+            self._refuse(request.name, f"{request.what}: {_in_short(problem)}")
+            return None
+
+    def _refuse(self, request: str, why: str) -> None:
+        self._tell(RequestRefused(slot=self._progress.slot, text=why))
+        self._remove([request])
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
             (self._folder.path / FOLDER / name).unlink(missing_ok=True)
+
+
+def _in_short(problem: LoraFusionError | PlanError) -> str:
+    """What is wrong, in one line."""
+    errors = problem.errors if isinstance(problem, ErrorList) else (problem,)
+    more = [*errors[0].problems[:1]] if isinstance(errors[0], PlanError) else []
+    told = " ".join(filter(None, (errors[0].what, errors[0].why, *more)))
+    return told if len(errors) == 1 else f"{told} (and {len(errors) - 1} more mistakes)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
-from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.config.join import only
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
@@ -35,7 +35,9 @@ from lorafusion_jax.report.events import (
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
 from lorafusion_jax.training.export_queue import ExportQueue
-from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
+from lorafusion_jax.training.hooks import Hooks
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.loop import Interrupted, Loop
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
@@ -73,7 +75,7 @@ class Run:
     """Trains from `progress` to the end of the plan; all processes make one when the folder is there.
 
     Args:
-        plan: that of the folder.
+        job: its plan is that of the folder.
         store: of checkpoints.
         session: its adapters stand where `progress` says.
         listener: gets every `RunEvent`.
@@ -82,9 +84,7 @@ class Run:
 
     def __init__(
         self,
-        config: JobConfig,
-        prepared: Prepared,
-        plan: Plan,
+        job: Job,
         folder: RunFolder,
         *,
         store: StateStore,
@@ -93,13 +93,13 @@ class Run:
         listener: Listener,
         resumed: bool,
     ):
-        self._config, self._prepared, self._folder = config, prepared, folder
+        self._job, self._folder = job, folder
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
         self._resumed = resumed
         self._recorded = recorded_changes(folder)
-        self._revisions = Revisions(config, plan, folder, progress, self._recorded, self._tell)
+        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._tell)
         self._told = _told_changes(folder)
-        self._exports = ExportQueue(AdapterWriter(config, prepared, folder, progress), session.read, listener)
+        self._exports = ExportQueue(AdapterWriter(job, folder, progress), session.read, listener)
 
     def execute(self) -> RunResult:
         """Trains; notes in the folder how the sitting ended.
@@ -121,7 +121,7 @@ class Run:
                 folder=self._folder.path,
                 adapters=self._progress.adapters,
                 seconds=self._progress.seconds,
-                plan=self._revisions.plan,
+                plan=self._job.plan,
             )
             self._tell(result.event(self._session.peak_bytes))
             return result
@@ -131,15 +131,14 @@ class Run:
             save=self._save,
             evaluate=self._evaluate,
             finish=self._finish,
+            add=self._add,
             finished=self._exports.poll,
             wants_revision=self._revisions.asked,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
         )
         return Loop(
-            self._config,
-            self._prepared,
-            self._revisions.plan,
+            self._job,
             self._session.executor,
             self._progress,
             self._tell,
@@ -149,7 +148,7 @@ class Run:
 
     def _tell(self, event: RunEvent) -> None:
         if isinstance(event, AdapterChanged):  # a resumed run comes to changes of its checkpoint's slot again
-            key = event.slot, event.adapter, event.action
+            key = event.slot, event.adapter, event.action, event.num_steps
             if key in self._told:
                 return
             self._told.add(key)
@@ -172,7 +171,7 @@ class Run:
         """What comes before the first microbatch."""
         self._session.compile_reads()
         if not self._resumed:
-            for adapter in self._config.adapters:
+            for adapter in only(self._job.config, self._session.names).adapters:
                 self._evaluate(adapter.name, 0, self._progress.slot)
             return
         slot, unwritten = self._progress.slot, self._progress.unwritten
@@ -181,15 +180,19 @@ class Run:
                 continue
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
                 self._exports.write(adapter, slot)
-        for adapter in self._progress.drop(stopped_otherwise(self._revisions.plan, self._recorded)):
+        self._drop(slot)
+        for adapter in unwritten:
+            adapter.status, adapter.reason = "done", ""
+            self._finish(adapter.name, slot)
+
+    def _drop(self, slot: int) -> None:
+        """Ends adapters that were left out when a sitting began."""
+        for adapter in self._progress.drop(stopped_otherwise(self._job.plan, self._recorded)):
             self._tell(
                 AdapterFailed(
                     slot=slot, adapter=adapter.name, step=adapter.step, reason=adapter.reason, kept_step=adapter.step
                 )
             )
-            self._finish(adapter.name, slot)
-        for adapter in unwritten:
-            adapter.status, adapter.reason = "done", ""
             self._finish(adapter.name, slot)
 
     def _tell_start(self) -> None:
@@ -200,28 +203,28 @@ class Run:
             RunStarted(
                 slot=self._progress.slot,
                 device=session.device["device"],
-                mesh=self._config.mesh.model_dump(include={"stages", "data", "fsdp"}),
+                mesh=self._job.config.mesh.model_dump(include={"stages", "data", "fsdp"}),
                 layers=session.layers,
                 remat=session.remat,
                 memory_warning=session.memory_warning,
-                data_notes=data_notes(self._config, self._prepared),
-                slots=len(self._revisions.plan.slots),
-                density=round(self._revisions.plan.density, 4),
-                predicted_bubble_share=predicted_bubbles(self._config, self._revisions.plan) if is_first() else None,
+                data_notes=data_notes(self._job.config, self._job.prepared),
+                slots=len(self._job.plan.slots),
+                density=round(self._job.plan.density, 4),
+                predicted_bubble_share=predicted_bubbles(self._job.config, self._job.plan) if is_first() else None,
                 adapters={name: adapter.num_steps for name, adapter in progress.items()},
                 taken={name: adapter.step for name, adapter in progress.items()},
                 failed={name: adapter.reason for name, adapter in progress.items() if adapter.status == "failed"},
                 stopped={n: own.status for n, own in progress.items() if own.status in ("paused", "cancelled")},
-                capacity_tokens=self._revisions.plan.capacity_tokens,
+                capacity_tokens=self._job.plan.capacity_tokens,
                 trainable=session.num_trainable,
                 stored=session.stored,
-                plan=self._revisions.plan.digest,
+                plan=self._job.plan.digest,
                 frozen=session.num_frozen,
             )
         )
 
     def _evaluate(self, name: str, step: int, slots_done: int) -> None:
-        if self._prepared.adapters[name].eval is None:
+        if self._job.prepared.adapters[name].eval is None:
             return
         self._tell(PhaseBegun(text=f"evaluating {name}"))
         with self._session.spans.pause(f"evaluating {name}"):
@@ -262,16 +265,30 @@ class Run:
         if adapter.step:
             self._exports.submit(adapter, slots_done)
 
+    def _add(self, names: Sequence[str], slots_done: int) -> None:
+        self._tell(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
+        config = only(self._job.config, list(self._progress.adapters))
+        new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
+        first = len(config.adapters) - len(new.adapters)
+        weights = {first + place: arrays for place, arrays in read_warm_starts(new).items()}
+        with self._session.spans.pause("adding adapters"):
+            self._session.add(config, self._job.prepared, weights)
+            self._session.compile_reads()
+        for name in names:
+            self._evaluate(name, 0, slots_done)
+        self._drop(slots_done)
+
     def _write_timeline(self) -> None:
-        timeline = self._session.spans.close(self._revisions.plan)
+        timeline = self._session.spans.close(self._job.plan)
         if timeline.spans and is_first():
             with suppress(OSError):  # a full disk has its own error
                 self._folder.write_timeline(timeline.to_json())
 
 
-def _told_changes(folder: RunFolder) -> set[tuple[int, str, str]]:
+def _told_changes(folder: RunFolder) -> set[tuple[int, str, str, int]]:
     rows = read_rows(folder.path / "events.jsonl")
-    return {(row["slot"], row["adapter"], row["action"]) for row in rows if row["kind"] == AdapterChanged.kind}
+    changed = (row for row in rows if row["kind"] == AdapterChanged.kind)
+    return {(row["slot"], row["adapter"], row["action"], row["num_steps"]) for row in changed}
 
 
 def _code(problem: BaseException) -> str:

@@ -16,6 +16,7 @@ from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
+from lorafusion_jax.config.join import in_force, only
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError
@@ -26,8 +27,9 @@ from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, PhaseBegun, RunEvent, RunMoved
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
-from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
+from lorafusion_jax.training.changes import Change, apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
+from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.run import Run, RunResult
 from lorafusion_jax.training.state import Progress, is_padded
@@ -111,24 +113,27 @@ def _go_on(
     verify_base: bool,
 ) -> RunResult:
     before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
-    written = folder.read_config()
+    written = in_force(folder.read_config(), before)
     config = apply_resume_overrides(written, overrides)
     found = find_checkpoint(folder.state, any_process)
-    status = {adapter.name: "running" for adapter in config.adapters}
+    status = {adapter.name: "to join" for adapter in config.adapters}
+    status |= dict.fromkeys(_present(config, found, recorded_changes(folder)), "running")
     status |= {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
     check_drop(drop, status)
     nothing_left = found.slot == before.num_slots and not any_process(bool(request_files(folder.path)))
     if nothing_left and not (progress := Progress.of(found.position)).unwritten:
         changes = recorded_changes(folder)
         for change in changes:
-            apply(change, progress.adapters[change.adapter])  # the last may be newer than the checkpoint
+            if change.slot >= progress.slot:  # the last may be newer than the checkpoint
+                apply(change, progress)
         progress.drop(stopped_otherwise(before, changes))
         return _finished(folder, before, progress, listeners)
     with fail_together():
         check_mesh(config)
         prepared = prepare(config)
         check_record(record, prepared, before, found.position.get("plan"))
-        check_settings(folder.recorded_config(), written)
+        recorded = folder.recorded_config()
+        check_settings(None if recorded is None else in_force(recorded, before), written)
         base_files = _checked_base(record, config, verify_base)
         if found.slot is None:
             read_warm_starts(config)  # names a folder that is not there any more
@@ -238,13 +243,14 @@ def _execute(
     """Runs to the end, from the checkpoint found; `before` is the plan that the folder holds, if there is one."""
     slot, tell = None if found is None else found.slot, _fan_out(listeners)
     store = StateStore(folder.state, config.save.keep, slot)
-    weights = {} if slot is not None else read_warm_starts(config)  # the checkpoint has gone on from them
+    now = only(config, _present(config, found, [] if before is None else recorded_changes(folder)))
+    weights = {} if slot is not None else read_warm_starts(now)  # the checkpoint has gone on from them
     tell(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as held:
-        session = Session.open(config, prepared)
+        session = Session.open(now, prepared, later=config)
         held.callback(session.close)
         session.start(weights)
-        progress = Progress.first(_steps(config, prepared), replicas=config.mesh.replicas, plan=plan.digest)
+        progress = Progress.first(_steps(now, prepared), replicas=config.mesh.replicas, plan=plan.digest)
         if found is not None and slot is not None:
             saved = Progress.of(found.position)
             session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
@@ -258,9 +264,7 @@ def _execute(
         if not is_first():
             plan = folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         run = Run(
-            config,
-            prepared,
-            plan,
+            Job(config=config, prepared=prepared, plan=plan),
             folder,
             store=store,
             session=session,
@@ -272,11 +276,16 @@ def _execute(
 
 
 def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
-    """Optimizer steps of each adapter."""
-    return {
-        adapter.name: -(-len(prepared.adapters[adapter.name].order) // adapter.global_samples)
-        for adapter in config.adapters
-    }
+    """Optimizer steps of each adapter, before it was extended."""
+    return {adapter.name: first_steps(adapter, prepared.adapters[adapter.name]) for adapter in config.adapters}
+
+
+def _present(config: JobConfig, found: Found | None, changes: Sequence[Change]) -> list[str]:
+    """Adapters that are there where a run goes on; others may join later."""
+    if found is not None and found.slot is not None:
+        return list(found.position["adapters"])
+    added = {change.adapter for change in changes if change.action == "add"}
+    return [adapter.name for adapter in config.adapters if adapter.name not in added]
 
 
 def _write(

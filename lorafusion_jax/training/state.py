@@ -59,8 +59,8 @@ class Progress:
         """Marks the adapters as failed that the plan leaves out from some slot on; returns those that still trained."""
         dropped = [
             (own, slot)
-            for own, slot in ((self.adapters[name], slot) for name, slot in stopped)
-            if own.status == "running"
+            for own, slot in ((self.adapters.get(name), slot) for name, slot in stopped)
+            if own is not None and own.status == "running"  # one that joins later is dropped when it does
         ]
         for own, slot in dropped:
             own.status, own.reason = "failed", f"dropped by hand at slot {slot}"

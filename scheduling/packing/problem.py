@@ -96,7 +96,7 @@ def make_problem(
 def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple[Batch, ...]:
     """Groups positions of the stream (ascending) into their global batches; from last to first, for the tails."""
     lengths, count = job.sample_tokens, len(job.sample_tokens)
-    groups = [list(group) for _, group in groupby(positions, key=lambda p: p // job.global_batch)]
+    groups = [list(group) for _, group in groupby(positions, key=job.batch_of)]
     batches: list[Batch] = []
     tail = 0
     for group in reversed(groups):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
+import small_jobs
 
 from lorafusion_jax.checkpoint.requests import request_files
 
@@ -38,6 +40,44 @@ def test_a_request_waits_for_the_next_resume(lorafusion, stopped):
     assert lorafusion("verify", stopped).code == 0
 
 
+def test_a_finished_run_takes_more_adapters_and_more_steps(lorafusion, finished, tmp_path):
+    job, run = finished[0], tmp_path / "run"
+    shutil.copytree(finished[1], run, symlinks=True)
+    small_jobs.write_rows(tmp_path, "tax", 3, longest=8)
+    more = tmp_path / "more.yaml"
+    entry = {"name": "tax", "data": {"train": "tax.jsonl", "max_length": 32}, "lora": {"rank": 3}}
+    more.write_text(json.dumps({"adapters": [entry]}))
+    added = lorafusion("add", run, more, "optim.lr=1e-3")
+    assert added.code == 0, added.err
+    assert "asked: add tax. The run does not train now: it does so when it goes on." in added.out
+    extended = lorafusion("extend", run, "law", "--steps", "1")
+    assert "asked: extend law --steps 1." in extended.out
+    assert "cosine from 0.0002 to 0; what had fallen rises again." in extended.out
+    assert extended.last_line == f"next: lorafusion resume {run}"
+    resumed = lorafusion("resume", run)
+    assert resumed.code == 0, resumed.err
+    assert "tax  step 0/1  add: running" in resumed.out
+    assert "extend: running" in resumed.out
+    status = json.loads(lorafusion("status", run, "--json").out)["adapters"]
+    assert {name: row["status"] for name, row in status.items()} == dict.fromkeys(("law", "med", "tax"), "done")
+    assert lorafusion("export", run, "tax", "--to", tmp_path / "out").code == 0
+    assert lorafusion("verify", run).code == 0
+    assert lorafusion("add", run, more).errors == ["add.name"]
+    assert job.path.is_file()
+
+
+def test_what_cannot_be_added_never_reaches_the_run(lorafusion, finished, tmp_path):
+    more = tmp_path / "more.yaml"
+    entry = {"name": "tax", "data": {"train": "nowhere.jsonl", "max_length": 32}}
+    more.write_text(json.dumps({"adapters": [entry]}))
+    assert lorafusion("add", finished[1], more).errors == ["data.missing-file"]
+    more.write_text(json.dumps({"adapters": [entry], "base": {"dtype": "bfloat16"}}))
+    assert lorafusion("add", finished[1], more).errors == ["add.other-settings"]
+    for options in ([], ["--steps", "0"], ["--steps", "1", "--epochs", "1"]):
+        assert lorafusion("extend", finished[1], "law", *options).errors == ["control.extend"]
+    assert request_files(finished[1]) == []
+
+
 @pytest.mark.parametrize("command", ["cancel", "pause", "continue", "finish"])
 def test_an_unknown_adapter_is_refused(lorafusion, finished, command):
     outcome = lorafusion(command, finished[1], "nobody")
@@ -52,6 +92,6 @@ def test_what_has_ended_and_what_is_no_weight_is_refused(lorafusion, finished, t
     assert lorafusion("cancel", tmp_path / "nothing", "law").errors == ["run.missing"]
 
 
-@pytest.mark.parametrize("command", ["cancel", "pause", "continue", "finish", "weight"])
+@pytest.mark.parametrize("command", ["cancel", "pause", "continue", "finish", "weight", "extend"])
 def test_help_shows_an_example(lorafusion, command):
     assert f"Example: lorafusion {command} runs/exp1 law" in lorafusion(command, "--help").out

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 
-from lorafusion_jax.checkpoint.requests import write_request
+from lorafusion_jax.checkpoint.requests import write_addition, write_request
 from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.pipeline import executor
@@ -189,15 +189,21 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_progr
     assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
 
 
-def test_a_request_is_carried_out_by_all(mixed_job, tmp_path):
+def test_requests_are_carried_out_by_all(mixed_job, tmp_path):
     run = tmp_path / "run"
     processes = start(2, 1, "train", str(mixed_job), "--out", str(run), "mesh.data=2", "epochs=12")
     signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
     write_request(run, "cancel", "chat")
+    late = load_config(mixed_job).adapter("law").model_copy(update={"name": "late", "seed": 5})
+    write_addition(run, [late])
     left = wait(processes)
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
     adapters = run_numbers(run)["adapters"]
-    assert {name: own["status"] for name, own in adapters.items()} == {"law": "done", "chat": "cancelled"}
+    assert {name: own["status"] for name, own in adapters.items()} == {
+        "law": "done",
+        "chat": "cancelled",
+        "late": "done",
+    }
     assert adapters["law"]["step"] == adapters["law"]["steps"]
     assert 0 < adapters["chat"]["step"] < adapters["chat"]["steps"]
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()

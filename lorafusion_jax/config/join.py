@@ -1,0 +1,122 @@
+"""Adapters of another job file that join a begun run: read with the run's own settings, refused with others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from lorafusion_jax.config.load import SHARED, parse_config
+from lorafusion_jax.config.read import Source, read_source
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.sweep import MOST_ADAPTERS
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from scheduling import Plan
+
+OF_ADAPTERS = ("batch", "global_samples")  # the one shared key that only gives adapters a default
+
+
+def read_joining(path: Path, run: JobConfig, overrides: Sequence[str] = ()) -> tuple[AdapterConfig, ...]:
+    """Reads a job file whose adapters are to join a run.
+
+    What all adapters of a run share (base, mesh, capacity …) is the run's where the file leaves it out. Relative paths
+    start at the file's folder.
+
+    Raises:
+        ConfigError, ErrorList: every mistake of the file; `add.other-settings`, it says something else than the run;
+            see `check_names`.
+    """
+    source = read_source(path)
+    config = parse_config(_completed(source, run), overrides)
+    raise_all([*_differences(source, config, run)])
+    check_names(config.adapters, run)
+    return tuple(_moved(adapter, config.directory, run.directory) for adapter in config.adapters)
+
+
+def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
+    """Makes sure that adapters can join a run under their names.
+
+    Raises:
+        ConfigError, ErrorList: `add.name`; `add.too-many`.
+    """
+    taken = {adapter.name.casefold(): adapter.name for adapter in run.adapters}
+    errors = []
+    for adapter in adapters:
+        if (other := taken.get(adapter.name.casefold())) is not None:
+            what = "the run has an adapter" if other == adapter.name else "the run has, in another case, an adapter"
+            errors.append(
+                ConfigError("add.name", f"{what} '{adapter.name}' already.", fix="give the new one another name")
+            )
+        taken[adapter.name.casefold()] = adapter.name
+    if len(run.adapters) + len(adapters) > MOST_ADAPTERS:
+        what = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
+        errors.append(ConfigError("add.too-many", what, fix="another run for them"))
+    raise_all(errors)
+
+
+def joined(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
+    """A run's settings with more adapters, which come last."""
+    return run.model_copy(update={"adapters": (*run.adapters, *adapters)})
+
+
+def in_force(config: JobConfig, plan: Plan) -> JobConfig:
+    """The settings without what a plan does not know: a kill came after they were written and before the plan was.
+
+    A plan has a job for each adapter, cut wherever it was extended.
+    """
+    jobs = plan.job_of
+    known = (adapter for adapter in config.adapters if adapter.name in jobs)
+    adapters = (a.model_copy(update={"extended": a.extended[: len(jobs[a.name].cuts)]}) for a in known)
+    return config.model_copy(update={"adapters": tuple(adapters)})
+
+
+def only(config: JobConfig, names: Collection[str]) -> JobConfig:
+    """The settings of some adapters, in the order of all."""
+    return config.model_copy(update={"adapters": tuple(a for a in config.adapters if a.name in names)})
+
+
+def _completed(source: Source, run: JobConfig) -> Source:
+    """The file with the run's shared settings where it has none."""
+    shared = run.model_dump(mode="json", include=set(SHARED))
+    del shared[OF_ADAPTERS[0]][OF_ADAPTERS[1]]
+    values = dict(source.values)
+    for section, settings in shared.items():
+        given = values.get(section)
+        if given is None or isinstance(given, dict):  # anything else is a mistake that the examination names
+            values[section] = settings | (given or {})
+    return dataclasses.replace(source, values=values)
+
+
+def _differences(source: Source, config: JobConfig, run: JobConfig) -> Iterator[LoraFusionError]:
+    for section in SHARED:
+        theirs, ours = getattr(config, section), getattr(run, section)
+        for key in type(theirs).model_fields:
+            value, wanted = getattr(theirs, key), getattr(ours, key)
+            if value == wanted or (section, key) == OF_ADAPTERS:
+                continue
+            if (section, key) == ("base", "model") and _place(config) == _place(run):
+                continue
+            yield ConfigError(
+                "add.other-settings",
+                f"{section}.{key} is {wanted} in the run and {value} here.",
+                where=source.where((section, key)),
+                why="all adapters of a run share it",
+                fix=f"leave {section}.{key} out, or train these adapters in a run of their own",
+            )
+
+
+def _place(config: JobConfig) -> Path:
+    return (Path(config.directory) / config.base.model).resolve()
+
+
+def _moved(adapter: AdapterConfig, theirs: str, ours: str) -> AdapterConfig:
+    """The adapter with paths that hold in the run's configuration."""
+    if Path(theirs) == Path(ours):
+        return adapter
+
+    def place(path: str | None) -> str | None:
+        return path if path is None or path.startswith("hf:") else str(Path(theirs) / path)
+
+    data = adapter.data.model_copy(update={"train": place(adapter.data.train), "eval": place(adapter.data.eval)})
+    lora = adapter.lora.model_copy(update={"init_from": place(adapter.lora.init_from)})
+    return adapter.model_copy(update={"data": data, "lora": lora})

@@ -1,0 +1,116 @@
+"""More adapters, or more samples of one: the job that follows from a request, or why there is none.
+
+Everything is read and checked before anything of the run changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lorafusion_jax.checkpoint.requests import Request
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
+from lorafusion_jax.config.join import check_names, joined, only
+from lorafusion_jax.config.schema import AdapterConfig, Extension, JobConfig
+from lorafusion_jax.data.prepare import Prepared, in_order, prepare
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.base import check_adapters
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.report.record import eval_digests
+from lorafusion_jax.training.job import Job
+from scheduling.checks import check_jobs
+
+LacksMemory = Callable[[JobConfig], str | None]  # `Session.lacks_memory`
+
+
+def with_request(job: Job, request: Request, lacks_memory: LacksMemory) -> Job:
+    """The job with what a request adds, its plan as it was.
+
+    Raises:
+        LoraFusionError, PlanError: it cannot be added.
+    """
+    if request.action == "add":
+        return with_adapters(job, request.settings, lacks_memory)
+    if request.action == "extend":
+        return extended(job, request.adapters[0], epochs=request.epochs, steps=request.steps)
+    return job
+
+
+def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: LacksMemory) -> Job:
+    """The job with more adapters.
+
+    Raises:
+        LoraFusionError: names that are taken, data that cannot be read, a folder that none can begin with, samples that
+            the base computes differently; `add.memory`.
+        PlanError: samples that do not fit into a microbatch.
+    """
+    check_names(adapters, job.config)
+    new = job.config.model_copy(update={"adapters": tuple(adapters)})
+    prepared = prepare(new)
+    read_warm_starts(new)
+    check_adapters(new, prepared)
+    check_jobs(
+        train_jobs(new, prepared),
+        capacity_tokens=job.plan.capacity_tokens,
+        num_stages=job.plan.num_stages,
+        data_parallel=job.plan.data_parallel,
+        tile_tokens=job.plan.tile_tokens,
+    )
+    config = joined(job.config, adapters)
+    if (lacking := lacks_memory(config)) is not None:
+        raise RunError("add.memory", "the devices have no memory for more adapters.", why=lacking)
+    return replace(job, config=config, prepared=_with_data(job.prepared, prepared))
+
+
+def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> Job:
+    """The job with more samples of an adapter, from where its stream ends now.
+
+    Raises:
+        ConfigError: `config.too-many-samples`.
+    """
+    adapter, data = job.config.adapter(name), job.prepared.adapters[name]
+    more = len(data.train) * epochs if epochs is not None else adapter.global_samples * (steps or 0)
+    part = Extension(after=job.plan.job_of[name].num_samples, samples=more)
+    longer = adapter.model_copy(update={"extended": (*adapter.extended, part)})
+    adapters = tuple(longer if one.name == name else one for one in job.config.adapters)
+    in_new_order = in_order(longer, data.train, data.eval, job.config.train.max_steps)
+    return replace(
+        job,
+        config=job.config.model_copy(update={"adapters": adapters}),
+        prepared=replace(job.prepared, adapters=job.prepared.adapters | {name: in_new_order}),
+    )
+
+
+def reread(config: JobConfig, prepared: Prepared) -> Prepared:
+    """The data of a configuration to which another process has added something.
+
+    Raises:
+        LoraFusionError: this process cannot read the data of a new adapter.
+    """
+    new = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
+    all_data = _with_data(prepared, prepare(only(config, new))) if new else prepared
+    in_new_order = {
+        adapter.name: in_order(adapter, own.train, own.eval, config.train.max_steps)
+        for adapter in config.adapters
+        for own in [all_data.adapters[adapter.name]]
+    }
+    return replace(prepared, adapters=in_new_order)
+
+
+def noted(job: Job, record: dict[str, Any]) -> dict[str, Any]:
+    """What run.json notes of adapters that the job's plan does not know yet, beside their configuration."""
+    new = only(job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of])
+    names = {adapter.name for adapter in new.adapters}
+    found = {
+        "data": job.prepared.digests(),
+        "eval": eval_digests(job.prepared),
+        "seeds": {adapter.name: adapter.seed for adapter in new.adapters},
+        "warm_starts": warm_start_digests(new),
+    }
+    own = {key: {name: value for name, value in each.items() if name in names} for key, each in found.items()}
+    return {key: record.get(key, {}) | each for key, each in own.items()}
+
+
+def _with_data(prepared: Prepared, more: Prepared) -> Prepared:
+    return replace(prepared, adapters=prepared.adapters | more.adapters)

@@ -1,0 +1,53 @@
+"""What the loop looks up in a plan while it executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.training.job import Job, step_rates
+from scheduling import Plan
+
+
+class PlanTables:
+    """Tables of the plan that a job has now; `renew` after it got another one.
+
+    Attributes:
+        batches: microbatches of its slots.
+        index: place of each adapter in the stack.
+        batch_of: (slot, adapter) → the global batch that ends there.
+        slot_tokens: real tokens of every adapter in every slot.
+        last_slot: in which each adapter takes its last step; -1: none.
+        rates: learning rate of each step of each adapter.
+    """
+
+    def __init__(self, job: Job, local_replicas: Sequence[int]):
+        self._job = job
+        self.batches = Batches(job.config, job.prepared, job.plan, local_replicas)
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes what the job has now; microbatches keep their shape where there is room in it."""
+        config, prepared, plan = self._job.config, self._job.prepared, self._job.plan
+        self.batches.take(config, prepared, plan)
+        ends = list(plan.batches_ending())
+        self.index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
+        self.batch_of = {(slot, name): batch for slot, name, batch in ends}
+        self.slot_tokens = slot_tokens(plan, prepared)
+        self.last_slot = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self.index}
+        self.rates = {a.name: step_rates(a, prepared.adapters[a.name]) for a in config.adapters}
+
+
+def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:
+    """Real tokens of every adapter in every slot."""
+    lengths: Mapping[str, np.ndarray] = {name: data.stream_tokens() for name, data in prepared.adapters.items()}
+    result: list[dict[str, int]] = []
+    for slot in plan.slots:
+        tokens: dict[str, int] = {}
+        for ref in slot.samples:
+            tokens[ref.adapter] = tokens.get(ref.adapter, 0) + int(lengths[ref.adapter][ref.sample])
+        result.append(tokens)
+    return result

@@ -1,0 +1,141 @@
+"""Optimizer steps: issued as soon as a global batch is complete, looked at when its slot is through.
+
+Until then the devices compute the next microbatches. A step that would not be finite changed nothing on them: its
+adapter keeps its last good weights and stops.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lorafusion_jax.optim.step import hyper
+from lorafusion_jax.pipeline.executor import Executor, StepResult
+from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
+from lorafusion_jax.training.hooks import Hooks
+from lorafusion_jax.training.job import Job
+from lorafusion_jax.training.meter import Meter
+from lorafusion_jax.training.plan_tables import PlanTables
+from lorafusion_jax.training.state import AdapterProgress, Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """An optimizer step that was issued and not looked at yet."""
+
+    adapter: str
+    step: int
+    lr: float
+    loss_tokens: int
+    slots_done: int
+    result: StepResult
+
+
+class Steps:
+    """Takes the optimizer steps of a run and tells what came of them; changes `progress` in place.
+
+    Attributes:
+        since_save: how many were issued since somebody set it to 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tables: PlanTables,
+        executor: Executor,
+        progress: Progress,
+        meter: Meter,
+        emit: Listener,
+        hooks: Hooks,
+    ):
+        self._job, self._tables, self._executor = job, tables, executor
+        self._progress, self._meter, self._emit, self._hooks = progress, meter, emit, hooks
+        self._taken: deque[Taken] = deque()
+        self.since_save = 0
+
+    def take(self, name: str, slot: int) -> None:
+        """Issues the step of an adapter whose global batch ends in a slot."""
+        tables, number = self._tables, self._tables.batch_of[slot, name]
+        lr = float(tables.rates[name][number])
+        result = self._executor.step(name, hyper(self._job.config.adapter(name).optim, lr))
+        self.since_save += 1
+        taken = Taken(
+            adapter=name,
+            step=number + 1,
+            lr=lr,
+            loss_tokens=tables.batches.loss_tokens[name, number],
+            slots_done=slot + 1,
+            result=result,
+        )
+        self._taken.append(taken)
+        last = number + 1 == self._progress.adapters[name].num_steps
+        if self._evaluated(name, number + 1) and not last:  # needs the weights of exactly this step; the last ones stay
+            self.look_at_all()
+
+    def look_until(self, slots_done: int) -> None:
+        """Reads the results of steps that came with the first so many slots, which are through."""
+        while self._taken and self._taken[0].slots_done <= slots_done:
+            self._look()
+
+    def look_at_all(self) -> None:
+        """Reads the results of all steps; waits for them."""
+        while self._taken:
+            self._look()
+
+    def _look(self) -> None:
+        step = self._taken.popleft()
+        adapter = self._progress.adapters[step.adapter]
+        if adapter.status == "failed":  # the devices had dropped it already
+            return
+        with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
+            loss, norm, metrics = step.result.loss, step.result.grad_norm, step.result.metrics
+        if not step.result.healthy:
+            self._fail(adapter, step)
+            return
+        adapter.step = step.step
+        own = self._job.config.adapter(adapter.name).objective.chosen.objective.metrics
+        self._emit(
+            StepTaken(
+                slot=step.slots_done,
+                adapter=step.adapter,
+                step=step.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=step.lr,
+                loss_tokens=step.loss_tokens,
+                metrics={name: metrics[name] for name in own},
+            )
+        )
+        if self._evaluated(adapter.name, step.step):
+            self._hooks.evaluate(adapter.name, step.step, step.slots_done)
+            self._meter.pause()
+        if step.step == adapter.num_steps:
+            adapter.status = "done"
+            self._hooks.finish(adapter.name, step.slots_done)
+
+    def _fail(self, adapter: AdapterProgress, step: Taken) -> None:
+        self._executor.put_back(step.adapter, step.result)
+        adapter.status = "failed"
+        adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
+        self._meter.drop(step.adapter, step.slots_done)
+        self._emit(
+            AdapterFailed(
+                slot=step.slots_done,
+                adapter=step.adapter,
+                step=step.step,
+                reason=adapter.reason,
+                kept_step=adapter.step,
+            )
+        )
+        self._hooks.finish(step.adapter, step.slots_done)
+
+    def _evaluated(self, name: str, step: int) -> bool:
+        """Tells whether the adapter is evaluated after this step."""
+        every = self._job.config.train.eval_every_steps
+        last = step == self._progress.adapters[name].num_steps
+        return self._job.prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
+
+    def _culprit(self, step: Taken) -> str:
+        last = len(self._executor.stages) - 1
+        bad = self._executor.not_finite(step.adapter, step.result)
+        return bad or "loss not finite" + (f" (stage {last})" if last else "")

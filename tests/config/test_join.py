@@ -1,0 +1,97 @@
+"""A job file whose adapters join a run: what the run has already fills it up, and nothing else may stand there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.join import in_force, joined, read_joining
+from lorafusion_jax.config.schema import Extension
+from lorafusion_jax.errors import ConfigError, ErrorList
+from scheduling import AdapterJob, make_plan
+
+LAW = {"name": "law", "data": {"train": "law.jsonl"}}
+TAX = {"name": "tax", "data": {"train": "tax.jsonl", "eval": "hf:org/set"}, "lora": {"init_from": "old/tax"}}
+RUN = {
+    "base": {"model": "base"},
+    "batch": {"capacity_tokens": 512, "tile_tokens": 16, "global_samples": 4},
+    "data": {"max_length": 512},
+    "train": {"max_steps": 7},
+}
+
+
+def write(folder: Path, **values) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "jobs.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The configuration of a run, with paths from a folder of its own."""
+    (tmp_path / "run" / "base").mkdir(parents=True)
+    return load_config(write(tmp_path / "run", **RUN, adapters=[LAW]))
+
+
+def codes(caught) -> list[str]:
+    return [error.code for error in getattr(caught.value, "errors", [caught.value])]
+
+
+def test_paths_start_at_the_folder_of_the_file(begun, tmp_path):
+    (tax,) = read_joining(write(tmp_path / "more", adapters=[TAX], data={"max_length": 64}), begun)
+    assert tax.data.train == str(tmp_path / "more" / "tax.jsonl")
+    assert tax.data.eval == "hf:org/set"
+    assert tax.lora.init_from == str(tmp_path / "more" / "old/tax")
+    (beside,) = read_joining(write(tmp_path / "run", adapters=[TAX], data={"max_length": 64}), begun)
+    assert beside.data.train == "tax.jsonl"
+
+
+def test_a_job_file_for_the_same_run_may_say_the_same(begun, tmp_path):
+    base = {"base": {"model": "../run/base"}}
+    path = write(tmp_path / "more", **(RUN | base), adapters=[TAX])
+    (tax,) = read_joining(path, begun, ["optim.lr=0.5", "batch.global_samples=2"])
+    assert (tax.optim.lr, tax.global_samples) == (0.5, 2)
+    assert [adapter.name for adapter in joined(begun, [tax]).adapters] == ["law", "tax"]
+
+
+def test_what_belongs_to_the_run_cannot_differ(begun, tmp_path):
+    other = {"base": {"model": "other", "dtype": "float32"}, "train": {"max_steps": 8}}
+    path = write(tmp_path / "more", **other, adapters=[TAX], data={"max_length": 64})
+    with pytest.raises(ErrorList) as caught:
+        read_joining(path, begun)
+    assert codes(caught) == ["add.other-settings"] * 3
+    assert "train.max_steps is 7 in the run and 8 here." in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["law", "Law"])
+def test_names_must_be_new(name, begun, tmp_path):
+    path = write(tmp_path / "more", adapters=[TAX | {"name": name}], data={"max_length": 64})
+    with pytest.raises(ConfigError, match=r"add\.name"):
+        read_joining(path, begun)
+
+
+def test_samples_must_fit_into_the_runs_microbatches(begun, tmp_path):
+    path = write(tmp_path / "more", adapters=[TAX], data={"max_length": 513})
+    with pytest.raises(ConfigError, match=r"config\.max-length.*microbatch of 512 tokens"):
+        read_joining(path, begun)
+
+
+def test_a_job_file_cannot_say_that_it_was_extended(begun, tmp_path):
+    path = write(tmp_path / "more", adapters=[TAX | {"extended": []}], data={"max_length": 64})
+    with pytest.raises(ConfigError, match=r"config\.unknown-key"):
+        read_joining(path, begun)
+
+
+def test_what_the_plan_does_not_know_is_not_in_force(begun, tmp_path):
+    (tax,) = read_joining(write(tmp_path / "more", adapters=[TAX], data={"max_length": 64}), begun)
+    law = begun.adapters[0]
+    once = law.model_copy(update={"extended": (Extension(after=6, samples=6),)})
+    twice = law.model_copy(update={"extended": (*once.extended, Extension(after=12, samples=1))})
+    written = begun.model_copy(update={"adapters": (twice, tax)})
+    settings = {"capacity_tokens": 512, "num_stages": 1, "tile_tokens": 16, "time_limit_s": 0}
+    before = make_plan([AdapterJob("law", [9] * 6, 4)], **settings)
+    after = make_plan([AdapterJob("law", [9] * 12, 4, cuts=(6,))], **settings)
+    assert in_force(written, before) == begun
+    assert in_force(written, after) == begun.model_copy(update={"adapters": (once,)})
