@@ -140,9 +140,17 @@ class AdapterEvaluated(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved(RunEvent):
+    """A checkpoint is complete; `slot` is its own, and training has gone on meanwhile.
+
+    Attributes:
+        seconds: from its beginning to its place on the disk.
+        paused_s: of them, those in which nothing was trained: the save before was not through, the state was copied.
+    """
+
     kind = "saved"
     path: str
     seconds: float
+    paused_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,16 +55,16 @@ class Hooks:
     """What the loop does besides training.
 
     Attributes:
-        save: writes a checkpoint of the state.
+        save: begins a checkpoint of the state, and waits until it is written if told so.
         evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
         finish: (adapter, slots done); an adapter took its last step, and what follows may go on while others train.
-        finished: tells what came of it meanwhile.
+        finished: tells what came of it, and of saves, meanwhile.
         wants_revision: whether a user asks for another plan; looked at before every slot.
         revise: another plan from the drained slot `progress.slot` on; None: the same. All processes ask together.
         bubble_share: measured idle share of the recent slots, pauses left out; None: nothing to say.
     """
 
-    save: Callable[[], None]
+    save: Callable[[bool], None]
     evaluate: Callable[[str, int, int], None]
     finish: Callable[[str, int], None]
     finished: Callable[[], None] = lambda: None
@@ -141,7 +141,7 @@ class Loop:
                     self._save()
         done = self._progress.slot
         self._emit(self._figures(done))
-        self._save()
+        self._save(wait=True)
         if todo:
             raise Interrupted
 
@@ -343,9 +343,9 @@ class Loop:
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
         return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
-        self._hooks.save()
+        self._hooks.save(wait)
         self._steps_since_save, self._saved_at = 0, time.monotonic()
         self._meter.pause()
 

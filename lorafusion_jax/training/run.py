@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.prediction import predicted_bubbles
 from lorafusion_jax.report.data_notes import data_notes
@@ -30,13 +29,14 @@ from lorafusion_jax.report.events import (
     RunInterrupted,
     RunStarted,
     RunStopped,
-    StateSaved,
 )
 from lorafusion_jax.training.adapter_writer import AdapterWriter
+from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.loop import Hooks, Interrupted, Loop
 from lorafusion_jax.training.revisions import Revisions
+from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
 
@@ -99,7 +99,10 @@ class Run:
         self._recorded = recorded_changes(folder)
         self._revisions = Revisions(config, plan, folder, progress, self._recorded, self._tell)
         self._told = _told_changes(folder)
-        self._exports = ExportQueue(AdapterWriter(config, prepared, folder, progress), session.read, listener)
+        self._queue = BackgroundQueue("writer")
+        writer = AdapterWriter(config, prepared, folder, progress)
+        self._exports = ExportQueue(writer, session.read, listener, self._queue)
+        self._saver = Saver(store, session, self._exports, self._queue, folder.state, listener)
 
     def execute(self) -> RunResult:
         """Trains; notes in the folder how the sitting ended.
@@ -115,7 +118,7 @@ class Run:
                 self._begin()
                 self._loop().run()
             finally:
-                self._exports.close()
+                self._queue.close()
                 self._write_timeline()
             result = RunResult(
                 folder=self._folder.path,
@@ -128,10 +131,10 @@ class Run:
 
     def _loop(self) -> Loop:
         hooks = Hooks(
-            save=self._save,
+            save=lambda wait: self._saver.save(self._progress, wait=wait),
             evaluate=self._evaluate,
             finish=self._finish,
-            finished=self._exports.poll,
+            finished=self._queue.poll,
             wants_revision=self._revisions.asked,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
@@ -180,7 +183,8 @@ class Run:
             if adapter in unwritten or not adapter.step:
                 continue
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
-                self._exports.write(adapter, slot)
+                self._exports.submit_running(adapter, slot)
+        self._queue.poll(wait=True)
         for adapter in self._progress.drop(stopped_otherwise(self._revisions.plan, self._recorded)):
             self._tell(
                 AdapterFailed(
@@ -233,26 +237,6 @@ class Run:
                 eval_loss=found.loss,
                 eval_tokens=found.tokens,
                 metrics={f"eval_{key}": value for key, value in found.metrics.items()},
-            )
-        )
-
-    def _save(self) -> None:
-        self._tell(PhaseBegun(text="saving"))
-        started = time.perf_counter()
-        with self._session.spans.pause("saving"):
-            self._exports.poll(wait=True)  # an adapter that the checkpoint calls done has its folder
-            arrays = self._session.save_state()
-            if is_first():
-                self._store.save(self._progress.slot, arrays, self._progress.position())
-            for adapter in self._progress.adapters.values():
-                if adapter.status == "running" and adapter.step:
-                    self._exports.write(adapter, self._progress.slot)
-            barrier("saved")
-        self._tell(
-            StateSaved(
-                slot=self._progress.slot,
-                path=str(self._folder.state / str(self._progress.slot)),
-                seconds=round(time.perf_counter() - started, 3),
             )
         )
 
