@@ -124,7 +124,7 @@ def _device_bytes(arrays: Any) -> int:
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def _unused(device: jax.Device) -> float:
+def _unused(device: Any) -> float:
     """Bytes of a device that training has never used; no bound where it does not tell (CPU)."""
     memory = device.memory_stats() or {}
     if "bytes_limit" not in memory:

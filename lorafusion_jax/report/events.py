@@ -79,6 +79,7 @@ class RunStarted(RunEvent):
         stopped: paused or cancelled, for those that are.
         frozen, trainable: parameters.
         plan: its digest.
+        predicted: seconds of the whole plan at default rates: of slots, evaluations and saves.
     """
 
     kind = "started"
@@ -91,6 +92,7 @@ class RunStarted(RunEvent):
     slots: int
     density: float
     predicted_bubble_share: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
     adapters: Mapping[str, int]
     taken: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +105,14 @@ class RunStarted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDone(RunEvent):
-    """Throughput and time left; None before there is something to measure."""
+    """Throughput and time left, in wall time since the first slots of a sitting; None before there is any.
+
+    Attributes:
+        slot_seconds: of a slot, without pauses.
+        eta_s: with the evaluations and saves to come.
+        paused_share, paused_s: what training waited for, evaluating, saving or compiling.
+        eta_leaves_out: what is to come and has not been measured yet.
+    """
 
     kind = "slot"
     slots: int
@@ -113,6 +122,9 @@ class SlotDone(RunEvent):
     eta_s: float | None = None
     adapter_eta_s: Mapping[str, float] = field(default_factory=dict)
     adapter_tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    paused_share: float | None = None
+    paused_s: Mapping[str, float] = field(default_factory=dict)
+    eta_leaves_out: Sequence[str] = ()
     bubble_share: float | None = None
 
 
@@ -237,10 +249,19 @@ class CheckSkipped(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEvent):
+    """The plan is through.
+
+    Attributes:
+        seconds: of slots, over all sittings.
+        evaluation_s, saving_s: in which the last sitting did not train; None: not known any more.
+    """
+
     kind = "finished"
     exit_code: int
     seconds: float
     peak_bytes: int | None
+    evaluation_s: float | None = None
+    saving_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from lorafusion_jax.optim.step import hyper
 from lorafusion_jax.pipeline.batches import Batches, without
 from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.pipeline.processes import any_process, is_alone
+from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import (
     AdapterFailed,
     Listener,
@@ -36,7 +37,7 @@ from lorafusion_jax.report.events import (
     StepTaken,
 )
 from lorafusion_jax.training.changes import Change, Revision, apply
-from lorafusion_jax.training.meter import Meter
+from lorafusion_jax.training.meter import COMPILING, EVALUATING, SAVING, Meter
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, issue_order
@@ -62,6 +63,7 @@ class Hooks:
         wants_revision: whether a user asks for another plan; looked at before every slot.
         revise: another plan from the drained slot `progress.slot` on; None: the same. All processes ask together.
         bubble_share: measured idle share of the recent slots, pauses left out; None: nothing to say.
+        evaluation_s: seconds of an adapter's evaluation, by those so far; None: nobody knows.
     """
 
     save: Callable[[bool], None]
@@ -71,6 +73,7 @@ class Hooks:
     wants_revision: Callable[[], bool] = lambda: False
     revise: Callable[[], Revision | None] = lambda: None
     bubble_share: Callable[[], float | None] = lambda: None
+    evaluation_s: Callable[[str], float | None] = lambda name: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +187,7 @@ class Loop:
             self._emit(news)
             every = self._config.train.eval_every_steps
             if adapter.status == "done" and not (every and adapter.step % every == 0):  # else that has been done
-                self._hooks.evaluate(adapter.name, adapter.step, self._progress.slot)
+                self._evaluate(adapter.name, adapter.step, self._progress.slot)
             if adapter.status != "running":
                 self._meter.drop(adapter.name, self._progress.slot)
                 self._hooks.finish(adapter.name, self._progress.slot)
@@ -246,10 +249,10 @@ class Loop:
         slot = self._progress.slot
         self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
-        self._executor.warm_up(self._batches.empty())
+        with self._meter.paused(COMPILING):
+            self._executor.warm_up(self._batches.empty())
         seconds = round(time.perf_counter() - began, 3)
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
-        self._meter.pause()
 
     def _step(self, name: str, slot: int) -> None:
         number = self._batch_of[slot, name]
@@ -310,11 +313,26 @@ class Loop:
             )
         )
         if self._evaluated(adapter.name, step.step):
-            self._hooks.evaluate(adapter.name, step.step, step.slots_done)
-            self._meter.pause()
+            self._evaluate(adapter.name, step.step, step.slots_done)
         if step.step == adapter.num_steps:
             adapter.status = "done"
             self._hooks.finish(adapter.name, step.slots_done)
+
+    def _evaluate(self, name: str, step: int, slots_done: int) -> None:
+        with self._meter.paused(EVALUATING):
+            self._hooks.evaluate(name, step, slots_done)
+
+    def _evaluations_left_s(self) -> float | None:
+        """What evaluations to come will take by those so far; None: nobody knows."""
+        every, left_s = self._config.train.eval_every_steps, 0.0
+        for name, adapter in self._progress.adapters.items():
+            if adapter.status != "running" or self._prepared.adapters[name].eval is None:
+                continue
+            seconds = self._hooks.evaluation_s(name)
+            if seconds is None:
+                return None
+            left_s += seconds * evaluations(adapter.step, adapter.num_steps, every)
+        return left_s
 
     def _evaluated(self, name: str, step: int) -> bool:
         """Tells whether the adapter is evaluated after this step."""
@@ -345,12 +363,13 @@ class Loop:
 
     def _save(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
-        self._hooks.save(wait)
+        with self._meter.paused(SAVING):
+            self._hooks.save(wait)
         self._steps_since_save, self._saved_at = 0, time.monotonic()
-        self._meter.pause()
 
     def _figures(self, slots_done: int) -> SlotDone:
-        return SlotDone(slot=slots_done, **self._meter.snapshot(slots_done), bubble_share=self._hooks.bubble_share())
+        figures = self._meter.snapshot(slots_done, self._evaluations_left_s())
+        return SlotDone(slot=slots_done, **figures, bubble_share=self._hooks.bubble_share())
 
     def _log(self, slots_done: int) -> None:
         every = self._config.train.log_every_s

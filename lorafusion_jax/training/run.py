@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.planning.prediction import predicted_bubbles
+from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
     AdapterChanged,
@@ -59,13 +60,17 @@ class RunResult:
         failed = [adapter.status == "failed" for adapter in self.adapters.values()]
         return 0 if not any(failed) else 1 if all(failed) else 3
 
-    def event(self, peak_bytes: int | None = None) -> RunFinished:
+    def event(
+        self, peak_bytes: int | None = None, *, evaluation_s: float | None = None, saving_s: float | None = None
+    ) -> RunFinished:
         """The news of it."""
         return RunFinished(
             slot=len(self.plan.slots),
             exit_code=self.exit_code,
             seconds=round(self.seconds, 3),
             peak_bytes=peak_bytes,
+            evaluation_s=evaluation_s,
+            saving_s=saving_s,
         )
 
 
@@ -99,6 +104,7 @@ class Run:
         self._recorded = recorded_changes(folder)
         self._revisions = Revisions(config, plan, folder, progress, self._recorded, self._tell)
         self._told = _told_changes(folder)
+        self._evaluations: list[tuple[int, float]] = []  # loss tokens, seconds
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(config, prepared, folder, progress)
         self._exports = ExportQueue(writer, session.read, listener, self._queue)
@@ -126,7 +132,12 @@ class Run:
                 seconds=self._progress.seconds,
                 plan=self._revisions.plan,
             )
-            self._tell(result.event(self._session.peak_bytes))
+            evaluation_s = round(sum(seconds for _, seconds in self._evaluations), 3)
+            self._tell(
+                result.event(
+                    self._session.peak_bytes, evaluation_s=evaluation_s, saving_s=round(self._saver.paused_s, 3)
+                )
+            )
             return result
 
     def _loop(self) -> Loop:
@@ -138,6 +149,7 @@ class Run:
             wants_revision=self._revisions.asked,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
+            evaluation_s=self._evaluation_s,
         )
         return Loop(
             self._config,
@@ -198,8 +210,10 @@ class Run:
 
     def _tell_start(self) -> None:
         session, progress = self._session, self._progress.adapters
+        predicted = None
         if is_first():
             self._folder.write_record(self._folder.read_record() | session.device)
+            predicted = predicted_run(self._config, self._prepared, self._revisions.plan)
         self._tell(
             RunStarted(
                 slot=self._progress.slot,
@@ -211,7 +225,8 @@ class Run:
                 data_notes=data_notes(self._config, self._prepared),
                 slots=len(self._revisions.plan.slots),
                 density=round(self._revisions.plan.density, 4),
-                predicted_bubble_share=predicted_bubbles(self._config, self._revisions.plan) if is_first() else None,
+                predicted_bubble_share=None if predicted is None else predicted.bubble_share,
+                predicted={} if predicted is None else predicted.by_kind,
                 adapters={name: adapter.num_steps for name, adapter in progress.items()},
                 taken={name: adapter.step for name, adapter in progress.items()},
                 failed={name: adapter.reason for name, adapter in progress.items() if adapter.status == "failed"},
@@ -227,8 +242,10 @@ class Run:
         if self._prepared.adapters[name].eval is None:
             return
         self._tell(PhaseBegun(text=f"evaluating {name}"))
+        began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
             found = self._session.evaluate(name)
+        self._evaluations.append((found.tokens, time.perf_counter() - began))
         self._tell(
             AdapterEvaluated(
                 slot=slots_done,
@@ -239,6 +256,14 @@ class Run:
                 metrics={f"eval_{key}": value for key, value in found.metrics.items()},
             )
         )
+
+    def _evaluation_s(self, name: str) -> float | None:
+        """By the quickest token so far: the first evaluation compiles."""
+        held_out = self._prepared.adapters[name].eval
+        if held_out is None or len(self._evaluations) < 2:
+            return None
+        token_s = min(seconds / max(tokens, 1) for tokens, seconds in self._evaluations)
+        return token_s * int(held_out.loss_mask.sum())
 
     def _finish(self, name: str, slots_done: int) -> None:
         adapter = self._progress.adapters[name]

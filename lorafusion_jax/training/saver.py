@@ -24,6 +24,9 @@ class Saver:
     Args:
         directory: `state` folder, for the news.
         queue: writes, in order; `poll` it for news and errors of saves under way.
+
+    Attributes:
+        paused_s: in which nothing was trained, of all saves.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Saver:
     ):
         self._store, self._session, self._exports = store, session, exports
         self._queue, self._directory, self._listener = queue, directory, listener
+        self.paused_s = 0.0
 
     def save(self, progress: Progress, *, wait: bool) -> None:
         """Begins a checkpoint of a drained session; every process must call it.
@@ -56,6 +60,7 @@ class Saver:
             if wait:
                 self._queue.poll(wait=True)
                 barrier("saved")
+        self.paused_s += time.perf_counter() - began
 
     def _begin(self, progress: Progress, began: float) -> None:
         running = {own.name: own for own in progress.adapters.values() if own.status == "running" and own.step}
