@@ -18,30 +18,40 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.base import load_stages, memory_warning
+from lorafusion_jax.pipeline.base import memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.leaves import Leaves
+from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, like, scatter
+from lorafusion_jax.report.format import count
 
 
 class Session:
-    """Adapters in their places on loaded stages; open one with `open`, and `start` it or `load_state` first.
+    """Adapters in their places on stages; `open` it, then `start` it or `load_state`, then `finish_loading`.
 
     Attributes:
         executor: runs the events of a plan.
         spans: when they ran.
     """
 
-    def __init__(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]):
-        self._config, self._stages = config, tuple(stages)
+    def __init__(
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        stages: Sequence[Stage],
+        specs: Sequence[AdapterSpec],
+        reading: Reading,
+    ):
+        self._config, self._stages, self._reading = config, tuple(stages), reading
         self._places = {spec.name: place for place, spec in enumerate(specs)}
         self.spans = Spans(len(self._stages))
         self.executor = Executor(self._stages, list(self._places), self.spans)
@@ -50,16 +60,46 @@ class Session:
 
     @classmethod
     def open(cls, config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec] | None = None) -> Session:
-        """Loads the base model of a job onto its devices.
+        """Checks the base model of a job and begins to read it onto its devices.
 
         Args:
             specs: the adapters, where they are not those of the job file.
 
         Raises:
-            LoraFusionError: see `load_stages`.
+            LoraFusionError: see `open_base`.
         """
         specs = adapter_specs(config) if specs is None else specs
-        return cls(config, prepared, load_stages(config, prepared, specs), specs)
+        base = open_base(config, prepared, specs)
+        return cls(config, prepared, base.stages, specs, Reading(base))
+
+    def finish_loading(
+        self, rows: Microbatch | None = None, news: Callable[[str], None] = lambda text: None
+    ) -> dict[str, Times]:
+        """Waits for the base model, and compiles meanwhile.
+
+        Args:
+            rows: a microbatch of padding, as training will have them; None: nothing is compiled.
+            news: told what goes on, whenever that changes.
+
+        Returns:
+            Begin and end, by `time.perf_counter`, of reading the base ("base") and of what was compiled.
+
+        Raises:
+            CheckpointError: a file of the model that is broken.
+            RunError: a stage that fails.
+        """
+        reading = f"reading {count(self._reading.num_bytes)}B"
+
+        def tell(left: Sequence[str]) -> None:
+            compiling = [f"compiling {', '.join(left)}"] if left else []
+            under_way = [*compiling, *([] if self._reading.done else [reading])]
+            if under_way:
+                news("  ·  ".join(under_way))
+
+        times = {} if rows is None else self.executor.warm_up(rows, self._evaluator.empty(), tell)
+        self._reading.finish()
+        assert self._reading.times is not None
+        return {BASE: self._reading.times, **times}
 
     def start(self, weights: Mapping[int, Arrays]) -> None:
         """Begins every place anew: with an adapter's initial weights, or with those given here.
@@ -110,7 +150,8 @@ class Session:
         scatter(self._stages, restore(like(self._stages, replicas)))
 
     def close(self) -> None:
-        """Ends the threads that watch the devices."""
+        """Ends the threads that read the base and watch the devices."""
+        self._reading.cancel()
         self.spans.stop()
 
     @property

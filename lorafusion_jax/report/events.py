@@ -54,6 +54,23 @@ class ProgramCompiled(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartedUp(RunEvent):
+    """The base model is on its devices and the programs are there.
+
+    Attributes:
+        seconds: since it began to be read.
+        parts: begin and end of what went on, side by side: reading the base, compiling each stage.
+        compiled, from_cache: programs that the compilation cache lacked and had; none is counted without a cache.
+    """
+
+    kind = "started-up"
+    seconds: float
+    parts: Mapping[str, tuple[float, ...]]
+    compiled: int
+    from_cache: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunMoved(RunEvent):
     """A resumed run was planned again, for other devices."""
 

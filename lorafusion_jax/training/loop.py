@@ -246,11 +246,15 @@ class Loop:
             self._look()
 
     def _compile(self) -> None:
-        slot = self._progress.slot
+        """Compiles what the start has not."""
+        slot, rows = self._progress.slot, self._batches.empty()
+        if self._executor.is_warm(rows):
+            self._emit(PhaseBegun(slot=slot, text="first steps"))
+            return
         self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
         with self._meter.paused(COMPILING):
-            self._executor.warm_up(self._batches.empty())
+            self._executor.warm_up(rows)
         seconds = round(time.perf_counter() - began, 3)
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
 

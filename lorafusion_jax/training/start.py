@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,10 +21,22 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.pipeline.base import check_mesh
+from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.reading import BASE, Times
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
-from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, PhaseBegun, RunEvent, RunMoved
+from lorafusion_jax.report.events import (
+    CheckSkipped,
+    FilesDamaged,
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    RunEvent,
+    RunMoved,
+    StartedUp,
+)
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
@@ -241,6 +254,7 @@ def _execute(
     weights = {} if slot is not None else read_warm_starts(config)  # the checkpoint has gone on from them
     tell(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as held:
+        began = time.perf_counter()
         session = Session.open(config, prepared)
         held.callback(session.close)
         session.start(weights)
@@ -249,12 +263,19 @@ def _execute(
             saved = Progress.of(found.position)
             session.load_state(store.restore, saved.replicas)
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        rows = None
+        if progress.slot < plan.num_slots:
+            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty()
+        with CompileCounter() as programs:
+            times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(run_lock(folder.path))
             _write(folder, config, record, plan, before, progress.slot, tell)
         barrier("folder is there")
+        for news in _start_up(progress.slot, began, times, programs):
+            tell(news)
         if not is_first():
             plan = folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         run = Run(
@@ -269,6 +290,23 @@ def _execute(
             resumed=slot is not None,
         )
         return run.execute()
+
+
+def _start_up(slot: int, began: float, times: Mapping[str, Times], programs: CompileCounter) -> list[RunEvent]:
+    """What went on before the first microbatch, in seconds since `began`."""
+    parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
+    started = StartedUp(
+        slot=slot,
+        seconds=round(time.perf_counter() - began, 3),
+        parts=parts,
+        compiled=programs.compiled,
+        from_cache=programs.from_cache,
+    )
+    compiled = [each for name, each in parts.items() if name != BASE]
+    if not compiled:
+        return [started]
+    seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
+    return [started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))]
 
 
 def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
