@@ -96,8 +96,10 @@ class Session:
             if under_way:
                 news("  ·  ".join(under_way))
 
-        times = {} if rows is None else self.executor.warm_up(rows, self._evaluator.empty(), tell)
-        self._reading.finish()
+        try:
+            times = {} if rows is None else self.executor.warm_up(rows, self._evaluator.empty(), tell)
+        finally:  # also where a stage fails: a model that cannot be read is worse
+            self._reading.finish()
         assert self._reading.times is not None
         return {BASE: self._reading.times, **times}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, RunError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
@@ -74,6 +74,18 @@ class RunResult:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """How loading and compiling went, told when the run has begun.
+
+    Attributes:
+        failure: of a stage.
+    """
+
+    news: Sequence[RunEvent] = ()
+    failure: RunError | None = None
+
+
 class Run:
     """Trains from `progress` to the end of the plan; all processes make one when the folder is there.
 
@@ -83,6 +95,7 @@ class Run:
         session: its adapters stand where `progress` says.
         listener: gets every `RunEvent`.
         resumed: from a checkpoint.
+        start_up: what went before.
     """
 
     def __init__(
@@ -97,10 +110,11 @@ class Run:
         progress: Progress,
         listener: Listener,
         resumed: bool,
+        start_up: StartUp,
     ):
         self._config, self._prepared, self._folder = config, prepared, folder
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
-        self._resumed = resumed
+        self._resumed, self._start_up = resumed, start_up
         self._recorded = recorded_changes(folder)
         self._revisions = Revisions(config, plan, folder, progress, self._recorded, self._tell)
         self._told = _told_changes(folder)
@@ -120,7 +134,11 @@ class Run:
         with self._recording_its_end():
             self._store.check_space(self._session.state_bytes)
             self._tell_start()
+            for news in self._start_up.news:
+                self._tell(news)
             try:
+                if self._start_up.failure is not None:
+                    raise self._start_up.failure
                 self._begin()
                 self._loop().run()
             finally:

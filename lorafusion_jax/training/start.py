@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.compiles import CompileCounter
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
-from lorafusion_jax.pipeline.reading import BASE, Times
+from lorafusion_jax.pipeline.reading import BASE
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import (
@@ -42,7 +43,7 @@ from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
-from lorafusion_jax.training.run import Run, RunResult
+from lorafusion_jax.training.run import Run, RunResult, StartUp
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError, verify_plan
 
@@ -266,16 +267,13 @@ def _execute(
         rows = None
         if progress.slot < plan.num_slots:
             rows = Batches(config, prepared, plan, session.executor.local_replicas).empty()
-        with CompileCounter() as programs:
-            times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
+        start_up = _finish_loading(session, rows, began, progress.slot, tell)
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(run_lock(folder.path))
             _write(folder, config, record, plan, before, progress.slot, tell)
         barrier("folder is there")
-        for news in _start_up(progress.slot, began, times, programs):
-            tell(news)
         if not is_first():
             plan = folder.read_plan()  # a search that the clock cut short may have ended elsewhere
         run = Run(
@@ -288,12 +286,18 @@ def _execute(
             progress=progress,
             listener=tell,
             resumed=slot is not None,
+            start_up=start_up,
         )
         return run.execute()
 
 
-def _start_up(slot: int, began: float, times: Mapping[str, Times], programs: CompileCounter) -> list[RunEvent]:
-    """What went on before the first microbatch, in seconds since `began`."""
+def _finish_loading(session: Session, rows: Microbatch | None, began: float, slot: int, tell: Listener) -> StartUp:
+    """Reads and compiles. A stage that fails ends the run once its folder is there; a model that is broken, at once."""
+    try:
+        with CompileCounter() as programs:
+            times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
+    except RunError as problem:
+        return StartUp(failure=problem)
     parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
     started = StartedUp(
         slot=slot,
@@ -304,9 +308,9 @@ def _start_up(slot: int, began: float, times: Mapping[str, Times], programs: Com
     )
     compiled = [each for name, each in parts.items() if name != BASE]
     if not compiled:
-        return [started]
+        return StartUp(news=(started,))
     seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
-    return [started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))]
+    return StartUp(news=(started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))))
 
 
 def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
