@@ -24,7 +24,7 @@ from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.compiles import CompileCounter
-from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_alone, is_first
 from lorafusion_jax.pipeline.reading import BASE
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
@@ -297,6 +297,8 @@ def _finish_loading(session: Session, rows: Microbatch | None, began: float, slo
         with CompileCounter() as programs:
             times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
     except RunError as problem:
+        if not is_alone():  # the others wait for this one in the middle of a program
+            raise
         return StartUp(failure=problem)
     parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
     started = StartedUp(
