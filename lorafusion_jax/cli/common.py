@@ -136,23 +136,42 @@ MEMORY_FRACTION = 0.95  # of a GPU; CUDA, cuDNN and NCCL want about 1 GiB beside
 GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=600"
 
 
-def prepare_machine() -> None:
+ProgramCache = Annotated[
+    bool,
+    typer.Option(
+        "--program-cache/--no-program-cache",
+        help="keep compiled programs for the next start, in the user's cache folder (see lorafusion doctor)",
+    ),
+]
+
+
+def program_cache() -> Path:
+    """Where compiled programs are kept, `$XDG_CACHE_HOME/lorafusion/programs` on Linux; it may be removed any time."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("lorafusion") / "programs"
+
+
+def prepare_machine(*, cache: bool = True) -> None:
     """Sets what jax must know before it touches a device.
 
     Most of a GPU's memory may be used: jax's own default of 75 % leaves 35 GB of an H200 idle, and what fits decides
-    what has to be computed twice. Compiled programs are kept between runs, unless jax was told of another place; only
-    what takes a fifth of a second to compile is worth the disk. GPUs that wait for another one end the program after
-    ten minutes. Anything the user has told jax stays.
+    what has to be computed twice. Compiled programs are kept between runs, unless jax was told of another place; small
+    ones, too, for a start has a hundred of them. GPUs that wait for another one end the program after ten minutes.
+    Anything the user has told jax stays.
+
+    Args:
+        cache: whether programs are kept.
     """
     import jax
-    import platformdirs
 
     told = os.environ.get("XLA_FLAGS", "")
     if GPUS_WAIT.partition("=")[0] not in told:
         os.environ["XLA_FLAGS"] = f"{told} {GPUS_WAIT}".strip()
     if jax.config.jax_pjrt_client_create_options is None:
         jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": MEMORY_FRACTION})
-    if jax.config.jax_compilation_cache_dir:
-        return
-    jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("lorafusion") + "/programs")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if not cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(program_cache()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -6,9 +6,10 @@ import json
 import shutil
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import get_args
 
-from lorafusion_jax.cli.common import Json, next_command, out, plain_table
+from lorafusion_jax.cli.common import Json, next_command, out, plain_table, program_cache
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
 
@@ -51,7 +52,7 @@ def diagnosis() -> dict[str, dict[str, str]]:
         "devices": devices,
         "kernels": _kernels(),
         "extras": extras,
-        "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B"},
+        "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B", "compiled programs": _cache()},
     }
 
 
@@ -81,6 +82,15 @@ def _kernels() -> dict[str, str]:
         f"{wanted}, set by train; scripts: see pallas_kernels.compiler_options" if wanted else "none"
     )
     return found
+
+
+def _cache() -> str:
+    """Where programs are kept between runs; jax may have been told of another place."""
+    import jax
+
+    folder = Path(jax.config.jax_compilation_cache_dir or program_cache())
+    files = [file for file in folder.glob("*") if file.is_file()] if folder.is_dir() else []
+    return f"{folder}: {len(files)} files, {count(sum(file.stat().st_size for file in files))}B"
 
 
 def _memory(device) -> str:

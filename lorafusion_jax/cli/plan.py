@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,6 +37,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
+from lorafusion_jax.planning.pauses import LEFT_OUT, predicted_pauses
 from lorafusion_jax.planning.prediction import (
     measured_costs,
     memory_of,
@@ -149,6 +152,8 @@ def make_planned(
         memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
         floor_s = plan_floor_s(config, model, prepared, plan, kind)
     numbers = plan_numbers(config, prepared, plan, costs) | parameters | {"floor_s": floor_s, "memory": memory}
+    if model is not None and costs is not None:
+        numbers["predicted"] |= _pause_numbers(config, model, prepared, plan, costs, numbers["predicted"], kind)
     if compare:
         numbers |= comparison(plan, costs)
     notes = (*notes, *data_notes(config, prepared))
@@ -211,6 +216,22 @@ def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostM
     }
 
 
+def _pause_numbers(
+    config: JobConfig,
+    model: ModelConfig,
+    prepared: Prepared,
+    plan: Plan,
+    costs: CostModel,
+    predicted: Mapping[str, Any],
+    device: str,
+) -> dict:
+    """What evaluations and saves add to the predicted seconds of the slots."""
+    duration_s = predicted["seconds"]
+    pauses = predicted_pauses(config, model, prepared, plan, costs, duration_s=duration_s, device=device)
+    wall_s = duration_s + pauses.evaluation_s + pauses.saving_s
+    return dataclasses.asdict(pauses) | {"wall_s": wall_s, "leaves_out": list(LEFT_OUT)}
+
+
 def comparison(plan: Plan, costs: CostModel | None) -> dict:
     """The same jobs one adapter after another, each planned alone as well as we can: slots and predicted seconds."""
     alone = plans_one_after_another(plan)
@@ -263,9 +284,20 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     limit = f"; what limits it: {predicted['limit']}" if predicted else ""
     say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
     if predicted:
+        if "wall_s" in predicted:
+            say(console, f"  {_with_pauses(predicted)}")
         say(console, f"  times and bubbles are predictions: {predicted['costs']}")
     if numbers["memory"]:
         show_memory(console, numbers["memory"])
+
+
+def _with_pauses(predicted: dict) -> str:
+    parts = [
+        f"{whole(predicted[number])} {what}{'' if predicted[number] == 1 else 's'} ({duration(predicted[seconds])})"
+        for number, what, seconds in (("evaluations", "evaluation", "evaluation_s"), ("saves", "save", "saving_s"))
+        if predicted[number]
+    ]
+    return f"with {' and '.join(parts)} {duration(predicted['wall_s'])}, without {', '.join(predicted['leaves_out'])}"
 
 
 def _compared(numbers: dict) -> str:

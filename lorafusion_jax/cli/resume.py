@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import RunPath, out, prepare_machine
+from lorafusion_jax.cli.common import ProgramCache, RunPath, out, prepare_machine
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 
 NAME = "resume"
@@ -36,6 +36,7 @@ def command(
     verify_base: Annotated[
         bool, typer.Option("--verify-base", help="compare every byte of the base model, also of one above 4 GB")
     ] = False,
+    cache: ProgramCache = True,
 ) -> int:
     """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
 
@@ -62,7 +63,7 @@ def command(
         process_id=process_id,
         started=started,
     )
-    prepare_machine()
+    prepare_machine(cache=cache)
 
     def work(listeners: Sequence[Listener]) -> RunResult:
         return resume(run, overrides or (), drop=drop or (), listeners=listeners, verify_base=verify_base)

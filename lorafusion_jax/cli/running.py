@@ -11,6 +11,7 @@ from rich.console import Console
 from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
 from lorafusion_jax.pipeline.processes import exit_after_failure, exit_after_peer_loss, is_first
 from lorafusion_jax.report.events import Listener
@@ -100,12 +101,28 @@ def show_result(console: Console, result: RunResult) -> None:
         ran = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     else:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
+    if beside := _beside_prediction(result.folder):
+        say(console, beside)
     say(console, f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
     next_command(
         console,
         f"lorafusion export {result.folder} {done} --to out/{done}" if done else f"lorafusion status {result.folder}",
     )
+
+
+def _beside_prediction(folder: Path) -> str | None:
+    """What slots, evaluations and saves took, and what was predicted; of runs of one sitting."""
+    rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
+    if [row["kind"] for row in rows] != ["started", "finished"] or not (predicted := rows[0].get("predicted")):
+        return None
+    kinds = (("training", "seconds"), ("evaluating", "evaluation_s"), ("saving", "saving_s"))
+    parts = [
+        f"{what} {duration(rows[1][key])} ({duration(predicted[key])} predicted)"
+        for what, key in kinds
+        if rows[1].get(key) is not None
+    ]
+    return "  ·  ".join(parts)
 
 
 def read_plan(path: Path) -> Plan:

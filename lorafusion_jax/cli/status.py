@@ -16,8 +16,8 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.report.format import count, duration, layout, whole
-from lorafusion_jax.report.summary import got_worse, rates, read_summary, remat_of
+from lorafusion_jax.report.format import count, duration, layout, waits, whole, without
+from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary, remat_of
 
 NAME = "status"
 SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
@@ -96,7 +96,7 @@ def run_numbers(run: Path) -> dict:
         **_parameters(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
-        "throughput": rates(metrics, events),
+        "throughput": newest_rates(metrics, events),
     }
 
 
@@ -138,7 +138,8 @@ def status_screen(numbers: dict) -> Group:
     head.append(numbers["state"], style=STATES.get(numbers["state"], "bold"))
     head.append(f"  {numbers['reason']}" if numbers["reason"] else "", style="red")
     if numbers["state"] == "running":
-        head.append(f"  eta {duration(numbers['eta_s'])}" if numbers["eta_s"] is not None else "")
+        unknown = without((numbers["throughput"] or {}).get("eta_leaves_out"))
+        head.append(f"  eta {duration(numbers['eta_s'])}{unknown}" if numbers["eta_s"] is not None else "")
         head.append(f"  last news {duration(numbers['last_news_s'])} ago", style="not bold")
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
     notes = []
@@ -159,7 +160,7 @@ def status_screen(numbers: dict) -> Group:
         [
             Text(
                 f"{count(speed['processed_tokens_per_s'])} tok/s ({count(speed['useful_tokens_per_s'])} useful)  "
-                f"{duration(speed['slot_seconds'])} per microbatch"
+                f"{duration(speed['slot_seconds'])} per microbatch{waits(speed['paused_share'], speed['paused_s'])}"
             )
         ]
         if speed

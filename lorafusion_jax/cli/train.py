@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, out, prepare_machine, warn
+from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache, out, prepare_machine, warn
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.load import ineffective
@@ -27,6 +27,7 @@ def command(
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
     started: Started = None,
+    cache: ProgramCache = True,
 ) -> int:
     """Trains all adapters of a job file.
 
@@ -53,6 +54,6 @@ def command(
         process_id=process_id,
         started=started,
     )
-    prepare_machine()
+    prepare_machine(cache=cache)
     chosen = read_plan(plan) if plan else None
     return follow(console, out_dir, config, lambda listeners: train(config, out_dir, plan=chosen, listeners=listeners))

@@ -1,4 +1,4 @@
-"""Hugging Face directory → frozen weights, tensor by tensor, straight to their places on the devices.
+"""Hugging Face directory → frozen weights, several tensors at a time, straight to their places on the devices.
 
 Dims: `K` in · `N` out.
 """
@@ -6,7 +6,9 @@ Dims: `K` in · `N` out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from .decoder import Decoder
 from .naming import Tensor, frozen_tensors, is_ignored
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
+READERS = 4  # threads; so many tensors may lie on the host at a time
+STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
 
 
@@ -41,7 +45,7 @@ def load_decoder(
 ) -> Decoder:
     """Reads a model directory into a decoder with fresh LoRA weights.
 
-    Each device reads only the bytes of its own part; the host holds about one tensor at a time.
+    Each device reads only the bytes of its own part; the host holds a few tensors at a time.
 
     Args:
         model_dir: config.json and safetensors, single or sharded with an index.
@@ -55,26 +59,24 @@ def load_decoder(
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
-    place = _rule(sharding)
+    reader = _reader(model_dir, model, dtype, NONE, sharding)
     graph, state = nnx.split(model)
     leaves = dict(nnx.to_flat_state(state))
-    for tensor, array in _read_all(model_dir, model, dtype, NONE, place):
-        leaves[tensor.path] = leaves[tensor.path].replace(array)
-    _draw_adapters(leaves, adapters, place)
+    read = reader.read()
+    for tensor in reader.tensors:
+        leaves[tensor.path] = leaves[tensor.path].replace(read[tensor.leaf_name])
+    _draw_adapters(leaves, adapters, reader.place)
     return nnx.merge(graph, nnx.from_flat_state(leaves.items()))
 
 
-def load_frozen(
+def open_frozen(
     model_dir: str | os.PathLike[str],
     *,
     dtype: Any = jnp.bfloat16,
     quantize: str = NONE,
     sharding: Sharding | ShardingRule | None = None,
-) -> dict[str, Weight]:
-    """Reads a model directory as named weights, "layers.0.mlp.up_proj.kernel" → [K, N].
-
-    The layers' kernels are stored as `quantize` says, each made on its devices as soon as it is read: the whole model
-    never lies anywhere in `dtype`. All else, embedding, head, norms and biases, is in `dtype`.
+) -> FrozenReader:
+    """Checks the headers of a model directory; no weights are read yet.
 
     Args:
         model_dir, dtype, sharding: see `load_decoder`; a rule is asked for each array of a stored kernel, under the
@@ -86,26 +88,101 @@ def load_frozen(
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return {
-        tensor.leaf_name: weight for tensor, weight in _read_all(model_dir, model, dtype, quantize, _rule(sharding))
-    }
+    return _reader(model_dir, model, dtype, quantize, sharding)
 
 
-def _read_all(
-    model_dir: str | os.PathLike[str], model: Decoder, dtype: Any, quantize: str, place: ShardingRule
-) -> Iterator[tuple[Tensor, Any]]:
-    """Reads the frozen tensors of an abstract decoder, one after the other."""
+def load_frozen(
+    model_dir: str | os.PathLike[str],
+    *,
+    dtype: Any = jnp.bfloat16,
+    quantize: str = NONE,
+    sharding: Sharding | ShardingRule | None = None,
+) -> dict[str, Weight]:
+    """Reads a model directory as named weights, see `open_frozen` and `FrozenReader.read`."""
+    return open_frozen(model_dir, dtype=dtype, quantize=quantize, sharding=sharding).read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenReader:
+    """Reads the frozen weights of a checked model directory, by leaf name: "layers.0.mlp.up_proj.kernel" → [K, N].
+
+    The layers' kernels are stored as `kind` says, each made on its devices as soon as it is read: the whole model never
+    lies anywhere in `dtype`. All else, embedding, head, norms and biases, is in `dtype`.
+
+    Attributes:
+        stored: where the tensors lie, by their names in the checkpoint.
+        kind: how the kernels of linears are stored, of which only the layers have any; None: as they are.
+    """
+
+    tensors: Sequence[Tensor]
+    stored: Mapping[str, Stored]
+    dtype: np.dtype
+    kind: StoredKind | None
+    place: ShardingRule
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors in their files."""
+        return sum(self.stored[tensor.name].stop - self.stored[tensor.name].start for tensor in self.tensors)
+
+    def read(self, progress: Callable[[int], None] = lambda size: None) -> dict[str, Weight]:
+        """Reads everything, a few tensors at a time; several processes read in one order.
+
+        Args:
+            progress: told the bytes of each tensor that is on its devices, from the threads.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+
+        def one(tensor: Tensor) -> Weight:
+            weight = jax.block_until_ready(self._read(tensor))
+            progress(self.stored[tensor.name].stop - self.stored[tensor.name].start)
+            return weight
+
+        with ThreadPoolExecutor(READERS if jax.process_count() == 1 else 1, "read") as threads:
+            found = {tensor.leaf_name: threads.submit(one, tensor) for tensor in self.tensors}
+            try:
+                wait(found.values(), return_when=FIRST_EXCEPTION)
+                return {name: weight.result() for name, weight in found.items()}
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def stand_ins(self) -> dict[str, Weight]:
+        """Arrays of the same shapes in the same places, to compile with: equal ones are one and the same array."""
+        made: dict[tuple, jax.Array] = {}
+
+        def filled(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            key = shape, jnp.dtype(dtype), self.place(name, shape)
+            if key not in made:
+                made[key] = _fill(*key)()
+            return made[key]
+
+        def of(tensor: Tensor) -> Weight:
+            name, shape = tensor.leaf_name, _shape(tensor)
+            if self.kind is None or not tensor.transposed:
+                return filled(name, shape, self.dtype)
+            return {part: filled(name, own.shape, own.dtype) for part, own in self.kind.arrays(*shape).items()}
+
+        return {tensor.leaf_name: of(tensor) for tensor in self.tensors}
+
+    def _read(self, tensor: Tensor) -> Weight:
+        kind = self.kind if tensor.transposed else None
+        return _read_tensor(tensor, self.stored[tensor.name], self.dtype, kind, self.place)
+
+
+def _reader(
+    model_dir: str | os.PathLike[str],
+    model: Decoder,
+    dtype: Any,
+    quantize: str,
+    sharding: Sharding | ShardingRule | None,
+) -> FrozenReader:
     stored, tensors, kind = list_tensors(model_dir), frozen_tensors(model), stored_kind(quantize)
     _check(tensors, stored, model.config, Path(model_dir))
     check_kernels(quantize, LAYER.kernel_shapes(model.config))
-    last = None
-    for tensor in tensors:
-        own = kind if tensor.transposed else None  # kernels of linears, of which only the layers have any
-        weight = _read_tensor(tensor, stored[tensor.name], jnp.dtype(dtype), own, place)
-        yield tensor, weight
-        # The disk may run one leaf ahead of the devices, not more: host memory stays small.
-        jax.block_until_ready(last)
-        last = weight
+    return FrozenReader(tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, place=_rule(sharding))
 
 
 def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: ModelConfig, directory: Path) -> None:
@@ -144,7 +221,7 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
 def _read_tensor(
     tensor: Tensor, stored: Stored, dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
 ) -> Weight:
-    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    shape = _shape(tensor)
     target = place(tensor.leaf_name, shape)
     on_disk = _transposed(target) if tensor.transposed else target
     x = jax.make_array_from_callback(
@@ -154,6 +231,17 @@ def _read_tensor(
         return _convert(dtype, tensor.transposed, target)(x)
     targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*shape).items()}
     return _quantise(kind, tuple(targets.items()))(x)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Of the leaf."""
+    return tensor.shape[::-1] if tensor.transposed else tensor.shape
+
+
+@lru_cache(maxsize=64)
+def _fill(shape: tuple[int, ...], dtype: np.dtype, target: Sharding) -> Callable[[], jax.Array]:
+    value = STAND_IN if jnp.issubdtype(dtype, jnp.inexact) else 1
+    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=target)
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:

@@ -71,7 +71,8 @@ class LoRAContext:
     Args:
         tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
         scale: float32 [A], factor of each adapter.
-        ranks: how many columns of A each adapter uses; None: all.
+        known_ranks: how many columns of A each adapter uses, where that is known while tracing.
+        traced_ranks: the same, where it is not; see `ranks`.
         dropout: rates, and keys of given rows; None: see `draw`.
         draw: from what each layer makes the keys of its own rows; None switches dropout off.
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
@@ -90,7 +91,8 @@ class LoRAContext:
     layer: Any = 0
     tile: int | None = field(default=None, metadata={"static": True})
     implementation: Implementation | None = field(default=None, metadata={"static": True})
-    ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    known_ranks: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+    traced_ranks: Any = None
 
     @classmethod
     def of(
@@ -136,11 +138,16 @@ class LoRAContext:
         return cls(
             tile_adapter=jnp.asarray(table, jnp.int32),
             scale=jnp.asarray([spec.scale for spec in adapters], jnp.float32),
-            ranks=tuple(spec.rank for spec in adapters),
+            known_ranks=tuple(spec.rank for spec in adapters),
             tile=tile,
             implementation=implementation,
             **drawn,
         )
+
+    @property
+    def ranks(self) -> tuple[int, ...] | Array | None:
+        """How many columns of A each adapter uses; None: all."""
+        return self.known_ranks if self.traced_ranks is None else self.traced_ranks
 
     def in_places(self, adapters: Int[Array, " P"]) -> LoRAContext:
         """The context of the adapters of one microbatch, each numbered by its place; it has no `draw`.
@@ -159,8 +166,12 @@ class LoRAContext:
         dropout = self.dropout
         if dropout is not None:
             dropout = replace(dropout, rate=dropout.rate[number], key=dropout.key[number])
+        ranks = self.known_ranks
+        mixed = ranks is not None and len(set(ranks)) > 1
         return replace(
             self,
+            known_ranks=None if mixed else ranks and (ranks[0],) * len(adapters),
+            traced_ranks=jnp.asarray(ranks, jnp.int32)[number] if mixed else None,
             tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32),
             scale=self.scale[number],
             dropout=dropout,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
-from lorafusion_jax.models import ModelConfig, load_frozen
+from lorafusion_jax.models import ModelConfig, open_frozen
+from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
@@ -34,6 +35,8 @@ from lorafusion_jax.planning.memory import (
 from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels.device import is_hopper
 
+STAND_INS = 0.05  # of a device, for what stands in for weights: a layer, embedding and head
+
 
 def check_mesh(config: JobConfig) -> None:
     """Whether a job's mesh fits the machine and the model; reads no data.
@@ -48,10 +51,50 @@ def check_mesh(config: JobConfig) -> None:
         stage_layers(ModelConfig.from_hf(base_directory(config)), mesh.stages, mesh.layers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """Stages with arrays that stand in for a base model, and what reads it.
+
+    Attributes:
+        num_bytes: of its files.
+        roomy: whether the stages may run on what stands in while the weights arrive.
+        read: reads the weights onto the devices; told the bytes of each tensor that is there.
+    """
+
+    stages: list[Stage]
+    num_bytes: int
+    roomy: bool
+    read: Callable[[Callable[[int], None]], list[StageWeights]]
+
+    def give(self, weights: Sequence[StageWeights]) -> None:
+        """Gives the stages what was read."""
+        for stage, own in zip(self.stages, weights, strict=True):
+            stage.take_base(own)
+
+
 def load_stages(
     config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
 ) -> list[Stage]:
     """Loads the base model, each stage's layers straight onto its devices; adapters are not started yet.
+
+    Args:
+        later: with all adapters that are known to join later, for which there must be memory.
+
+    Raises:
+        LoraFusionError: see `open_base`.
+    """
+    base = open_base(config, prepared, specs, later)
+    base.give(base.read(lambda size: None))
+    return base.stages
+
+
+def open_base(
+    config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
+) -> Base:
+    """Checks the base model and makes the stages of a job's mesh; adapters are not started yet.
+
+    What stands in for the weights has their shapes and places, so the stages compile what they will run while the
+    weights are read. It takes one layer, embedding and head beside the model.
 
     Args:
         later: with all adapters that are known to join later, for which there must be memory.
@@ -70,12 +113,20 @@ def load_stages(
     def place(name: str, shape: tuple[int, ...]):
         return meshes[_stage_of(name, layers)].weight(shape)
 
-    frozen = load_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=place)
-    weights = cut(frozen, layers)
-    if mesh.stages > 1 and model.tie_embeddings:
-        weights[-1].head = transfer(weights[-1].head, meshes[-1])
+    def parted(frozen: Mapping[str, Weight]) -> list[StageWeights]:
+        weights = cut(frozen, layers)
+        if mesh.stages > 1 and model.tie_embeddings:
+            weights[-1].head = transfer(weights[-1].head, meshes[-1])
+        return weights
+
+    reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=place)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
-    return _stages(config, model, specs, remat, zip(weights, meshes, strict=True))
+    return Base(
+        stages=_stages(config, model, specs, remat, zip(parted(reader.stand_ins()), meshes, strict=True)),
+        num_bytes=reader.num_bytes,
+        roomy=_has_room_to_start(config, model, remat),
+        read=lambda progress: parted(reader.read(progress)),
+    )
 
 
 def check_adapters(config: JobConfig, prepared: Prepared) -> None:
@@ -134,6 +185,11 @@ def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     # Replicas must compile the same programs, so processes take what fits on all of them.
     wanted = REMAT_POLICIES.index(mine)
     return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(wanted > number))
+
+
+def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> bool:
+    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
+    return size is None or fits(problem, size, usable=ALLOCATOR_USABLE - STAND_INS)
 
 
 def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:

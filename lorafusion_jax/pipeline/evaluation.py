@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jax import Array
@@ -21,7 +21,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.batches import places
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
-from scheduling import AdapterJob, Plan, Slot, make_plan
+from scheduling import AdapterJob, Plan, SampleRef, Slot, make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +79,25 @@ class Evaluator:
         loss, *metrics = (total / count for total in sums.values())
         return Evaluation(loss=loss, tokens=tokens, metrics=dict(zip(chosen.objective.metrics, metrics, strict=True)))
 
+    def empty(self) -> Microbatch | None:
+        """A microbatch of padding, to compile with; None where nothing is evaluated."""
+        return self._assembled([() for _ in self._executor.local_replicas]) if self._sets else None
+
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
+        return self._assembled([slot.replicas[replica] for replica in self._executor.local_replicas])
+
+    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
+        batch = self._config.batch
         rows = [
             assemble(
-                pieces_of_evaluation(slot.replicas[replica], self._sets, self._index, self._weights),
-                capacity_tokens=plan.capacity_tokens,
-                tile_tokens=plan.tile_tokens,
+                pieces_of_evaluation(samples, self._sets, self._index, self._weights),
+                capacity_tokens=batch.capacity_tokens,
+                tile_tokens=batch.tile_tokens,
                 max_segments=self._segments,
                 max_adapters=1,
                 table=self._table,
             )
-            for replica in self._executor.local_replicas
+            for samples in replicas
         ]
         return stacked(rows)
 

@@ -11,13 +11,15 @@ behind it (on CPU devices: a run of two stages on two processes hung). They shar
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import Array, process_count
 
@@ -102,6 +104,20 @@ def _lanes(stages: int) -> list[ThreadPoolExecutor]:
     return [ThreadPoolExecutor(1, f"stage-{stage}") for stage in range(stages)]
 
 
+def _try_evaluation(stage: Stage, rows: Microbatch) -> None:
+    stage.try_evaluation(to_stage(rows, stage.mesh))
+
+
+def _shapes(rows: Microbatch) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(rows)]
+
+
+def _timed(work: Callable[[], None]) -> tuple[float, float]:
+    began = time.perf_counter()
+    work()
+    return began, time.perf_counter()
+
+
 class Executor:
     """Runs the events of a plan.
 
@@ -127,6 +143,7 @@ class Executor:
         self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
         self._failing = threading.Lock()
+        self._warm: list[tuple[int, ...]] | None = None  # shapes of the microbatch that programs were compiled for
 
     @property
     def local_replicas(self) -> list[int]:
@@ -139,23 +156,54 @@ class Executor:
         assert len(stages) == len(self.stages)
         self.stages = tuple(stages)
         self._index = {name: number for number, name in enumerate(names)}
+        self._warm = None
 
-    def warm_up(self, rows: Microbatch) -> None:
+    def warm_up(
+        self,
+        rows: Microbatch,
+        held_out: Microbatch | None = None,
+        news: Callable[[Sequence[str]], None] = lambda left: None,
+    ) -> dict[str, tuple[float, float]]:
         """Compiles what all stages run, side by side: an empty microbatch on each of them, and every kind of step.
 
-        A microbatch without samples adds zero to every sum and steps run on copies, so nothing changes.
+        A microbatch without samples adds zero to every sum and steps run on copies, so nothing changes. Nothing is done
+        a second time.
 
         Args:
             rows: padding only, [replicas of this process, ...].
-        """
-        with ThreadPoolExecutor(1 if process_count() > 1 else len(self.stages), "compile") as threads:
-            all_done = [threads.submit(self._try_out, stage, to_stage(rows, stage.mesh)) for stage in self.stages]
-            for stage, done in enumerate(all_done):
-                with self.blaming(stage, None):
-                    done.result()
+            held_out: the same of an evaluation.
+            news: told what is still under way, whenever that changes.
 
-    def _try_out(self, stage: Stage, batch: Any) -> None:
-        stage.time_passes(batch)
+        Returns:
+            What was compiled, with begin and end by `time.perf_counter`.
+        """
+        if self.is_warm(rows):
+            return {}
+        work: dict[str, tuple[int, Callable[[], None]]] = {}
+        for place, stage in enumerate(self.stages):
+            work[f"stage {place}"] = place, partial(self._try_out, stage, rows)
+            if held_out is not None:
+                work[f"evaluation of stage {place}"] = place, partial(_try_evaluation, stage, held_out)
+        times: dict[str, tuple[float, float]] = {}
+        with ThreadPoolExecutor(1 if process_count() > 1 else len(work), "compile") as threads:
+            under_way = {threads.submit(_timed, each): name for name, (_, each) in work.items()}
+            left = dict.fromkeys(work)
+            news(list(left))
+            for done in as_completed(under_way):
+                name = under_way[done]
+                with self.blaming(work[name][0], None):
+                    times[name] = done.result()
+                del left[name]
+                news(list(left))
+        self._warm = _shapes(rows)
+        return times
+
+    def is_warm(self, rows: Microbatch) -> bool:
+        """Whether what a microbatch of these shapes runs is compiled."""
+        return self._warm == _shapes(rows)
+
+    def _try_out(self, stage: Stage, rows: Microbatch) -> None:
+        stage.time_passes(to_stage(rows, stage.mesh))
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:

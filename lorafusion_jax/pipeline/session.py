@@ -20,23 +20,27 @@ from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.base import load_stages, memory_warning
+from lorafusion_jax.pipeline.base import memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grown
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
+from lorafusion_jax.pipeline.reading import BASE, Reading, Times
+from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, gather, like, scatter
+from lorafusion_jax.pipeline.state import adapter_arrays, like, scatter
+from lorafusion_jax.report.format import count
 
 
 class Session:
-    """Adapters in their places on loaded stages; open one with `open`, and `start` it or `load_state` first.
+    """Adapters in their places on stages; `open` it, then `start` it or `load_state`, then `finish_loading`.
 
     `add` gives more adapters a place, `read` reads one; an adapter that no microbatch names stays as it is.
 
@@ -45,8 +49,15 @@ class Session:
         spans: when they ran.
     """
 
-    def __init__(self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]):
-        self.spans = Spans(len(stages))
+    def __init__(
+        self,
+        config: JobConfig,
+        prepared: Prepared,
+        stages: Sequence[Stage],
+        specs: Sequence[AdapterSpec],
+        reading: Reading,
+    ):
+        self._reading, self.spans = reading, Spans(len(stages))
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
         self._take(config, prepared, stages, specs)
 
@@ -56,6 +67,7 @@ class Session:
         self._config, self._stages = config, tuple(stages)
         self._places = {spec.name: place for place, spec in enumerate(specs)}
         self._evaluator = Evaluator(config, prepared, self.executor)
+        self._snapshots = Snapshots(self._stages)
 
     @classmethod
     def open(
@@ -65,17 +77,49 @@ class Session:
         specs: Sequence[AdapterSpec] | None = None,
         later: JobConfig | None = None,
     ) -> Session:
-        """Loads the base model of a job onto its devices.
+        """Checks the base model of a job and begins to read it onto its devices.
 
         Args:
             specs: the adapters, where they are not those of the job file.
             later: with all adapters that are known to join later.
 
         Raises:
-            LoraFusionError: see `load_stages`.
+            LoraFusionError: see `open_base`.
         """
         specs = adapter_specs(config) if specs is None else specs
-        return cls(config, prepared, load_stages(config, prepared, specs, later), specs)
+        base = open_base(config, prepared, specs, later)
+        return cls(config, prepared, base.stages, specs, Reading(base))
+
+    def finish_loading(
+        self, rows: Microbatch | None = None, news: Callable[[str], None] = lambda text: None
+    ) -> dict[str, Times]:
+        """Waits for the base model, and compiles meanwhile.
+
+        Args:
+            rows: a microbatch of padding, as training will have them; None: nothing is compiled.
+            news: told what goes on, whenever that changes.
+
+        Returns:
+            Begin and end, by `time.perf_counter`, of reading the base ("base") and of what was compiled.
+
+        Raises:
+            CheckpointError: a file of the model that is broken.
+            RunError: a stage that fails.
+        """
+        reading = f"reading {count(self._reading.num_bytes)}B"
+
+        def tell(left: Sequence[str]) -> None:
+            compiling = [f"compiling {', '.join(left)}"] if left else []
+            under_way = [*compiling, *([] if self._reading.done else [reading])]
+            if under_way:
+                news("  ·  ".join(under_way))
+
+        try:
+            times = {} if rows is None else self.executor.warm_up(rows, self._evaluator.empty(), tell)
+        finally:  # also where a stage fails: a model that cannot be read is worse
+            self._reading.finish()
+        assert self._reading.times is not None
+        return {BASE: self._reading.times, **times}
 
     def start(self, weights: Mapping[int, Arrays]) -> None:
         """Begins every place anew: with an adapter's initial weights, or with those given here.
@@ -114,8 +158,9 @@ class Session:
         return memory_warning(config, self._model, self.remat)
 
     def compile_reads(self) -> None:
-        """Compiles `read`, which comes in the middle of the pipeline: 0.3 to 0.7 s on a CPU."""
+        """Compiles `read` and `snapshot`, which come in the middle of the run: 0.3 to 0.7 s on a CPU."""
         with self.executor.blaming(None, None):
+            self._snapshots.compile()
             for part in self.executor.read(lambda stage: [stage.adapter(one) for one in stage.one_of_every_kind()]):
                 part.result()
 
@@ -132,13 +177,17 @@ class Session:
         """Evaluates an adapter on its held-out data."""
         return self._evaluator(name)
 
-    def save_state(self) -> dict[str, Any]:
-        """All that training changes, on the host; every process must call it."""
+    def snapshot(self, names: Sequence[str]) -> Snapshot:
+        """All that training changes as it is now, and the weights of some adapters; every process must call it.
+
+        Training may go on at once: what it overwrites or gives away has been copied.
+        """
         self.executor.wait_dispatched()
-        return gather(self._stages)
+        with self.executor.blaming(None, None):
+            return self._snapshots.take({name: self._places[name] for name in names})
 
     def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool = False) -> None:
-        """Goes on from what `save_state` gave, on this or another layout.
+        """Goes on from the state of a `snapshot`, on this or another layout.
 
         Args:
             restore: reads arrays of the shapes and dtypes that it is given.
@@ -152,12 +201,13 @@ class Session:
         scatter(self._stages, arrays)
 
     def close(self) -> None:
-        """Ends the threads that watch the devices."""
+        """Ends the threads that read the base and watch the devices."""
+        self._reading.cancel()
         self.spans.stop()
 
     @property
     def state_bytes(self) -> int:
-        """Size of what `save_state` gives, all copies counted."""
+        """Size of the state of a `snapshot`, all copies counted."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.changing() for stage in self._stages]))
 
     @property

@@ -50,7 +50,7 @@ class Stage:
 
     Args:
         parts: what the model computes.
-        weights: frozen arrays, on this stage's devices.
+        weights: frozen arrays, on this stage's devices; `take_base` exchanges them.
         mesh: those devices.
         adapters: their settings, in stacking order.
         remat: what forward leaves for backward.
@@ -67,13 +67,13 @@ class Stage:
         remat: RematPolicy,
         block: int,
     ):
-        self.mesh, self.weights = mesh, weights
+        self.mesh = mesh
         self.remat: RematPolicy = remat
         self.programs = StagePrograms(parts, mesh, weights.extent, remat)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
-        groups = _groups(weights.extent.pieces, block)
-        self._blocks = [tuple(weights.pieces[number] for number in group) for group in groups]
-        firsts = [weights.extent.pieces[group[0]].layer for group in groups]
+        self._groups = _groups(weights.extent.pieces, block)
+        self.take_base(weights)
+        firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # of each block's first layer
         self._places = [
             replicate(lv.place_of(parts.columns, parts.specs, index), mesh) for index in range(len(adapters))
@@ -86,6 +86,11 @@ class Stage:
         self.optimizers: dict[str, Any] = {}
         self.totals: Totals | None = None  # on the last stage
         self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
+
+    def take_base(self, weights: StageWeights) -> None:
+        """Computes with these frozen arrays from here on: those that it was made with may have stood in for them."""
+        self.weights = weights
+        self._blocks = [tuple(weights.pieces[number] for number in group) for group in self._groups]
 
     @property
     def extent(self) -> Extent:
@@ -282,6 +287,11 @@ class Stage:
                 spec, optim, place, lora, gradient, optimizer, alive, summaries, hyper(optim, 0.0)
             )
         jax.block_until_ready((lora, sums, totals, alive))
+
+    def try_evaluation(self, batch: Microbatch) -> None:
+        """Runs an evaluation without the other stages, to compile it; waits for it."""
+        sent = None if self.weights.embed is not None else self.noise(batch)
+        jax.block_until_ready(self.evaluate(batch, sent))
 
     def noise(self, batch: Microbatch) -> Array:
         """Activations of a microbatch, normally distributed."""

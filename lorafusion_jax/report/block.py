@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from lorafusion_jax.report.events import SlotDone
-from lorafusion_jax.report.format import count, duration, percent, rate, whole
+from lorafusion_jax.report.format import count, duration, percent, rate, waits, whole, without
 
 COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
@@ -46,11 +46,13 @@ def head_line(
     parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
     if speed is not None and speed.eta_s is not None and slot < slots:
         tokens = f"{count(speed.processed_tokens_per_s or 0)} tok/s"
-        eta = f"eta {duration(speed.eta_s)}"
+        eta = f"eta {duration(speed.eta_s)}{without(speed.eta_leaves_out)}"
         ends = time.strftime("%H:%M", time.localtime(time.time() + speed.eta_s))
         useful = f"{tokens} ({count(speed.useful_tokens_per_s or 0)} useful)"
         idle, beside_plan = _bubbles(speed.bubble_share, predicted_bubbles)
+        waiting = waits(speed.paused_share, speed.paused_s).strip(" ·")
         choices = (
+            [useful, beside_plan, waiting, f"{eta}, at {ends}"],
             [useful, beside_plan, f"{eta}, at {ends}"],
             [useful, beside_plan, eta],
             [tokens, beside_plan, eta],  # what is useful of them is the plan's density and never changes

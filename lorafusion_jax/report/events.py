@@ -54,6 +54,23 @@ class ProgramCompiled(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartedUp(RunEvent):
+    """The base model is on its devices and the programs are there.
+
+    Attributes:
+        seconds: since it began to be read.
+        parts: begin and end of what went on, side by side: reading the base, compiling each stage.
+        compiled, from_cache: programs that the compilation cache lacked and had; none is counted without a cache.
+    """
+
+    kind = "started-up"
+    seconds: float
+    parts: Mapping[str, tuple[float, ...]]
+    compiled: int
+    from_cache: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunMoved(RunEvent):
     """A resumed run was planned again, for other devices."""
 
@@ -80,6 +97,7 @@ class RunStarted(RunEvent):
         frozen, trainable: parameters; trainable are the adapters' own.
         stored: numbers that the devices hold for the trainable ones: weights, gradients, moments.
         plan: its digest.
+        predicted: seconds of the whole plan at default rates: of slots, evaluations and saves.
     """
 
     kind = "started"
@@ -92,6 +110,7 @@ class RunStarted(RunEvent):
     slots: int
     density: float
     predicted_bubble_share: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
     adapters: Mapping[str, int]
     taken: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +124,14 @@ class RunStarted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDone(RunEvent):
-    """Throughput and time left; None before there is something to measure."""
+    """Throughput and time left, in wall time since the first slots of a sitting; None before there is any.
+
+    Attributes:
+        slot_seconds: of a slot, without pauses.
+        eta_s: with the evaluations and saves to come.
+        paused_share, paused_s: what training waited for, evaluating, saving or compiling.
+        eta_leaves_out: what is to come and has not been measured yet.
+    """
 
     kind = "slot"
     slots: int
@@ -115,6 +141,9 @@ class SlotDone(RunEvent):
     eta_s: float | None = None
     adapter_eta_s: Mapping[str, float] = field(default_factory=dict)
     adapter_tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    paused_share: float | None = None
+    paused_s: Mapping[str, float] = field(default_factory=dict)
+    eta_leaves_out: Sequence[str] = ()
     bubble_share: float | None = None
 
 
@@ -142,9 +171,17 @@ class AdapterEvaluated(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved(RunEvent):
+    """A checkpoint is complete; `slot` is its own, and training has gone on meanwhile.
+
+    Attributes:
+        seconds: from its beginning to its place on the disk.
+        paused_s: of them, those in which nothing was trained: the save before was not through, the state was copied.
+    """
+
     kind = "saved"
     path: str
     seconds: float
+    paused_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +268,19 @@ class CheckSkipped(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEvent):
+    """The plan is through.
+
+    Attributes:
+        seconds: of slots, over all sittings.
+        evaluation_s, saving_s: in which the last sitting did not train; None: not known any more.
+    """
+
     kind = "finished"
     exit_code: int
     seconds: float
     peak_bytes: int | None
+    evaluation_s: float | None = None
+    saving_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

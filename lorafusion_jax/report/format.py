@@ -89,3 +89,25 @@ def better_layers(layers: Sequence[int | float], saving: float) -> str:
     """
     setting = f"'mesh.layers=[{','.join(map(str, layers))}]'"
     return f"stages took unequal times: with {setting} the slowest would take {percent(saving)} less"
+
+
+def waits(share: float | None, seconds: Mapping[str, float] | None) -> str:
+    """What training waited for; empty where that is not worth a word.
+
+    >>> waits(0.031, {"saving": 2.0, "evaluating": 20.0})
+    '  ·  3.1 % evaluating, saving'
+    >>> waits(0.0004, {"saving": 0.1})
+    ''
+    """
+    if share is None or share < 0.001 or not seconds:
+        return ""
+    return f"  ·  {percent(share)} {', '.join(sorted(seconds))}"
+
+
+def without(leaves_out: Sequence[str] | None) -> str:
+    """What a time left does not count.
+
+    >>> without(["evaluations"])
+    ' without evaluations'
+    """
+    return f" without {', '.join(leaves_out)}" if leaves_out else ""

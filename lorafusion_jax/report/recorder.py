@@ -4,7 +4,7 @@ Rows of metrics.jsonl:
     {"kind": "step", "slot", "adapter", "step", "loss", "grad_norm", "lr", "loss_tokens", "time"}
     {"kind": "eval", "slot", "adapter", "step", "eval_loss", "eval_tokens", "time"}
     {"kind": "slot", "slot", "slots", "useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds", "eta_s",
-     "adapter_eta_s", "adapter_tokens_per_s", "bubble_share", "time"}
+     "adapter_eta_s", "adapter_tokens_per_s", "paused_share", "paused_s", "eta_leaves_out", "bubble_share", "time"}
 The loss is what the adapter's objective minimises: in supervised fine-tuning a mean over the loss tokens of its global
 batch. Rows of a step and of an evaluation also have the objective's metrics, those of an evaluation with `eval_` before
 the name. `slot` counts the slots of the plan that were done, `time` is seconds since the epoch. Rates and the idle

@@ -30,6 +30,7 @@ from lorafusion_jax.report.events import (
     RunMoved,
     RunStarted,
     SlotDone,
+    StartedUp,
     StateSaved,
     StepTaken,
 )
@@ -105,6 +106,8 @@ class Screen:
                 self._on_started(event)
             case RunMoved():
                 self._on_moved(event)
+            case StartedUp():
+                self._on_started_up(event)
             case ProgramCompiled():
                 self._on_compiled(event)
             case SlotDone():
@@ -188,6 +191,13 @@ class Screen:
             for what, count in (("stage", event.stages), ("replica", event.replicas))
         )
         self._line(f"planned again for {there}: {left} slots left instead of {before}", always=True)
+
+    def _on_started_up(self, event: StartedUp) -> None:
+        self._phase = ""
+        began, ended = event.parts["base"]
+        programs = f"  ·  {whole(event.compiled)} programs compiled, {whole(event.from_cache)} from the cache"
+        counted = programs if event.compiled or event.from_cache else ""
+        self._line(f"read the base in {duration(ended - began)}{counted}")
 
     def _on_compiled(self, event: ProgramCompiled) -> None:
         self._phase, self._phase_since = "first steps", time.monotonic()

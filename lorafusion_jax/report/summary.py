@@ -96,22 +96,38 @@ def got_worse(name: str, before: float | None, after: float | None) -> str | Non
     return f"{name}: {risen}; a smaller optim.lr or fewer steps may help"
 
 
+KEYS = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
+
+
 def throughput(folder: Path) -> dict[str, float] | None:
-    """`rates` of a run folder."""
-    return rates(read_summary(folder), read_rows(folder / "events.jsonl"))
-
-
-def rates(metrics: MetricsSummary, events: Sequence[dict]) -> dict[str, float] | None:
-    """Medians of useful and processed tokens/s and seconds per slot, of the newest rows since the run is on this mesh.
+    """Medians of useful and processed tokens/s and seconds per slot of a run folder, since the run is on this mesh.
 
     Returns:
-        None where there is no such row.
+        None where nothing was measured.
     """
+    rows = _measured(read_summary(folder), read_rows(folder / "events.jsonl"))
+    return {key: statistics.median(row[key] for row in rows) for key in KEYS} if rows else None
+
+
+def newest_rates(metrics: MetricsSummary, events: Sequence[dict]) -> dict[str, Any] | None:
+    """What the live view shows: useful and processed tokens/s, seconds per slot, what training waited for.
+
+    Returns:
+        None where nothing was measured on this mesh.
+    """
+    rows = _measured(metrics, events)[-1:]
+    more = ("paused_share", "paused_s", "eta_leaves_out")
+    return {key: row.get(key) for row in rows for key in (*KEYS, *more)} or None
+
+
+def _measured(metrics: MetricsSummary, events: Sequence[dict]) -> list[dict]:
+    """Rows of slots with rates since the run is on this mesh."""
     began, mesh = 0.0, None
     for event in events:
         if event["kind"] == "started" and event.get("mesh") != mesh:
             began, mesh = event.get("time", 0.0), event.get("mesh")
-    keys = ("useful_tokens_per_s", "processed_tokens_per_s", "slot_seconds")
-    rows = [row for row in metrics.slots if row.get("slot_seconds") and row.get("time", 0.0) >= began]
-    numbers = {key: [row[key] for row in rows if isinstance(row.get(key), int | float)] for key in keys}
-    return {key: statistics.median(values) for key, values in numbers.items()} if all(numbers.values()) else None
+    return [
+        row
+        for row in metrics.slots
+        if row.get("time", 0.0) >= began and all(isinstance(row.get(key), int | float) for key in KEYS)
+    ]

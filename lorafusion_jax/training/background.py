@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BackgroundQueue:
-    """Runs one piece of work after the other on its own thread.
+    """Runs one piece of work after the other on its own thread; after one that fails, no other.
 
     >>> queue = BackgroundQueue("example")
     >>> queue.submit(lambda: 1 + 1, print)
@@ -21,10 +21,11 @@ class BackgroundQueue:
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)
         self._pending: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+        self._failed = False
 
     def submit[T](self, work: Callable[[], T], on_done: Callable[[T], None]) -> None:
         """Queues work; a later `poll` calls `on_done` with its result."""
-        self._pending.append((self._thread.submit(work), on_done))
+        self._pending.append((self._thread.submit(self._run, work), on_done))
 
     def poll(self, *, wait: bool = False) -> None:
         """Calls back for finished work, in order, or raises its exception; waits for all work if asked."""
@@ -33,5 +34,14 @@ class BackgroundQueue:
             on_done(done.result())
 
     def close(self) -> None:
-        """Waits for running work. Pending callbacks are dropped."""
+        """Waits for work that was queued. Pending callbacks are dropped."""
         self._thread.shutdown(wait=True)
+
+    def _run[T](self, work: Callable[[], T]) -> T | None:
+        if self._failed:  # the error before this one is what `poll` raises
+            return None
+        try:
+            return work()
+        except BaseException:
+            self._failed = True
+            raise

@@ -1,5 +1,5 @@
-"""Exports adapters of a run: reads their weights from the stages and writes their folders, at a save or in the
-background. A folder that cannot be written costs its own adapter only; a full disk ends the run.
+"""Exports adapters of a run: writes their folders in the background. A folder that cannot be written costs its own
+adapter only; a full disk ends the run.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ from lorafusion_jax.training.state import AdapterProgress
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Problem = LoraFusionError | OSError
-Read = Callable[[str], Callable[[], dict[str, np.ndarray]]]  # `Session.read`
+Weights = Callable[[], dict[str, np.ndarray]]  # waits for them
+Read = Callable[[str], Weights]  # `Session.read`
 
 
 class ExportQueue:
-    """Writes adapters of a run; close it to wait for folders under way."""
+    """Writes folders of adapters, one after the other, on the thread of `queue`."""
 
-    def __init__(self, writer: AdapterWriter, read: Read, listener: Listener):
-        self._writer, self._read, self._listener = writer, read, listener
-        self._queue = BackgroundQueue("export")
+    def __init__(self, writer: AdapterWriter, read: Read, listener: Listener, queue: BackgroundQueue):
+        self._writer, self._read, self._listener, self._queue = writer, read, listener, queue
 
-    def write(self, adapter: AdapterProgress, slots_done: int) -> None:
-        """Writes the folder of an adapter as it is now, and waits for it."""
-        own = self._read(adapter.name)()
-        found = self._attempt(adapter.name, adapter.step, own, adapter.failure) if is_first() else None
-        if isinstance(found, Problem):
-            self._tell_refusal(adapter, slots_done, found)
+    def submit_running(self, adapter: AdapterProgress, slots_done: int, own: Weights | None = None) -> None:
+        """Queues the folder of an adapter as it is now; only a refusal is told.
+
+        Args:
+            own: reads its weights; those that it has now when absent.
+        """
+        name, step, failure = adapter.name, adapter.step, adapter.failure
+        read = self._read(name) if own is None else own
+
+        def on_done(found: Path | Problem | None) -> None:
+            if isinstance(found, Problem):
+                self._tell_refusal(name, step, slots_done, found)
+
+        self._queue.submit(lambda: self._attempt(name, step, read, failure), on_done)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that trains no more; `poll` tells when it is complete."""
@@ -50,30 +58,20 @@ class ExportQueue:
             if adapter.status == "done":
                 self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
-        self._queue.submit(lambda: self._attempt(name, step, own(), failure) if is_first() else None, on_done)
+        self._queue.submit(lambda: self._attempt(name, step, own, failure), on_done)
 
-    def poll(self, *, wait: bool = False) -> None:
-        """Tells of folders that are complete or could not be written; waits for all if asked.
-
-        Raises:
-            RunError: `save.no-space`.
-        """
-        self._queue.poll(wait=wait)
-
-    def close(self) -> None:
-        """Waits for folders under way; nothing is told of them any more."""
-        self._queue.close()
-
-    def _attempt(self, name: str, step: int, own: dict[str, np.ndarray], failure: str) -> Path | Problem:
+    def _attempt(self, name: str, step: int, own: Weights, failure: str) -> Path | Problem | None:
+        if not is_first():
+            return None
         try:
-            return self._writer.write(name, step, own, failure=failure)
+            return self._writer.write(name, step, own(), failure=failure)
         except (LoraFusionError, OSError) as problem:
             if _disk_is_full(problem):
                 raise
             return problem
 
     def _refused(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
-        self._tell_refusal(adapter, slots_done, problem)
+        self._tell_refusal(adapter.name, adapter.step, slots_done, problem)
         if adapter.status == "done":  # its last weights are in the checkpoint: resume writes the folder
             adapter.status, adapter.reason = "failed", f"its folder could not be written: {_described(problem)['what']}"
             self._listener(
@@ -86,8 +84,8 @@ class ExportQueue:
                 )
             )
 
-    def _tell_refusal(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
-        self._listener(ExportFailed(slot=slots_done, adapter=adapter.name, step=adapter.step, **_described(problem)))
+    def _tell_refusal(self, name: str, step: int, slots_done: int, problem: Problem) -> None:
+        self._listener(ExportFailed(slot=slots_done, adapter=name, step=step, **_described(problem)))
 
 
 def _disk_is_full(problem: Problem) -> bool:

@@ -19,11 +19,12 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.pipeline.batches import without
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, is_alone
+from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.training.changes import Change, apply
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.meter import Meter
+from lorafusion_jax.training.meter import COMPILING, SAVING, Meter
 from lorafusion_jax.training.plan_tables import PlanTables
 from lorafusion_jax.training.prefetch import prefetch
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -65,7 +66,7 @@ class Loop:
         self._steps = Steps(job, self._tables, executor, progress, self._meter, emit, hooks)
         self._take_plan()
         self._seconds_before = progress.seconds  # of earlier sittings
-        self._saved_at, self._logged_at, self._compiled = time.monotonic(), 0.0, False
+        self._saved_at, self._logged_at = time.monotonic(), 0.0
         self._stop = threading.Event()
 
     def run(self) -> None:
@@ -77,9 +78,9 @@ class Loop:
         """
         with self._interruptible(), self._executor.blaming(None, None):
             todo, stopped = self._settle(self._events_left()), False
+            if todo:
+                self._compile()
             while todo and not stopped:
-                if not self._compiled:
-                    self._compile()
                 todo = self._issue(todo)
                 self._drain()
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
@@ -89,7 +90,7 @@ class Loop:
                     self._save()
         done = self._progress.slot
         self._emit(self._figures(done))
-        self._save()
+        self._save(wait=True)
         if todo:
             raise Interrupted
 
@@ -130,13 +131,13 @@ class Loop:
                 added += [change.adapter] if change.action == "add" else []
         if added:
             self._hooks.add(added, self._progress.slot)
-            self._compiled = False
+            self._compile()
 
     def _follow(self, adapter: AdapterProgress) -> None:
         """Does what becomes of an adapter that a change has ended or paused."""
         every = self._job.config.train.eval_every_steps
         if adapter.status == "done" and not (every and adapter.step % every == 0):  # else that has been done
-            self._hooks.evaluate(adapter.name, adapter.step, self._progress.slot)
+            self._steps.evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)
             self._hooks.finish(adapter.name, self._progress.slot)
@@ -193,14 +194,29 @@ class Loop:
         self._steps.look_at_all()
 
     def _compile(self) -> None:
-        slot = self._progress.slot
+        """Compiles what the start has not."""
+        slot, rows = self._progress.slot, self._tables.batches.empty()
+        if self._executor.is_warm(rows):
+            self._emit(PhaseBegun(slot=slot, text="first steps"))
+            return
         self._emit(PhaseBegun(slot=slot, text="compiling the training step"))
         began = time.perf_counter()
-        self._executor.warm_up(self._tables.batches.empty())
+        with self._meter.paused(COMPILING):
+            self._executor.warm_up(rows)
         seconds = round(time.perf_counter() - began, 3)
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
-        self._meter.pause()
-        self._compiled = True
+
+    def _evaluations_left_s(self) -> float | None:
+        """What evaluations to come will take by those so far; None: nobody knows."""
+        every, left_s = self._job.config.train.eval_every_steps, 0.0
+        for name, adapter in self._progress.adapters.items():
+            if adapter.status != "running" or self._job.prepared.adapters[name].eval is None:
+                continue
+            seconds = self._hooks.evaluation_s(name)
+            if seconds is None:
+                return None
+            left_s += seconds * evaluations(adapter.step, adapter.num_steps, every)
+        return left_s
 
     def _anybody_left(self) -> bool:
         """Whether an adapter still trains, or will again; processes find that out at the same slot."""
@@ -218,14 +234,15 @@ class Loop:
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
         return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
-        self._hooks.save()
+        with self._meter.paused(SAVING):
+            self._hooks.save(wait)
         self._steps.since_save, self._saved_at = 0, time.monotonic()
-        self._meter.pause()
 
     def _figures(self, slots_done: int) -> SlotDone:
-        return SlotDone(slot=slots_done, **self._meter.snapshot(slots_done), bubble_share=self._hooks.bubble_share())
+        figures = self._meter.snapshot(slots_done, self._evaluations_left_s())
+        return SlotDone(slot=slots_done, **figures, bubble_share=self._hooks.bubble_share())
 
     def _log(self, slots_done: int) -> None:
         every = self._job.config.train.log_every_s

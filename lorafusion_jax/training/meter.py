@@ -1,25 +1,34 @@
-"""Throughput and time left, from the times of finished slots."""
+"""Throughput and time left, from wall time: slots and what training waits for between them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 WARM_UP = 5  # first slots compile, fill caches and clocks: they would spoil the estimate
 WINDOW = 50
+EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # what training waits for
 
 
 class Meter:
-    """Measures slots. Rates and time left follow from the mean time of the recent slots, slow ones included.
+    """Measures a sitting. Every second after the first slots belongs to a slot or to a pause, and all of them count.
+
+    A slot takes the mean time of the recent ones, slow ones included. Pauses come now and then, so what a slot has to
+    bear of them is their share of all time after the first slots. What goes before, loading, compiling and the first
+    slots, counts nowhere.
 
     Args:
         slot_tokens: adapter → real tokens, for each slot of the plan.
         capacity_tokens: processed tokens of a slot.
         last_slot: slot after which each adapter is done.
         done: slots that a resumed run has done.
+
+    Attributes:
+        seconds: of all slots, first ones included.
     """
 
     def __init__(
@@ -32,9 +41,10 @@ class Meter:
         self._tokens, self._capacity, self._last = list(slot_tokens), capacity_tokens, dict(last_slot)
         self._busy = _count_busy(self._tokens)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
-        self._seen, self._at = 0, time.perf_counter()
+        self._seen, self._at, self._before_pause = 0, time.perf_counter(), 0.0
+        self._busy_s = 0.0  # after the first slots, as is:
+        self._paused_s: dict[str, float] = {}
         self.seconds = 0.0
-        self._paused = False
 
     def drop(self, name: str, from_slot: int) -> None:
         """Leaves an adapter out of all slots from `from_slot` on: it has failed."""
@@ -53,21 +63,35 @@ class Meter:
         if not slots:
             return
         now = time.perf_counter()
-        each = (now - self._at) / len(slots)
-        self.seconds += now - self._at
+        took = self._before_pause + now - self._at
+        self._at, self._before_pause = now, 0.0
+        self.seconds += took
         self._seen += len(slots)
-        if not self._paused and self._seen > WARM_UP:
-            self._recent.extend((each, slot) for slot in slots)
+        if self._seen > WARM_UP:
+            self._busy_s += took
+            self._recent.extend((took / len(slots), slot) for slot in slots)
         if slots[-1] + 1 == len(self._tokens) and not self._recent:  # so short a run is measured as a whole
+            self._busy_s = self.seconds
             self._recent.append((self.seconds / self._seen, slots[-1]))
-        self._at, self._paused = now, False
 
-    def pause(self) -> None:
-        """Leaves out time that belongs to no slot: evaluation, saving. Slots that ran meanwhile are not counted."""
-        self._at, self._paused = time.perf_counter(), True
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Counts what is done inside as time in which training waits. Slots that run meanwhile take none of it."""
+        began = time.perf_counter()
+        self._before_pause += began - self._at
+        try:
+            yield
+        finally:
+            self._at = time.perf_counter()
+            if self._seen >= WARM_UP:
+                self._paused_s[what] = self._paused_s.get(what, 0.0) + self._at - began
 
-    def snapshot(self, slots_done: int) -> dict:
-        """Rates and times left; None while there is nothing to measure yet."""
+    def snapshot(self, slots_done: int, evaluations_left_s: float | None = 0.0) -> dict:
+        """Rates and times left; None while there is nothing to measure yet.
+
+        Args:
+            evaluations_left_s: None: nobody knows yet.
+        """
         if not self._recent:
             return {
                 "slots": len(self._tokens),
@@ -78,19 +102,29 @@ class Meter:
                 "adapter_eta_s": {},
                 "adapter_tokens_per_s": {},
             }
-        window_s = sum(seconds for seconds, _ in self._recent)
-        per_slot = window_s / len(self._recent)
+        recent_s = sum(seconds for seconds, _ in self._recent)
+        per_slot = recent_s / len(self._recent)
+        paused_s = sum(self._paused_s.values())
+        wall_s = recent_s * (1 + paused_s / self._busy_s)
         useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
         own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
-        left = {name: self._busy_slots(slots_done, last + 1) * per_slot for name, last in self._last.items()}
+        slots_left = self._busy_slots(slots_done, len(self._tokens))
+        eta_s = slots_left * per_slot * (1 + self._paused_s.get(SAVING, 0.0) / self._busy_s) + (
+            evaluations_left_s or 0.0
+        )
+        each_s = eta_s / max(slots_left, 1)
+        left = {name: self._busy_slots(slots_done, last + 1) * each_s for name, last in self._last.items()}
         return {
             "slots": len(self._tokens),
-            "useful_tokens_per_s": round(useful / window_s, 1),
-            "processed_tokens_per_s": round(self._capacity / per_slot, 1),
+            "useful_tokens_per_s": round(useful / wall_s, 1),
+            "processed_tokens_per_s": round(len(self._recent) * self._capacity / wall_s, 1),
             "slot_seconds": round(per_slot, 5),
-            "eta_s": round(self._busy_slots(slots_done, len(self._tokens)) * per_slot, 2),
+            "eta_s": round(eta_s, 2),
             "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
-            "adapter_tokens_per_s": {name: round(tokens / window_s, 1) for name, tokens in own.items()},
+            "adapter_tokens_per_s": {name: round(tokens / wall_s, 1) for name, tokens in own.items()},
+            "paused_share": round(paused_s / (self._busy_s + paused_s), 4),
+            "paused_s": {what: round(seconds, 3) for what, seconds in self._paused_s.items()},
+            "eta_leaves_out": ["evaluations"] if evaluations_left_s is None else [],
         }
 
     def _busy_slots(self, start: int, stop: int) -> int:

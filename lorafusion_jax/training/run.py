@@ -13,11 +13,11 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import only
-from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.errors import LoraFusionError, RunError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
-from lorafusion_jax.planning.prediction import predicted_bubbles
+from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
     AdapterChanged,
@@ -30,15 +30,16 @@ from lorafusion_jax.report.events import (
     RunInterrupted,
     RunStarted,
     RunStopped,
-    StateSaved,
 )
 from lorafusion_jax.training.adapter_writer import AdapterWriter
+from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Interrupted, Loop
 from lorafusion_jax.training.revisions import Revisions
+from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
 
@@ -61,14 +62,30 @@ class RunResult:
         failed = [adapter.status == "failed" for adapter in self.adapters.values()]
         return 0 if not any(failed) else 1 if all(failed) else 3
 
-    def event(self, peak_bytes: int | None = None) -> RunFinished:
+    def event(
+        self, peak_bytes: int | None = None, *, evaluation_s: float | None = None, saving_s: float | None = None
+    ) -> RunFinished:
         """The news of it."""
         return RunFinished(
             slot=len(self.plan.slots),
             exit_code=self.exit_code,
             seconds=round(self.seconds, 3),
             peak_bytes=peak_bytes,
+            evaluation_s=evaluation_s,
+            saving_s=saving_s,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """How loading and compiling went, told when the run has begun.
+
+    Attributes:
+        failure: of a stage.
+    """
+
+    news: Sequence[RunEvent] = ()
+    failure: RunError | None = None
 
 
 class Run:
@@ -80,6 +97,7 @@ class Run:
         session: its adapters stand where `progress` says.
         listener: gets every `RunEvent`.
         resumed: from a checkpoint.
+        start_up: what went before.
     """
 
     def __init__(
@@ -92,14 +110,19 @@ class Run:
         progress: Progress,
         listener: Listener,
         resumed: bool,
+        start_up: StartUp,
     ):
         self._job, self._folder = job, folder
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
-        self._resumed = resumed
+        self._resumed, self._start_up = resumed, start_up
         self._recorded = recorded_changes(folder)
         self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._tell)
         self._told = _told_changes(folder)
-        self._exports = ExportQueue(AdapterWriter(job, folder, progress), session.read, listener)
+        self._evaluations: list[tuple[int, float]] = []  # loss tokens, seconds
+        self._queue = BackgroundQueue("writer")
+        writer = AdapterWriter(job, folder, progress)
+        self._exports = ExportQueue(writer, session.read, listener, self._queue)
+        self._saver = Saver(store, session, self._exports, self._queue, folder.state, listener)
 
     def execute(self) -> RunResult:
         """Trains; notes in the folder how the sitting ended.
@@ -111,11 +134,15 @@ class Run:
         with self._recording_its_end():
             self._store.check_space(self._session.state_bytes)
             self._tell_start()
+            for news in self._start_up.news:
+                self._tell(news)
             try:
+                if self._start_up.failure is not None:
+                    raise self._start_up.failure
                 self._begin()
                 self._loop().run()
             finally:
-                self._exports.close()
+                self._queue.close()
                 self._write_timeline()
             result = RunResult(
                 folder=self._folder.path,
@@ -123,19 +150,25 @@ class Run:
                 seconds=self._progress.seconds,
                 plan=self._job.plan,
             )
-            self._tell(result.event(self._session.peak_bytes))
+            evaluation_s = round(sum(seconds for _, seconds in self._evaluations), 3)
+            self._tell(
+                result.event(
+                    self._session.peak_bytes, evaluation_s=evaluation_s, saving_s=round(self._saver.paused_s, 3)
+                )
+            )
             return result
 
     def _loop(self) -> Loop:
         hooks = Hooks(
-            save=self._save,
+            save=lambda wait: self._saver.save(self._progress, wait=wait),
             evaluate=self._evaluate,
             finish=self._finish,
             add=self._add,
-            finished=self._exports.poll,
+            finished=self._queue.poll,
             wants_revision=self._revisions.asked,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
+            evaluation_s=self._evaluation_s,
         )
         return Loop(
             self._job,
@@ -179,7 +212,8 @@ class Run:
             if adapter in unwritten or not adapter.step:
                 continue
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
-                self._exports.write(adapter, slot)
+                self._exports.submit_running(adapter, slot)
+        self._queue.poll(wait=True)
         self._drop(slot)
         for adapter in unwritten:
             adapter.status, adapter.reason = "done", ""
@@ -197,8 +231,10 @@ class Run:
 
     def _tell_start(self) -> None:
         session, progress = self._session, self._progress.adapters
+        predicted = None
         if is_first():
             self._folder.write_record(self._folder.read_record() | session.device)
+            predicted = predicted_run(self._job.config, self._job.prepared, self._job.plan)
         self._tell(
             RunStarted(
                 slot=self._progress.slot,
@@ -210,7 +246,8 @@ class Run:
                 data_notes=data_notes(self._job.config, self._job.prepared),
                 slots=len(self._job.plan.slots),
                 density=round(self._job.plan.density, 4),
-                predicted_bubble_share=predicted_bubbles(self._job.config, self._job.plan) if is_first() else None,
+                predicted_bubble_share=None if predicted is None else predicted.bubble_share,
+                predicted={} if predicted is None else predicted.by_kind,
                 adapters={name: adapter.num_steps for name, adapter in progress.items()},
                 taken={name: adapter.step for name, adapter in progress.items()},
                 failed={name: adapter.reason for name, adapter in progress.items() if adapter.status == "failed"},
@@ -227,8 +264,10 @@ class Run:
         if self._job.prepared.adapters[name].eval is None:
             return
         self._tell(PhaseBegun(text=f"evaluating {name}"))
+        began = time.perf_counter()
         with self._session.spans.pause(f"evaluating {name}"):
             found = self._session.evaluate(name)
+        self._evaluations.append((found.tokens, time.perf_counter() - began))
         self._tell(
             AdapterEvaluated(
                 slot=slots_done,
@@ -240,25 +279,13 @@ class Run:
             )
         )
 
-    def _save(self) -> None:
-        self._tell(PhaseBegun(text="saving"))
-        started = time.perf_counter()
-        with self._session.spans.pause("saving"):
-            self._exports.poll(wait=True)  # an adapter that the checkpoint calls done has its folder
-            arrays = self._session.save_state()
-            if is_first():
-                self._store.save(self._progress.slot, arrays, self._progress.position())
-            for adapter in self._progress.adapters.values():
-                if adapter.status == "running" and adapter.step:
-                    self._exports.write(adapter, self._progress.slot)
-            barrier("saved")
-        self._tell(
-            StateSaved(
-                slot=self._progress.slot,
-                path=str(self._folder.state / str(self._progress.slot)),
-                seconds=round(time.perf_counter() - started, 3),
-            )
-        )
+    def _evaluation_s(self, name: str) -> float | None:
+        """By the quickest token so far: the first evaluation compiles."""
+        held_out = self._job.prepared.adapters[name].eval
+        if held_out is None or len(self._evaluations) < 2:
+            return None
+        token_s = min(seconds / max(tokens, 1) for tokens, seconds in self._evaluations)
+        return token_s * int(held_out.loss_mask.sum())
 
     def _finish(self, name: str, slots_done: int) -> None:
         adapter = self._progress.adapters[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,20 +19,33 @@ from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
 from lorafusion_jax.config.join import in_force, only
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.pipeline.base import check_mesh
-from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
+from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_alone, is_first
+from lorafusion_jax.pipeline.reading import BASE
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.training_plan import plan_training, train_jobs
-from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, PhaseBegun, RunEvent, RunMoved
+from lorafusion_jax.report.events import (
+    CheckSkipped,
+    FilesDamaged,
+    Listener,
+    PhaseBegun,
+    ProgramCompiled,
+    RunEvent,
+    RunMoved,
+    StartedUp,
+)
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.training.changes import Change, apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
-from lorafusion_jax.training.run import Run, RunResult
+from lorafusion_jax.training.run import Run, RunResult, StartUp
 from lorafusion_jax.training.state import Progress, is_padded
 from scheduling import Plan, PlanError, verify_plan
 
@@ -247,6 +261,7 @@ def _execute(
     weights = {} if slot is not None else read_warm_starts(now)  # the checkpoint has gone on from them
     tell(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as held:
+        began = time.perf_counter()
         session = Session.open(now, prepared, later=config)
         held.callback(session.close)
         session.start(weights)
@@ -255,6 +270,10 @@ def _execute(
             saved = Progress.of(found.position)
             session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        rows = None
+        if progress.slot < plan.num_slots:
+            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty()
+        start_up = _finish_loading(session, rows, began, progress.slot, tell)
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
@@ -271,8 +290,33 @@ def _execute(
             progress=progress,
             listener=tell,
             resumed=slot is not None,
+            start_up=start_up,
         )
         return run.execute()
+
+
+def _finish_loading(session: Session, rows: Microbatch | None, began: float, slot: int, tell: Listener) -> StartUp:
+    """Reads and compiles. A stage that fails ends the run once its folder is there; a model that is broken, at once."""
+    try:
+        with CompileCounter() as programs:
+            times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
+    except RunError as problem:
+        if not is_alone():  # the others wait for this one in the middle of a program
+            raise
+        return StartUp(failure=problem)
+    parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
+    started = StartedUp(
+        slot=slot,
+        seconds=round(time.perf_counter() - began, 3),
+        parts=parts,
+        compiled=programs.compiled,
+        from_cache=programs.from_cache,
+    )
+    compiled = [each for name, each in parts.items() if name != BASE]
+    if not compiled:
+        return StartUp(news=(started,))
+    seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
+    return StartUp(news=(started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))))
 
 
 def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:

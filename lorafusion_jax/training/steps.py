@@ -14,7 +14,7 @@ from lorafusion_jax.pipeline.executor import Executor, StepResult
 from lorafusion_jax.report.events import AdapterFailed, Listener, StepTaken
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
-from lorafusion_jax.training.meter import Meter
+from lorafusion_jax.training.meter import EVALUATING, Meter
 from lorafusion_jax.training.plan_tables import PlanTables
 from lorafusion_jax.training.state import AdapterProgress, Progress
 
@@ -82,6 +82,11 @@ class Steps:
         while self._taken:
             self._look()
 
+    def evaluate(self, name: str, step: int, slots_done: int) -> None:
+        """Evaluates an adapter; what that takes is no time of a slot."""
+        with self._meter.paused(EVALUATING):
+            self._hooks.evaluate(name, step, slots_done)
+
     def _look(self) -> None:
         step = self._taken.popleft()
         adapter = self._progress.adapters[step.adapter]
@@ -107,8 +112,7 @@ class Steps:
             )
         )
         if self._evaluated(adapter.name, step.step):
-            self._hooks.evaluate(adapter.name, step.step, step.slots_done)
-            self._meter.pause()
+            self.evaluate(adapter.name, step.step, step.slots_done)
         if step.step == adapter.num_steps:
             adapter.status = "done"
             self._hooks.finish(adapter.name, step.slots_done)

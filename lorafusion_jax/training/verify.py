@@ -41,9 +41,10 @@ def verify_exports(run: Path) -> dict[str, Check]:
     specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # what a PEFT folder holds
     session = Session.open(config, prepared, specs)
     exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
-    session.start({place: read_adapter(path)[1] for place, path in exported.items() if path is not None})
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
     try:
+        session.start({place: read_adapter(path)[1] for place, path in exported.items() if path is not None})
+        session.finish_loading()
         return {name: Check(trained=loss, exported=session.evaluate(name).loss) for name, loss in losses.items()}
     finally:
         session.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import jax
 import pytest
 from cli_helpers import make_rows, snapshot, weights, write_rows_to
 
@@ -220,6 +221,8 @@ def test_status_of_a_finished_run(lorafusion, finished):
     assert (law["status"], law["step"], law["steps"]) == ("done", 6, 6)
     assert law["held_out_after"] is not None
     assert med["held_out_after"] is None
+    newest = [row for row in read_rows(out / "metrics.jsonl") if row["kind"] == "slot"][-1]
+    assert numbers["throughput"]["useful_tokens_per_s"] == newest["useful_tokens_per_s"], "what the live view showed"
     assert numbers["throughput"]["useful_tokens_per_s"] <= numbers["throughput"]["processed_tokens_per_s"]
     watched = lorafusion("status", out, "--watch")  # nothing to wait for
     assert watched.code == 0
@@ -405,6 +408,21 @@ def test_gpus_do_not_wait_for_ever_unless_somebody_wants_that(monkeypatch, told,
     prepare_machine()
     prepare_machine()
     assert os.environ["XLA_FLAGS"] == expected
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_programs_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path, cache):
+    told, update, shared = {}, jax.config.update, jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    update("jax_compilation_cache_dir", None)  # as for a user
+    try:
+        monkeypatch.setattr(jax.config, "update", told.__setitem__)
+        prepare_machine(cache=cache)
+    finally:
+        update("jax_compilation_cache_dir", shared)
+    assert told.get("jax_enable_compilation_cache", True) is cache
+    kept = str(tmp_path / "lorafusion" / "programs") if cache else None
+    assert told.get("jax_compilation_cache_dir") == kept
 
 
 def test_an_adapter_that_got_worse_is_named(lorafusion, finished, tmp_path):

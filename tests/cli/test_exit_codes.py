@@ -145,7 +145,7 @@ def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch, kin
         os.kill(os.getpid(), kind)
         time.sleep(10)
 
-    monkeypatch.setattr("lorafusion_jax.pipeline.base.load_frozen", interrupted)
+    monkeypatch.setattr("lorafusion_jax.pipeline.base.open_frozen", interrupted)
     outcome = lorafusion("train", job.path, "--out", job.folder / "run")
     assert outcome.code == 130
     assert outcome.last_line.startswith("next: lorafusion train")

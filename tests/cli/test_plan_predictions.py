@@ -8,6 +8,7 @@ import re
 import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
+from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.planning.memory import GIB, USABLE, memory_problem, stage_memory
 from pallas_kernels.cost import H200
@@ -52,6 +53,23 @@ def test_memory_is_that_of_the_model_in_whole_and_in_parts(lorafusion, large):
         assert row["total"] == sum(size for name, size in row.items() if name != "total")
     assert memory["layers"] == [8, 8.5, 8.5, 7]
     assert (memory["remat"], memory["fits"], memory["advice"]) == ("everything", True, "")
+
+
+def test_evaluations_and_saves_are_predicted_and_stand_beside_what_they_took(lorafusion, job, tmp_path):
+    predicted = plan(lorafusion, job, "save.every_steps=2")["predicted"]
+    run = tmp_path / "run"
+    outcome = lorafusion("train", job.path, "save.every_steps=2", "--out", run)
+    assert outcome.code == 0, outcome.err
+    assert predicted["evaluations"] == sum(row["kind"] == "eval" for row in read_rows(run / "metrics.jsonl"))
+    saved = [row for row in read_rows(run / "events.jsonl") if row["kind"] == "saved"]
+    assert predicted["saves"] == len(saved)
+    assert all(0 < row["paused_s"] <= row["seconds"] for row in saved)
+    parts = [predicted[key] for key in ("seconds", "evaluation_s", "saving_s")]
+    assert predicted["wall_s"] == sum(parts)
+    assert min(parts) > 0
+    assert re.search(r"training .* predicted\)  ·  evaluating .* predicted\)  ·  saving .* predicted\)", outcome.out)
+    text = lorafusion("plan", job.path, "save.every_steps=2").out
+    assert re.search(r"with \d+ evaluations \(.*\) and \d+ saves \(.*\) .*, without start-up", text)
 
 
 def test_screen_shows_memory_and_fit(lorafusion, large):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.pipeline import snapshot as snapshot_module
 from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.pipeline.snapshot import Snapshots
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import Interrupted, RunFolder, resume, train
 from lorafusion_jax.training.loop import Loop
@@ -55,6 +59,38 @@ def reachable_loop(monkeypatch):
     monkeypatch.setattr(Loop, "__init__", init)
 
 
+PATIENCE_S = 30
+
+
+class SlowDisk:
+    """Checkpoints whose writing ends only after a step that was taken meanwhile."""
+
+    def __init__(self, monkeypatch):
+        self.stepped, self.writing, self.in_time, self.stacked = threading.Event(), False, [], []
+        save, take = StateStore.save, Snapshots.take
+
+        def slowly(store, *arguments):
+            self.writing = True
+            if len(self.in_time) < 2:  # the last save of a run has nothing to wait for
+                self.in_time.append(self.stepped.wait(PATIENCE_S))
+            save(store, *arguments)
+            self.writing = False
+
+        def watched(*arguments):
+            self.stacked.append(self.writing)
+            self.stepped.clear()
+            return take(*arguments)
+
+        monkeypatch.setattr(StateStore, "save", slowly)
+        monkeypatch.setattr(Snapshots, "take", watched)
+
+    def __call__(self, event):
+        if event.kind == "step":
+            self.stepped.set()
+        if event.kind == "saved" and len(self.in_time) == 2:
+            raise RuntimeError("power cut")
+
+
 def rows_of(folder):
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] != "slot"]
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
@@ -94,6 +130,21 @@ def test_stopped_and_resumed_equals_uninterrupted(config, tmp_path, reachable_lo
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, tmp_path / "crashed", listeners=[crash])
+    assert resume(tmp_path / "crashed").exit_code == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "crashed")
+
+
+@pytest.mark.parametrize("roomy", [True, False], ids=["copied on the devices", "copied to the host"])
+def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_slot(config, tmp_path, monkeypatch, roomy):
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        if not roomy:
+            patch.setattr(snapshot_module, "_unused", lambda device: 0.0)
+        disk = SlowDisk(patch)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(config, tmp_path / "crashed", listeners=[disk])
+    assert disk.in_time == [True, True], "training has to go on while a checkpoint is written"
+    assert disk.stacked == [False, False], "a second save waits for the first"
     assert resume(tmp_path / "crashed").exit_code == 0
     assert_same_run(tmp_path / "whole", tmp_path / "crashed")
 

@@ -132,7 +132,7 @@ def test_a_device_that_fails_before_the_first_microbatch(config, tmp_path, monke
         raise jax.errors.JaxRuntimeError("INTERNAL: no such device")
 
     monkeypatch.setattr(Stage, "evaluate", broken)
-    with pytest.raises(RunError, match=r"the device failed at stage 0 \((law|med)\)"):
+    with pytest.raises(RunError, match=r"the device failed at stage [01]\."):
         train(config, tmp_path / "run")
     assert [row["kind"] for row in read_rows(tmp_path / "run" / "events.jsonl")] == ["started", "stopped"]
 

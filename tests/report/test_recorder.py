@@ -19,7 +19,7 @@ from lorafusion_jax.report.events import (
     StepTaken,
 )
 from lorafusion_jax.report.recorder import Recorder, read_rows
-from lorafusion_jax.report.summary import final_rows, throughput
+from lorafusion_jax.report.summary import final_rows, newest_rates, read_summary, throughput
 from lorafusion_jax.training.meter import Meter
 
 
@@ -127,6 +127,9 @@ def test_speed_is_that_of_the_devices_that_a_run_is_on(tmp_path, monkeypatch):
         for speed in speeds:
             write(SlotDone(slot=sitting, slots=5, **dict.fromkeys(keys, speed)))
     assert throughput(tmp_path) == dict.fromkeys(keys, 30)
+    newest = newest_rates(read_summary(tmp_path), read_rows(tmp_path / "events.jsonl"))
+    assert newest is not None
+    assert {key: newest[key] for key in keys} == dict.fromkeys(keys, 40), "what the live view shows"
 
 
 def test_summary_takes_the_newest_numbers_of_each_adapter(tmp_path):

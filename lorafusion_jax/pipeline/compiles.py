@@ -1,0 +1,30 @@
+"""Counts programs that were compiled, and those that came from jax's compilation cache."""
+
+from __future__ import annotations
+
+import jax.monitoring
+
+HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+
+
+class CompileCounter:
+    """Counts while it is entered, in all threads of the process; without a cache nothing is seen.
+
+    Attributes:
+        compiled: programs that the cache did not have.
+        from_cache: programs that it had.
+    """
+
+    def __init__(self) -> None:
+        self.compiled, self.from_cache = 0, 0
+
+    def __enter__(self) -> CompileCounter:
+        jax.monitoring.register_event_listener(self._count)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        jax.monitoring.unregister_event_listener(self._count)
+
+    def _count(self, event: str, **_: object) -> None:
+        self.compiled += event == MISS
+        self.from_cache += event == HIT

@@ -1,0 +1,71 @@
+"""A base model that arrives on its devices while the stages compile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+
+from lorafusion_jax.pipeline.base import Base
+from lorafusion_jax.pipeline.parts import StageWeights
+
+Times = tuple[float, float]  # begin and end by `time.perf_counter`
+BASE = "base"  # name of reading it among what a start consists of
+
+
+class _Cancelled(Exception):
+    """Nobody wants the weights any more."""
+
+
+class Reading:
+    """Begins to read at once; `finish` gives the stages their weights.
+
+    Where devices lack the room to compile beside it, or several processes have to keep one order, it is through before
+    this returns.
+
+    Attributes:
+        times: None until it is through.
+    """
+
+    def __init__(self, base: Base):
+        self._base, self._cancelled, self._began = base, threading.Event(), time.perf_counter()
+        self.times: Times | None = None
+        self._thread = ThreadPoolExecutor(1, "base")
+        self._weights: Future[list[StageWeights]] | None = self._thread.submit(self._read)
+        if not base.roomy or jax.process_count() > 1:
+            self.finish()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._base.num_bytes
+
+    @property
+    def done(self) -> bool:
+        return self._weights is None or self._weights.done()
+
+    def finish(self) -> None:
+        """Waits for the weights.
+
+        Raises:
+            CheckpointError: a file that is broken.
+        """
+        if self._weights is not None:
+            self._base.give(self._weights.result())
+            self._weights = None  # stages hold them, and may exchange them
+            self._thread.shutdown()
+
+    def cancel(self) -> None:
+        """Reads no further tensor."""
+        self._cancelled.set()
+        self._thread.shutdown()
+
+    def _read(self) -> list[StageWeights]:
+        weights = self._base.read(self._look)
+        self.times = self._began, time.perf_counter()
+        return weights
+
+    def _look(self, size: int) -> None:
+        if self._cancelled.is_set():
+            raise _Cancelled

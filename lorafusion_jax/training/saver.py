@@ -1,0 +1,86 @@
+"""Checkpoints of a run, written while it trains on: what blocks is the copy of the state and the save before.
+
+A thread of our own rather than orbax's asynchronous checkpointer: a checkpoint counts once it has its digests and its
+name, which comes after orbax is done, and the adapters' folders follow in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.pipeline.processes import barrier, is_first
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.events import Listener, PhaseBegun, StateSaved
+from lorafusion_jax.training.background import BackgroundQueue
+from lorafusion_jax.training.export_queue import ExportQueue
+from lorafusion_jax.training.state import Progress
+
+
+class Saver:
+    """Saves the state of a session and the folders of its running adapters.
+
+    Args:
+        directory: `state` folder, for the news.
+        queue: writes, in order; `poll` it for news and errors of saves under way.
+
+    Attributes:
+        paused_s: in which nothing was trained, of all saves.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        session: Session,
+        exports: ExportQueue,
+        queue: BackgroundQueue,
+        directory: Path,
+        listener: Listener,
+    ):
+        self._store, self._session, self._exports = store, session, exports
+        self._queue, self._directory, self._listener = queue, directory, listener
+        self.paused_s = 0.0
+
+    def save(self, progress: Progress, *, wait: bool) -> None:
+        """Begins a checkpoint of a drained session; every process must call it.
+
+        Args:
+            wait: until it is on the disk.
+
+        Raises:
+            RunError: `save.no-space` or `save.failed`, of the save before or, with `wait`, of this one; a later `poll`
+                of the queue raises that of this one otherwise.
+        """
+        self._listener(PhaseBegun(text="saving"))
+        began = time.perf_counter()
+        with self._session.spans.pause("saving"):
+            self._queue.poll(wait=True)  # saves never pile up, and an adapter that is called done has its folder
+            self._begin(progress, began)
+            if wait:
+                self._queue.poll(wait=True)
+                barrier("saved")
+        self.paused_s += time.perf_counter() - began
+
+    def _begin(self, progress: Progress, began: float) -> None:
+        running = {own.name: own for own in progress.adapters.values() if own.status == "running" and own.step}
+        snapshot = self._session.snapshot(list(running))
+        slot, position, state, paused = progress.slot, progress.position(), snapshot.state, time.perf_counter() - began
+
+        def write() -> None:
+            if is_first():
+                self._store.save(slot, state(), position)
+
+        def on_done(_: None) -> None:
+            self._listener(
+                StateSaved(
+                    slot=slot,
+                    path=str(self._directory / str(slot)),
+                    seconds=round(time.perf_counter() - began, 3),
+                    paused_s=round(paused, 3),
+                )
+            )
+
+        self._queue.submit(write, on_done)
+        for name, own in running.items():
+            self._exports.submit_running(own, slot, snapshot.adapters[name])
