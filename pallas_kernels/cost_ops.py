@@ -166,7 +166,7 @@ class MlpCost(OpCost):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraRanksCost(OpCost):
-    """Cost of the ranks that Hopper's fused kernels leave to passes of their own (`linear.extra`), of the rows that
+    """Cost of the ranks that Hopper's fused kernels leave to `linear.extra_ranks`, of the rows that
     have any: what a call of several projections costs more than the same call with the first ranks alone.
 
     Behind the gate of an MLP, silu(gate) · up is written for them besides: `with_h`.

@@ -121,7 +121,7 @@ def preferred(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) ->
 
 
 def first_ranks(shape: LinearShape) -> tuple[int, ...]:
-    """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra`'s.
+    """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra_ranks`'s.
 
     Siblings of up to 64 ranks each, too many together, are called one by one instead: see `split_is_faster`.
 

@@ -77,7 +77,16 @@ def test_every_op_has_the_same_files(op):
     known = {"api", "reference", "vjp", "xla", "triton", "hopper"}
     names = {path.stem for path in (PACKAGE / op).iterdir() if path.name not in ("__init__.py", "__pycache__")}
     assert "api" in names
-    assert names - known <= {"chunks", "describe", "layout", "partition", "passes", "shard", "split_graph"}
+    assert names - known <= {
+        "chunks",
+        "describe",
+        "extra_ranks",
+        "layout",
+        "partition",
+        "passes",
+        "shard",
+        "split_graph",
+    }
 
 
 BLOCKED = """

@@ -16,7 +16,7 @@ from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import is_hopper, num_sms, wide_integers
 from pallas_kernels.dropout import BLOCK
 from pallas_kernels.linear import split_graph
-from pallas_kernels.linear.extra import ExtraRanks, split_ranks
+from pallas_kernels.linear.extra_ranks import ExtraRanks, split_ranks
 from pallas_kernels.linear.hopper.da import LOW_RANK, DropDaConfig, drop_da, drop_da_config
 from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down, drop_down_config
 from pallas_kernels.linear.hopper.dsdb import WideDsdbConfig, wide_dsdb, wide_dsdb_config

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask, keep_words
 from pallas_kernels.linear import passes
-from pallas_kernels.linear.extra import split_ranks
+from pallas_kernels.linear.extra_ranks import split_ranks
 from pallas_kernels.linear.passes import pallas, xla
 from pallas_kernels.problem import Operands, Static
 
