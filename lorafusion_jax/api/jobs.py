@@ -46,7 +46,7 @@ class Job(Shown):
             lora, optim = adapter.lora, adapter.optim
             table.add_row(
                 adapter.name,
-                str(adapter.data.train),
+                Path(str(adapter.data.train)).name,
                 f"{lora.rank}",
                 f"{lora.alpha:g}",
                 f"{lora.dropout:g}",
