@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
@@ -138,7 +138,7 @@ def lora_product(
 
 def _is_mapped(x: Array) -> bool:
     """Whether `jax.vmap` maps over an axis that the layer does not see; jax has no public name for such arrays."""
-    return isinstance(x, jax.core.Tracer) and hasattr(x, "batch_dim")
+    return isinstance(x, Tracer) and hasattr(x, "batch_dim")
 
 
 def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Path, members: Sequence[int]) -> None:
