@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import policy
 from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.linear import split_graph
-from pallas_kernels.linear.extra import ExtraRanks
+from pallas_kernels.linear.extra_ranks import ExtraRanks
 from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.hopper.tiling import ROWS
 from pallas_kernels.linear.split_graph import Prepared, prepare
