@@ -380,7 +380,7 @@ class Bench:
             self.trace(batches, stages)
             for stage in stages:
                 stage.start(lora)
-        nothing = Hooks(save=lambda: None, evaluate=lambda *_: None, finish=lambda *_: None)
+        nothing = Hooks(save=lambda wait: None, evaluate=lambda *_: None, finish=lambda *_: None)
         job = Job(config=config, prepared=prepared, plan=plan)
         Loop(job, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)

@@ -132,6 +132,8 @@ def windows(columns: Mapping[str, Columns], adapters: Array) -> Array:
     Returns:
         First column and width, int32 [leaves, 2, P]; the width is 0 where an adapter does not have the leaf.
     """
+    if not columns:  # nobody trains anything
+        return jnp.zeros((0, 2, len(adapters)), jnp.int32)
     table = np.array([[own.first, own.width] for own in columns.values()], np.int32)
     return jnp.where(adapters >= 0, jnp.asarray(table)[:, :, jnp.maximum(adapters, 0)], 0)
 
