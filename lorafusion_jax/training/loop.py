@@ -9,12 +9,10 @@ left.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +33,7 @@ from lorafusion_jax.report.events import (
     SlotDone,
     StepTaken,
 )
+from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, Revision, apply
 from lorafusion_jax.training.meter import Meter
 from lorafusion_jax.training.prefetch import prefetch
@@ -118,7 +117,7 @@ class Loop:
         self._seconds_before = progress.seconds  # of earlier sittings
         self._taken: deque[Taken] = deque()
         self._steps_since_save, self._saved_at, self._logged_at = 0, time.monotonic(), 0.0
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # set by a signal
 
     def run(self) -> None:
         """Trains to the end of the plan.
@@ -127,7 +126,7 @@ class Loop:
             Interrupted: SIGINT or SIGTERM came; the state is saved.
             RunError: a device failed; the last checkpoint stands.
         """
-        with self._interruptible(), self._executor.blaming(None, None):
+        with deferred_stop() as self._stop, self._executor.blaming(None, None):
             todo, stopped = self._settle(self._events_left()), False
             if todo:
                 self._compile()
@@ -139,9 +138,8 @@ class Loop:
                 todo = self._settle(todo, revise=not stopped)
                 if todo and not stopped:
                     self._save()
-        done = self._progress.slot
-        self._emit(self._figures(done))
-        self._save()
+            self._emit(self._figures(self._progress.slot))
+            self._save()
         if todo:
             raise Interrupted
 
@@ -357,25 +355,6 @@ class Loop:
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
             self._emit(self._figures(slots_done))
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """First signal: finish the microbatches under way, save, stop. Second: the usual KeyboardInterrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number, frame):
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            self._stop.set()
-
-        before = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
 
 
 def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:

@@ -26,6 +26,7 @@ from lorafusion_jax.planning.training_plan import plan_training, train_jobs
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, PhaseBegun, RunEvent, RunMoved
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
@@ -63,6 +64,7 @@ def train(
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: tell(PhaseBegun(text=text)))
+        stop_if_asked()
         if plan is None:
             tell(PhaseBegun(text="planning"))
             plan = plan_training(config, prepared)
@@ -127,6 +129,7 @@ def _go_on(
     with fail_together():
         check_mesh(config)
         prepared = prepare(config)
+        stop_if_asked()
         check_record(record, prepared, before, found.position.get("plan"))
         check_settings(folder.recorded_config(), written)
         base_files = _checked_base(record, config, verify_base)
@@ -249,6 +252,7 @@ def _execute(
             saved = Progress.of(found.position)
             session.load_state(store.restore, saved.replicas)
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        stop_if_asked()
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
