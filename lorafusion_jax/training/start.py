@@ -16,9 +16,10 @@ from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.session import Session
@@ -132,7 +133,7 @@ def _go_on(
         stop_if_asked()
         check_record(record, prepared, before, found.position.get("plan"))
         check_settings(folder.recorded_config(), written)
-        base_files = _checked_base(record, config, verify_base)
+        base_files = checked_base(record, config, verify_base)
         if found.slot is None:
             read_warm_starts(config)  # names a folder that is not there any more
             check_warm_starts(record.get("warm_starts", {}), config)
@@ -147,7 +148,7 @@ def _go_on(
     return _execute(config, prepared, plan, folder, record, heard, found=found, before=before)
 
 
-def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
+def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
     """Compares the base model with the run's; returns all digests that are known of it now."""
     directory, before = base_directory(config), record.get("base_files")
     now = base_digests(directory, every_byte=every_byte)
@@ -191,6 +192,7 @@ def _check_start(config: JobConfig, folder: RunFolder) -> None:
             must_be_writable(folder.path)
         check_mesh(config)
         read_warm_starts(config)
+        raise_all(check_start_bases(config))
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
