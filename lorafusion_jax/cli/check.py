@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import (
     JobFile,
     Json,
@@ -18,6 +20,8 @@ from lorafusion_jax.cli.common import (
 )
 from lorafusion_jax.config.load import examine_config, ineffective
 from lorafusion_jax.config.overrides import unreached
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
 
@@ -31,7 +35,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     """
     config, errors = examine_config(jobs, overrides or ())
     unchecked, more = layer_problems(config) if config else ([], [])
-    config, prepared = checked_data(config, [*errors, *more])
+    config, prepared = checked_data(config, [*errors, *more, *_weight_problems(config)])
     notes = unchecked + unreached(jobs, overrides or ()) + ineffective(config) + data_notes(config, prepared)
     if as_json:
         print(
@@ -61,6 +65,13 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     console.print(table)
     warn(console, notes)
     next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
+
+
+def _weight_problems(config: JobConfig | None) -> list[LoraFusionError]:
+    try:
+        return [] if config is None else weight_problems(base_directory(config))
+    except LoraFusionError:  # no base model: whoever reads its tokenizer says so
+        return []
 
 
 def summary(report) -> dict:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
@@ -60,7 +61,8 @@ def load_stages(config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSp
         check_loss(each)
     directory, train = base_directory(config), config.train
     model = ModelConfig.from_hf(directory)
-    model.check_length(max(data.train.report.longest for data in prepared.adapters.values()), where=str(directory))
+    longest = max(int(longest_texts(data.train).max()) for data in prepared.adapters.values())
+    model.check_length(longest, where=str(directory))
     mesh = config.mesh
     meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)

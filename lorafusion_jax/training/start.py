@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
+from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.requests import request_files
@@ -72,6 +73,7 @@ def train(
         else:
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
+        raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
     barrier("no folder yet")  # before the first process makes it
