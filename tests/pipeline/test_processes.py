@@ -131,15 +131,15 @@ def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
     return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
 
 
-def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals) -> None:
-    """Sends a signal to the last process once the run has made a step."""
+def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals, to: int = -1) -> None:
+    """Sends a signal to a process once the run has made a step."""
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
         while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
             assert all(process.poll() is None for process in processes), processes[0].stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        processes[-1].send_signal(number)
+        processes[to].send_signal(number)
     except BaseException:
         for process in processes:
             process.kill()
@@ -203,17 +203,19 @@ def test_a_request_is_carried_out_by_all(mixed_job, tmp_path):
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
 
 
-def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):
+@pytest.mark.parametrize(("count", "killed"), [(2, 0), (3, 2)], ids=["the first", "another"])
+def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, tmp_path):
     run = tmp_path / "run"
-    processes = start(3, 1, "train", str(job), "--out", str(run), "mesh.data=3", "epochs=40")
-    signal_under_way(processes, run, signal.SIGKILL)
-    killed = time.monotonic()
+    processes = start(count, 1, "train", str(job), "--out", str(run), f"mesh.data={count}", "epochs=40")
+    signal_under_way(processes, run, signal.SIGKILL, to=killed)
+    began = time.monotonic()
     left = wait(processes)
-    assert time.monotonic() - killed < LEAVE_S / 2, "they waited for the lost one"
-    assert [each.code for each in left[:2]] == [1, 1], left[0].err + left[1].err
-    for each in left[:2]:
-        assert "error[train.process-lost]" in each.err
-        assert "stack trace" not in each.err
+    assert time.monotonic() - began < LEAVE_S, "they waited for the lost one"
+    others = [each for number, each in enumerate(left) if number != killed]
+    for each in others:
+        assert each.code == 1, each.err
+        assert each.err.count("error[train.process-lost]") == 1
+        assert killed == 0 or "stack trace" not in each.err  # jax prints its own where the first is lost
 
 
 FAILING = """

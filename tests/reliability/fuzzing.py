@@ -20,15 +20,15 @@ from lorafusion_jax.errors import LoraFusionError
 from scheduling import PlanError
 
 LONGEST_S = 10.0
-CI_CASES, NIGHTLY_CASES = 200, 10_000
-settings.register_profile("nightly", max_examples=NIGHTLY_CASES)
+CI_CASES = 200
 
 
 def cases[F: Callable[..., None]](test: F) -> F:
     """Decorates a property test with the number of cases of the chosen profile."""
-    nightly = settings.default is settings.get_profile("nightly")
+    chosen = settings.default.max_examples  # pyright: ignore[reportOptionalMemberAccess]
+    nightly = chosen > CI_CASES
     return settings(
-        max_examples=NIGHTLY_CASES if nightly else CI_CASES,
+        max_examples=max(chosen, CI_CASES),
         derandomize=not nightly,
         database=None,
         deadline=None,
