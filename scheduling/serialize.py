@@ -62,11 +62,11 @@ def content_from_json(text: str) -> PlanContent:
             stopped=tuple((_text(name), _number(slot)) for name, slot in data["stopped"]),
             earlier=tuple(Layout(*map(_number, layout)) for layout in data.get("earlier", ())),
         )
+        digest = content_digest(content)  # names that UTF-8 cannot say are misshapen, too
     except PlanError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error)) from None
-    digest = content_digest(content)
     if digest != data.get("digest"):
         raise PlanError(
             "plan.digest",

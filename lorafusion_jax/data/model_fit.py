@@ -11,17 +11,19 @@ from lorafusion_jax.data.tokenized import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
 
+LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # data can be planned without these models
+
 
 def read_shape(directory: Path) -> ModelConfig | None:
-    """The base model's shape; None where only its tokenizer is there: data can be checked and planned with that.
+    """The base model's shape; None where there is no model that can be trained, which `check` and training report.
 
     Raises:
-        CheckpointError: `model.bad-config`, `model.unsupported`.
+        CheckpointError: `model.bad-config`.
     """
     try:
         return ModelConfig.from_hf(directory)
     except CheckpointError as problem:
-        if problem.code == "model.not-found":
+        if problem.code in LEFT_TO_TRAINING:
             return None
         raise
 

@@ -267,6 +267,13 @@ def test_texts_get_no_second_end_or_first_token(load, tmp_path):
     assert {tuple(samples.sample(row)[1].tolist()) for row in range(4)} == {tuple(samples.sample(0)[1].tolist())}
 
 
+@pytest.mark.parametrize("calls", [True, {"a": 1}, ["f"]])
+def test_calls_that_are_no_list_of_objects_are_refused(load, calls):
+    with pytest.raises(DataError) as caught:
+        load([{"messages": [ASK, {"role": "assistant", "content": "x", "tool_calls": calls}, ANSWER]}])
+    assert caught.value.code == "data.bad-type"
+
+
 def test_a_row_far_too_long_costs_what_is_kept_of_it(load):
     whole = load([{"text": "a b " * 4096}, {"text": "a"}], max_length=64)
     huge = load([{"text": "a b " * (2 << 20)}, {"text": "a"}], max_length=64)
