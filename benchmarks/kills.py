@@ -27,6 +27,7 @@ import jax
 import orbax.checkpoint  # noqa: F401  imported here once for all attempts
 
 import lorafusion_jax.training  # noqa: F401
+from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
 from benchmarks.kills_rows import is_good
 from lorafusion_jax.cli.main import run as lorafusion
@@ -34,6 +35,7 @@ from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.signals import stop_signals
 
 CALLS = ("rename", "replace", "fsync", "unlink", "remove", "rmdir", "mkdir", "symlink", "link")
+INSTANTS = 0.8  # of the time of a whole run: later ones mostly come after the end
 TRIES = 6  # resumes that one attempt may take
 ACKNOWLEDGED = ("a second signal stops at once", "interrupted", "stopped")  # the last two: it had ended before
 
@@ -194,7 +196,7 @@ class Bench:
         """Signals at instants between the start and the end of a whole run."""
         for number in range(count):
             kind = list(numbers)[number % len(numbers)]
-            instant = draw.uniform(0, self.seconds)
+            instant = draw.uniform(0, INSTANTS * self.seconds)
 
             def begin(run: Path, log: Path, kind: str = kind, instant: float = instant) -> Child:
                 child = Child(log, lambda: command("train", str(self.job), "--out", str(run)))
@@ -243,6 +245,8 @@ def main() -> int:
             kinds.append(kind)
     bad = [row for row in rows if not is_good(row)]
     print(f"{len(rows)} attempts, {len(bad)} bad")
+    # Only now: it starts a device, and a process with one cannot be forked.
+    (arguments.out / "conditions.json").write_text(json.dumps(conditions(), indent=1) + "\n", encoding="utf-8")
     return int(bool(bad))
 
 

@@ -53,10 +53,15 @@ def _kills() -> Iterator[str]:
     }
     rows = _rows("kills")
     for kind, text in names.items():
-        own = [row for row in rows if row["kind"] == kind]
+        own = [row for row in rows if row["kind"] == kind and not _came_too_late(row)]
         if own:
             good = sum(is_good(row) for row in own)
             yield f"| {text} | {len(own):,} | {good:,} resumed bitwise, nothing left over |"
+
+
+def _came_too_late(row: dict[str, str]) -> bool:
+    """Whether the run had ended before it was killed."""
+    return row["kind"] in ("SIGKILL", "call") and row["code"] == "0"
 
 
 def _sick() -> Iterator[str]:

@@ -29,6 +29,7 @@ from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.pipeline import Event
 
 TOLERANCE = 1e-5  # as in test_layouts
+BITWISE = 0.0  # on one mesh, whichever processes it is spread over
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
 MIXED = ("law", "chat")  # of other rank, dropout, targets, optimizer; one ends before the other
@@ -183,10 +184,10 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_progr
     assert events[-1] == "interrupted"
     again = shutil.copytree(run, tmp_path / "again", symlinks=True)
     assert resume(run).exit_code == 0
-    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), TOLERANCE)
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), BITWISE)
     left = wait(start(2, 1, "resume", str(again)))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(again), BITWISE)
 
 
 def test_a_request_is_carried_out_by_all(mixed_job, tmp_path):
