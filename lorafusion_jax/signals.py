@@ -29,17 +29,21 @@ class StopSignals:
 
     Attributes:
         asked: set by the first signal, and for good.
+        watched: this is a process of the command line, which keeps the handler to its end.
         ending: the process is about to end; signals raise nothing more.
     """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self._deferring = 0
-        self._watched = self.ending = False
+        self.watched = self.ending = False
+        self._told, self._telling = 0, threading.RLock()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         first = not self.asked.is_set()
         self.asked.set()
+        if self.watched:  # the process may end before the thread has its turn
+            self._tell(1 if first else 2)
         if not (self.ending or (self._deferring and first)):
             raise KeyboardInterrupt
 
@@ -59,9 +63,9 @@ class StopSignals:
 
     def watch(self) -> None:
         """Starts the thread that acknowledges signals and ends the process after the second one; once."""
-        if self._watched:
+        if self.watched:
             return
-        self._watched = True
+        self.watched = True
         heard, tells = socket.socketpair()
         tells.setblocking(False)
         signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
@@ -74,9 +78,16 @@ class StopSignals:
             for number in heard.recv(1):
                 if number in NUMBERS:
                     count += 1
-                    _say(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
+                    self._tell(count)
         time.sleep(GRACE_S)
         os._exit(INTERRUPTED)
+
+    def _tell(self, count: int) -> None:
+        """Acknowledges the first or the second signal, once."""
+        with self._telling:
+            if self._told < count:
+                self._told = count
+                _say(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
 
 
 @contextmanager
@@ -93,7 +104,7 @@ def stop_signals() -> Iterator[StopSignals]:
     try:
         yield handler
     finally:
-        for number, old in before.items() if not handler.ending else ():
+        for number, old in before.items() if not handler.watched else ():
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set by Python
 
 

@@ -78,7 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code."""
     with stop_signals() as signals:
         signals.watch()
-        code = run(arguments)
+        try:
+            code = run(arguments)
+        except KeyboardInterrupt:  # a second signal
+            code = INTERRUPTED
         signals.ending = True
         sys.exit(code)
 

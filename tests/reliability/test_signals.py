@@ -14,13 +14,13 @@ from lorafusion_jax.signals import GRACE_S, deferred_stop, stop_if_asked, stop_s
 
 # The command line, held up in C without a bytecode, as a long compilation does.
 COMPILING = """
-import ctypes, sys
+import hashlib, sys
 from lorafusion_jax import __main__ as command
 from lorafusion_jax.cli.main import app
 
 def compiling():
     print("compiling", flush=True)
-    ctypes.CDLL(None).sleep(30)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)  # without the interpreter's lock, for minutes
 
 app.command("compile")(compiling)
 sys.argv = ["lorafusion", "compile"]
