@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
+from benchmarks.reliability_table import table  # noqa: E402
 from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
 
@@ -71,4 +72,4 @@ def _choices(annotation: object) -> list[object]:
     return [choice for inner in get_args(annotation) if not isinstance(inner, str) for choice in _choices(inner)]
 
 
-GENERATED: dict[str, Callable[[], str]] = {"job-file": job_file, "benchmarks": benchmarks}
+GENERATED: dict[str, Callable[[], str]] = {"job-file": job_file, "benchmarks": benchmarks, "reliability": table}

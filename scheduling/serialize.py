@@ -11,6 +11,7 @@ from scheduling.errors import PlanError
 from scheduling.types import AdapterJob, Layout, SampleRef, Slot
 
 SCHEMA = "lorafusion.plan/1"
+LARGEST = 2**53  # of the numbers of a plan
 SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
 
 
@@ -48,24 +49,24 @@ def content_from_json(text: str) -> PlanContent:
     """
     try:
         data: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
     found = _schema_of(data)
     if found != SCHEMA:
         raise PlanError("plan.schema", f"this is not a plan of version {SCHEMA}, but {found!r}", fix="plan again")
     try:
         content = PlanContent(
-            settings={name: _whole(data["settings"], name) for name in SETTINGS},
+            settings={name: _setting(data["settings"], name) for name in SETTINGS},
             jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
             slots=tuple(_slot_from(replicas) for replicas in data["slots"]),
-            stopped=tuple((name, slot) for name, slot in data["stopped"]),
-            earlier=tuple(Layout(*map(int, layout)) for layout in data.get("earlier", ())),
+            stopped=tuple((_text(name), _number(slot)) for name, slot in data["stopped"]),
+            earlier=tuple(Layout(*map(_number, layout)) for layout in data.get("earlier", ())),
         )
+        digest = content_digest(content)  # names that UTF-8 cannot say are misshapen, too
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error)) from None
-    digest = content_digest(content)
     if digest != data.get("digest"):
         raise PlanError(
             "plan.digest",
@@ -102,7 +103,7 @@ def _slot_from(replicas: list[list[list[Any]]]) -> Slot:
     return Slot(
         replicas=tuple(
             tuple(
-                SampleRef(_text(adapter), int(epoch), int(batch), int(sample))
+                SampleRef(_text(adapter), _number(epoch), _number(batch), _number(sample))
                 for adapter, epoch, batch, samples in part
                 for sample in samples
             )
@@ -124,10 +125,16 @@ def _schema_of(data: Any) -> Any:
         return type(data).__name__
 
 
-def _whole(settings: dict[str, Any], name: str) -> int:
-    value = settings[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}")
+def _setting(settings: dict[str, Any], name: str) -> int:
+    value = _number(settings[name])
+    if value < (name not in ("seed", "lower_bound")):  # the others are sizes and counts
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or abs(value) > LARGEST:
+        raise TypeError(f"{str(value)[:40]!r} is no number of a plan")
     return value
 
 

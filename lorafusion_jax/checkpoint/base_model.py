@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import commit_of
@@ -28,6 +29,23 @@ def base_directory(config: JobConfig) -> Path:
         f"there is no model directory {shortened(str(direct))}.",
         fix="base.model: a folder with config.json and *.safetensors, or org/name of a hub",
     )
+
+
+def base_identity(config: JobConfig) -> tuple[str, str | None]:
+    """The base model by a name that means the same from any folder: (org/name of the hub, commit) or (path, None)."""
+    model = config.base.model
+    if not _is_directory(Path(config.directory) / model):
+        return model, config.base.revision
+    path = (Path(config.directory) / model).absolute()
+    return hub_snapshot(path) or (str(Path(os.path.normpath(path))), None)
+
+
+def hub_snapshot(path: Path) -> tuple[str, str] | None:
+    """Name and commit of a model in the hub's cache: …/models--org--name/snapshots/COMMIT."""
+    *_, folder, snapshots, commit = ("", "", "", *path.parts)
+    if snapshots != "snapshots" or not folder.startswith("models--"):
+        return None
+    return folder.removeprefix("models--").replace("--", "/"), commit
 
 
 def _is_directory(path: Path) -> bool:

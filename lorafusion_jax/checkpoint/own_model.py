@@ -18,8 +18,8 @@ from safetensors.numpy import save
 from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import TENSOR_FILE, check_digests, check_finite, read_tensors
-from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE, config_of, read_config, spec_of
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, read_config
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, put_adapter_arrays
@@ -96,7 +96,8 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
     tensors = read_tensors(folder)
     names = _names(list(_low_rank(model, name)), keys)
     present = tuple(dict.fromkeys(key.rsplit(".", 3)[-3] for key in tensors if key.count(".") >= 3))
-    found = spec_of(read_config(folder), present, name, str(folder / CONFIG_FILE), known=present)
+    paths = dict.fromkeys(key.removeprefix(PREFIX).rsplit(".", 2)[0] for key in tensors)
+    found = describe(read_config(folder), paths, name, str(folder / CONFIG_FILE), known=present).spec
     wanted = {f"{PREFIX}{key}.lora_{part}.weight": (path, part) for path, key in names.items() for part in "AB"}
     problems = [
         f"{what} is {theirs:g} there and {ours:g} here"

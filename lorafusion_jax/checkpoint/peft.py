@@ -6,8 +6,7 @@ K in · N out · r an adapter's rank
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,20 +18,15 @@ from safetensors.numpy import save
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE, config_of, read_config, spec_of
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, Leaves
 from lorafusion_jax.checkpoint.peft_leaves import put_adapter as put_adapter
 from lorafusion_jax.checkpoint.peft_leaves import take_adapter as take_adapter
-from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError, raise_all
+from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of, describe, read_config
+from lorafusion_jax.config.peft_folder import KEY, PREFIX, TENSOR_FILE
+from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.weights.table import NONE
-
-TENSOR_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model.model."
-_KEY = re.compile(
-    re.escape(_PREFIX) + rf"(layers\.(\d{{1,6}})\.(?:{'|'.join(LAYER.modules)})\.(\w+))\.lora_([AB])\.weight"
-)
 
 
 def export_adapter(
@@ -44,6 +38,7 @@ def export_adapter(
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
     base_quantize: str = NONE,
+    base_revision: str | None = None,
     replace: bool = False,
     finish: Callable[[Path], None] | None = None,
 ) -> Path:
@@ -57,6 +52,7 @@ def export_adapter(
         to_dir: new or empty folder.
         dtype: of the tensors.
         base_quantize: how the base was stored in training, see `weights.table`; noted in adapter_config.json.
+        base_revision: commit of a base model of the hub.
         replace: takes the place of a folder that is there.
         finish: called with the folder before it gets its name; adds model card, tokenizer files.
 
@@ -72,8 +68,8 @@ def export_adapter(
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir, replace=replace) as folder:
-        described = json.dumps(config_of(spec, base_name, base_quantize), indent=2)
-        (folder / CONFIG_FILE).write_text(described + "\n", encoding="utf-8")
+        said = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
+        (folder / CONFIG_FILE).write_text(said + "\n", encoding="utf-8")
         # not save_file: only their owner may read its files, and it hides the system's error in one of its own
         (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         _check_copy(folder, spec, tensors)
@@ -82,55 +78,41 @@ def export_adapter(
     return Path(to_dir)
 
 
-def read_adapter(folder: str | Path, *, base_name: str | None = None) -> tuple[AdapterSpec, Arrays]:
+def read_adapter(folder: str | Path) -> tuple[AdapterSpec, Arrays]:
     """Reads a PEFT folder; its files are compared with SHA256SUMS where there is one.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
-        base_name: if given, the base model that the adapter must have been made for; only the last parts of the two
-            names are compared, since the same model lies in different places.
 
     Returns:
         specification (named after the folder; a folder does not tell the seed) and
-        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32.
+        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32. Where rank_pattern gives a projection a lower
+        rank, its r is lower than that of the specification; an adapter of some layers has no arrays of the others.
 
     Raises:
         CheckpointError: `peft.missing-file`, `peft.pickle` (only adapter_model.bin), `peft.bad-config`,
-            `peft.damaged`, `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one),
-            `peft.other-base`.
+            `peft.damaged`, `peft.unsupported`, `peft.tensors` (missing, extra and misshapen tensors, all in one).
         ErrorList: several options that are not supported.
     """
-    folder = Path(folder)
+    described, arrays = read_described(Path(folder))
+    return described.spec, arrays
+
+
+def read_described(folder: Path) -> tuple[Described, Arrays]:
+    """`read_adapter` with all that the folder says of the adapter."""
     check_digests(folder)
     raw = read_config(folder)
     tensors = read_tensors(folder)
-    matches = {key: _KEY.fullmatch(key) for key in tensors}
-    present = sorted({match[3] for match in matches.values() if match})
-    spec = spec_of(raw, present, folder.resolve().name, str(folder / CONFIG_FILE))
-    errors: list[LoraFusionError] = []
-    made_for = str(raw.get("base_model_name_or_path") or "")
-    if base_name is not None and _last(made_for) != _last(base_name):
-        errors.append(
-            CheckpointError(
-                "peft.other-base",
-                where=str(folder / CONFIG_FILE),
-                what=f"the adapter was made for '{made_for}', not for '{base_name}'.",
-                fix="use that base model; if it is the same one under another name, correct "
-                f"base_model_name_or_path in {CONFIG_FILE} and remove {digests.FILE}, which tells of edits",
-            )
-        )
-    problems = _problems(tensors, matches, spec)
+    paths = list(dict.fromkeys(match[1] for key in tensors if (match := KEY.fullmatch(key))))
+    described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE))
+    problems = _problems(tensors, paths, described)
     if problems:
-        errors.append(
-            CheckpointError(
-                "peft.tensors",
-                f"{TENSOR_FILE} does not hold this adapter.",
-                where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems),
-            )
+        raise CheckpointError(
+            "peft.tensors",
+            f"{TENSOR_FILE} does not hold this adapter.",
+            where=f"{folder / TENSOR_FILE}\n    " + "\n    ".join(problems),
         )
-    raise_all(errors)
-    paths = dict.fromkeys(match[1] for match in matches.values() if match)
-    return spec, {path: (_a(tensors, path), _b(tensors, path)) for path in paths}
+    return described, {path: (_a(tensors, path), _b(tensors, path)) for path in paths}
 
 
 def check_digests(folder: Path) -> None:
@@ -150,7 +132,7 @@ def check_digests(folder: Path) -> None:
 def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
     """Names and shapes as PEFT has them: lora_A.weight [r, K], lora_B.weight [N, r]."""
     return {
-        f"{_PREFIX}{path}.lora_{part}.weight": np.ascontiguousarray(array.T)
+        f"{PREFIX}{path}.lora_{part}.weight": np.ascontiguousarray(array.T)
         for path, pair in arrays.items()
         for part, array in zip("AB", pair, strict=True)
     }
@@ -177,28 +159,35 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         ) from None
 
 
-def _problems(tensors: dict[str, np.ndarray], matches: dict[str, re.Match | None], spec: AdapterSpec) -> list[str]:
+def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: Described) -> list[str]:
     """Says what is missing, extra or misshapen."""
-    num_layers = max(1, len({match[2] for match in matches.values() if match}))
-    wanted = {
-        f"{_PREFIX}layers.{layer}.{LAYER.linear(name).path}.lora_{part}.weight"
-        for layer in range(num_layers)
-        for name in spec.targets
-        for part in "AB"
-    }
+    wanted = {f"{PREFIX}{path}.lora_{part}.weight" for path in _wanted_paths(paths, described) for part in "AB"}
     problems = [f"missing: {key}" for key in sorted(wanted - set(tensors))]
     problems += [f"extra: {key}" for key in sorted(set(tensors) - wanted)]
     widths: dict[tuple[str, str], int] = {}
     for key in sorted(wanted & set(tensors)):
-        match, shape = matches[key], tensors[key].shape
+        match, shape = KEY.fullmatch(key), tensors[key].shape
         assert match is not None, key
         width = widths.setdefault((match[3], match[4]), shape[match[4] == "A"] if len(shape) == 2 else 0)
-        expected = (spec.rank, width) if match[4] == "A" else (width, spec.rank)
+        rank = described.ranks[match[1]]
+        expected = (rank, width) if match[4] == "A" else (width, rank)
         if shape != expected:
             problems.append(f"misshapen: {key} is {list(shape)}, expected {list(expected)}")
         elif not np.isfinite(tensors[key].astype(np.float32)).all():
             problems.append(f"not finite: {key}")
     return problems
+
+
+def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
+    """Projections that must be there: those of the layers that are named, or of all up to the last."""
+    if described.layers is None and described.some_layers:
+        return paths
+    count = max(1, len({path.split(".")[1] for path in paths}))
+    return [
+        f"layers.{layer}.{LAYER.linear(name).path}"
+        for layer in (range(count) if described.layers is None else described.layers)
+        for name in described.spec.targets
+    ]
 
 
 def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
@@ -231,12 +220,8 @@ def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray])
 
 
 def _a(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
-    return np.ascontiguousarray(tensors[f"{_PREFIX}{path}.lora_A.weight"].astype(np.float32).T)
+    return np.ascontiguousarray(tensors[f"{PREFIX}{path}.lora_A.weight"].astype(np.float32).T)
 
 
 def _b(tensors: dict[str, np.ndarray], path: str) -> np.ndarray:
-    return np.ascontiguousarray(tensors[f"{_PREFIX}{path}.lora_B.weight"].astype(np.float32).T)
-
-
-def _last(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].casefold()
+    return np.ascontiguousarray(tensors[f"{PREFIX}{path}.lora_B.weight"].astype(np.float32).T)

@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
-from lorafusion_jax.checkpoint.peft import TENSOR_FILE, put_adapter, read_adapter
-from lorafusion_jax.checkpoint.peft_config import CONFIG_FILE
+from lorafusion_jax.checkpoint.peft import put_adapter, read_described
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.peft_config import CONFIG_FILE
+from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.modules.spec import AdapterSpec
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"
@@ -26,8 +30,7 @@ def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
     """Reads the PEFT folders of `lora.init_from`; key: index of the adapter.
 
     Raises:
-        CheckpointError, ErrorList: a folder is incomplete, of another base, or of another rank, scale or targets; each
-            names its adapter.
+        CheckpointError, ErrorList: a folder is incomplete, or the job file contradicts it; each names its adapter.
     """
     starts: dict[int, Arrays] = {}
     errors: list[LoraFusionError] = []
@@ -36,7 +39,7 @@ def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
             continue
         folder = Path(config.directory) / adapter.lora.init_from
         try:
-            starts[index] = _read_start(folder, adapter, config.base.model)
+            starts[index] = _read_start(folder, adapter, config)
         except LoraFusionError as problem:
             errors += [_of_adapter(one, adapter) for one in getattr(problem, "errors", [problem])]
     raise_all(errors)
@@ -90,7 +93,7 @@ def start_from(
     return started
 
 
-def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:
+def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arrays:
     if not folder.is_dir():
         raise CheckpointError("peft.missing-file", f"there is no folder {folder}.")
     if not adapter_kind(adapter.lora.kind).in_peft:
@@ -100,18 +103,35 @@ def _read_start(folder: Path, adapter: AdapterConfig, base_name: str) -> Arrays:
             why="the folder holds the product of its tensors, not the tensors themselves",
             fix="lora.kind: lora   or leave lora.init_from out",
         )
-    found, arrays = read_adapter(folder, base_name=base_name)
-    spec = adapter_spec(adapter)
+    described, arrays = read_described(folder)
+    found, spec = described.spec, adapter_spec(adapter)
     if dataclasses.replace(found, name=spec.name, kind=spec.kind, dropout=spec.dropout, seed=spec.seed) == spec:
-        return arrays
+        return (
+            _with_all_layers(arrays, ModelConfig.from_hf(base_directory(config)).num_layers, spec)
+            if described.some_layers
+            else arrays
+        )
     raise CheckpointError(
         "peft.other-settings",
-        f"{adapter.lora.init_from} has other LoRA settings.",
-        why=f"the folder has rank {found.rank}, alpha {found.alpha:g}, rslora {found.rslora}, "
-        f"targets {', '.join(found.targets)}",
-        fix=f"lora: {{rank: {found.rank}, alpha: {found.alpha:g}, rslora: {str(found.rslora).lower()}, "
-        f"targets: [{', '.join(found.targets)}]}}",
+        f"{adapter.lora.init_from} has other LoRA settings than the job file.",
+        why=f"the folder has {_settings(found)}; the job file has {_settings(spec)}",
+        fix="leave lora.rank, alpha, rslora and targets out: they come from the folder",
     )
+
+
+def _settings(spec: AdapterSpec) -> str:
+    return f"rank {spec.rank}, alpha {spec.alpha:g}, rslora {spec.rslora}, targets {', '.join(spec.targets)}"
+
+
+def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arrays:
+    """The same adapter on all layers: A and B of the others are zero, and stay so, since each is the other's slope."""
+    shapes = {path.split(".", 2)[2]: (a_Kr.shape[0], b_rN.shape[1]) for path, (a_Kr, b_rN) in arrays.items()}
+    absent = {
+        f"layers.{layer}.{place}": (np.zeros((width, spec.rank), np.float32), np.zeros((spec.rank, out), np.float32))
+        for layer in range(num_layers)
+        for place, (width, out) in shapes.items()
+    }
+    return absent | arrays
 
 
 def _of_adapter(problem: LoraFusionError, adapter: AdapterConfig) -> CheckpointError:

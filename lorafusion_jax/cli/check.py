@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.cli.common import (
     JobFile,
     Json,
@@ -17,8 +20,11 @@ from lorafusion_jax.cli.common import (
     warn,
 )
 from lorafusion_jax.config.load import examine_config, ineffective
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
 
@@ -32,7 +38,7 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     """
     config, errors = examine_config(jobs, overrides or ())
     unchecked, more = layer_problems(config) if config else ([], [])
-    config, prepared = checked_data(config, [*errors, *more])
+    config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
     notes = (
         unchecked + unreached(read_source(jobs), overrides or ()) + ineffective(config) + data_notes(config, prepared)
     )
@@ -64,6 +70,23 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     console.print(table)
     warn(console, notes)
     next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
+
+
+def _base_problems(config: JobConfig | None) -> list[LoraFusionError]:
+    """What is wrong with the base model's files, or that no run could train it."""
+    try:
+        return [] if config is None else _of_model(base_directory(config))
+    except LoraFusionError:  # no base model: whoever reads its tokenizer says so
+        return []
+
+
+def _of_model(directory: Path) -> list[LoraFusionError]:
+    problems = weight_problems(directory)
+    try:
+        ModelConfig.from_hf(directory)
+    except CheckpointError as problem:
+        problems += [problem] if problem.code == "model.unsupported" else []
+    return problems
 
 
 def summary(report) -> dict:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
@@ -75,7 +76,7 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
             prepared = read(config)
         except LoraFusionError as problem:
             found += getattr(problem, "errors", [problem])
-    raise_all(found)
+    raise_all(found + check_start_bases(config))
     assert isinstance(prepared, Prepared)
     return config, prepared
 

@@ -6,11 +6,7 @@
 from __future__ import annotations
 
 import errno
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -36,6 +32,7 @@ from lorafusion_jax.cli import (
 from lorafusion_jax.cli.common import errors_to
 from lorafusion_jax.errors import LoraFusionError, RunError
 from lorafusion_jax.report.record import versions
+from lorafusion_jax.signals import INTERRUPTED, stop_signals
 from scheduling import PlanError
 
 app = typer.Typer(
@@ -79,13 +76,20 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code."""
-    sys.exit(run(arguments))
+    with stop_signals() as signals:
+        signals.watch()
+        try:
+            code = run(arguments)
+        except KeyboardInterrupt:  # a second signal
+            code = INTERRUPTED
+        signals.ending = True
+        sys.exit(code)
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        with _sigterm_is_ctrl_c():
+        with stop_signals():
             return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
     except (LoraFusionError, PlanError) as problem:
         _say(problem)
@@ -95,25 +99,12 @@ def run(arguments: list[str] | None = None) -> int:
         return problem.exit_code
     except (typer.Abort, KeyboardInterrupt):
         errors_to().print("interrupted", style="yellow")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
     except OSError as problem:
         _say(_system_error(problem))
         return 1
-
-
-@contextmanager
-def _sigterm_is_ctrl_c() -> Iterator[None]:
-    """Ends a command that is told to stop as Ctrl-C ends it; a training loop handles both itself."""
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say(problem: Exception) -> None:

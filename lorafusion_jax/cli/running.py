@@ -19,10 +19,10 @@ from lorafusion_jax.report.format import duration, whole
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from lorafusion_jax.report.summary import final_rows, got_worse
 from lorafusion_jax.report.trackers import trackers
+from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
 
-INTERRUPTED = 130
 COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 
 

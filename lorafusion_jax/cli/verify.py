@@ -1,4 +1,4 @@
-"""lorafusion verify: whether every file of a run folder, or of an exported folder, is as it was written."""
+"""lorafusion verify: whether files are as they were written, or whether an adapter learns what it learns alone."""
 
 from __future__ import annotations
 
@@ -10,21 +10,33 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
-from lorafusion_jax.cli.common import Json, errors_to, out, plain_table, say
+from lorafusion_jax.cli.common import Json, errors_to, out, plain_table, prepare_machine, say
 from lorafusion_jax.report.format import whole
 
 NAME = "verify"
-DAMAGED = 2
+DAMAGED, DIFFERENT = 2, 1
+SHOWN = 6  # tensors of a comparison
 
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, or a folder with SHA256SUMS")],
+    adapter: Annotated[str | None, typer.Argument(help="adapter to train with the others and alone")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the adapter")] = 4,
     as_json: Json = False,
 ) -> int:
     """Compares every file with its digest; ends with 2 if one is damaged.
 
+    With an adapter: trains it for a few steps from its start, once by the run's plan and once alone, and compares
+    every tensor; ends with 1 if one differs by more than the bound. Nothing is written.
+
     Example: lorafusion verify runs/exp1
+
+    Example: lorafusion verify runs/exp1 law --steps 8
     """
+    return _verify_files(path, as_json) if adapter is None else _verify_adapter(path, adapter, steps, as_json)
+
+
+def _verify_files(path: Path, as_json: bool) -> int:
     verdicts = verify_folder(path)
     damage = [text for verdict in verdicts for text in verdict.damage]
     if as_json:
@@ -41,3 +53,32 @@ def command(
     if not damage:
         say(console, f"all {whole(sum(one.files for one in verdicts))} files are as they were written")
     return DAMAGED if damage else 0
+
+
+def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
+    from lorafusion_jax.training.compare_alone import compare_alone
+    from lorafusion_jax.training.loop import Interrupted
+
+    prepare_machine()
+    try:
+        found = compare_alone(path, adapter, steps)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    if as_json:
+        print(json.dumps({"folder": str(path), "good": found.good, **asdict(found)}))
+        return 0 if found.good else DIFFERENT
+    table = plain_table(("tensor",), ("difference", "bound"))
+    for one in found.differences[:SHOWN]:
+        table.add_row(one.tensor, f"{one.value:.1e}", f"{found.bound:.0e}")
+    console = out()
+    console.print(table)
+    largest = found.differences[0]
+    text = (
+        f"{adapter}, {whole(found.steps)} steps with {whole(found.others)} other adapters and alone: of "
+        f"{whole(len(found.differences))} tensors, the largest difference is {largest.value:.1e} of the tensor"
+    )
+    if found.good:
+        say(console, f"{text}, within {found.bound:.0e}")
+        return 0
+    say(errors_to(), f"error[verify.different] {text}, above {found.bound:.0e} ({largest.tensor})", "red")
+    return DIFFERENT

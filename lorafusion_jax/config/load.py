@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.explain import RENAMED, explain, unknown_key
 from lorafusion_jax.config.overrides import overridden
+from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.config.read import Keys, Source, read_source
 from lorafusion_jax.config.sweep import MOST_ADAPTERS, expand
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
@@ -211,7 +212,7 @@ def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
             )
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in own if key not in ADAPTER_KEYS]
-        singles = _expanded(_merged(values, own), source, errors)
+        singles = _expanded(_with_start(_merged(values, own), own, source), source, errors)
         result += [_Entry(keys=keys, own=own, single=single) for single in singles]
     if len(result) > MOST_ADAPTERS:
         errors.append(
@@ -224,6 +225,17 @@ def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
         )
         return []
     return result
+
+
+def _with_start(merged: dict, own: dict, source: Source) -> dict:
+    """An adapter that goes on from a PEFT folder has its settings, but for those that stand beside `init_from`."""
+    lora = merged.get("lora")
+    if not isinstance(lora, dict) or not isinstance(lora.get("init_from"), str):
+        return merged
+    own_lora = own.get("lora")
+    beside = own_lora if isinstance(own_lora, dict) and "init_from" in own_lora else lora
+    found = lora_settings(source.path.parent / lora["init_from"])
+    return merged | {"lora": lora | {key: value for key, value in found.items() if key not in beside}}
 
 
 def _batches(batch: Any, source: Source, errors: list) -> list[Any]:

@@ -117,7 +117,9 @@ class LoraSettings(Section):
     dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
-    init_from: str | None = Field(default=None, description="PEFT folder to continue from")
+    init_from: str | None = Field(
+        default=None, description="PEFT folder to continue from, with its rank, alpha, rslora and targets"
+    )
 
     @field_validator("kind")
     @classmethod

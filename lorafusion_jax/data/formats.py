@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -76,6 +76,18 @@ class Text(NamedTuple):
 
 
 type Example = Chat | Pair | Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """The rows of a source.
+
+    Attributes:
+        shortened: rows that were too large and of which only the beginning is there.
+    """
+
+    values: list[Example]
+    shortened: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +204,15 @@ def _nearest(name: str, names: list[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else "one of " + ", ".join(names)
 
 
-def parse_examples(rows: Rows, layout: Layout, *, adapter: str, need_answer: bool = True) -> list[Example]:
+def parse_examples(
+    rows: Rows, layout: Layout, *, adapter: str, need_answer: bool = True, cut_at: int | None = None
+) -> Examples:
     """Turns rows into conversations, pairs or texts.
 
     Args:
         adapter: named in messages.
         need_answer: False where every token is learned, so that a conversation may lack an answer.
+        cut_at: characters to which a text or a pair that is too large is cut, for one who keeps less; None: refused.
 
     Raises:
         DataError, ErrorList: the codes in `PROBLEMS`, each with its rows, and `rows.problems`.
@@ -210,23 +225,43 @@ def parse_examples(rows: Rows, layout: Layout, *, adapter: str, need_answer: boo
         "text": _text,
     }[layout.format]
     examples: list[Example] = []
+    shortened: list[int] = []
     problems = _Problems()
     for number, row in enumerate(rows.values):
         try:
-            example = parse(row, layout.columns, need_answer)
-            _check_size(example)
-            examples.append(example)
+            whole = parse(row, layout.columns, need_answer)
+            examples.append(_of_size(whole, cut_at))
+            if examples[-1] is not whole:
+                shortened.append(number)
         except BadRow as problem:
             problems.add(number, problem)
     raise_all([*rows.problems, *problems.errors(rows, adapter)])
-    return examples
+    return Examples(values=examples, shortened=tuple(shortened))
 
 
-def _check_size(example: Example) -> None:
+def refuse_shortened(lacking: Sequence[int], rows: Rows, adapter: str) -> None:
+    """Refuses rows that were cut before they were tokenised and have too few tokens now.
+
+    Raises:
+        DataError: `data.large-row`.
+    """
+    problems = _Problems()
+    for row in lacking:
+        problems.add(row, BadRow("data.large-row", f"it has more than {LARGEST_ROW} characters in very long tokens"))
+    raise_all(problems.errors(rows, adapter))
+
+
+def _of_size(example: Example, cut_at: int | None) -> Example:
+    """The example, or of one that is too large what is needed of it: a tokenizer reads whole texts only."""
     texts = [message.get("content") for message in example.messages] if isinstance(example, Chat) else example
     size = sum(len(text) for text in texts if isinstance(text, str))
-    if size > LARGEST_ROW:
+    if size <= LARGEST_ROW:
+        return example
+    if cut_at is None or isinstance(example, Chat):
         raise BadRow("data.large-row", f"it has {size} characters, more than {LARGEST_ROW}")
+    if isinstance(example, Text):
+        return Text(example.text[:cut_at])
+    return Pair(example.prompt[:cut_at], example.answer[:cut_at], example.joint)
 
 
 def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:

@@ -62,6 +62,9 @@ def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
         message["tool_calls"], content = _calls(content, place), None
     elif isinstance(message.get("function_call"), dict) and "tool_calls" not in message:
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow("data.bad-type", f"message {place} has tool_calls that are no list of objects")
     if content is None and "tool_calls" in message:
         return {"role": role, **message}, learned
     return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned

@@ -11,11 +11,11 @@ from lorafusion_jax.data.tokenized import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
 
-LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # data can be checked and planned without these models
+LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # data can be planned without these models
 
 
 def read_shape(directory: Path) -> ModelConfig | None:
-    """The base model's shape; None where there is no model that can be trained, which training reports.
+    """The base model's shape; None where there is no model that can be trained, which `check` and training report.
 
     Raises:
         CheckpointError: `model.bad-config`.
@@ -35,14 +35,20 @@ def model_problems(
     problems: list[LoraFusionError] = []
     if samples.tokens.max(initial=-1) >= model.vocab_size:
         problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
-    longest = int(samples.rows[samples.lengths.argmax()])
+    longest = longest_texts(samples)
+    row = int(samples.rows[longest.argmax()])
     try:
         model.check_length(
-            samples.report.longest, where=str(directory), sample=f"{adapter}: row {longest} of {samples.report.source}"
+            int(longest.max()), where=str(directory), sample=f"{adapter}: row {row} of {samples.report.source}"
         )
     except CheckpointError as problem:
         problems.append(problem)
     return problems
+
+
+def longest_texts(samples: TokenizedSet) -> np.ndarray:
+    """Tokens of the longest text of each sample: each text has positions of its own."""
+    return samples.lengths if samples.segment_lengths is None else samples.segment_lengths.max(axis=1)
 
 
 def _unknown_token(

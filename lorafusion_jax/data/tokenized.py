@@ -16,7 +16,7 @@ import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
-from lorafusion_jax.data.formats import Layout, detect_layout, parse_examples
+from lorafusion_jax.data.formats import Layout, detect_layout, parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.segments import code_of, columns_of, read_segments
 from lorafusion_jax.data.sources import RawSource, Rows, open_source, parse_rows
@@ -25,6 +25,7 @@ from lorafusion_jax.errors import DataError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
 MOST_LOST = 0.01  # share of rows that may lose every answer token before that is an error
+CHARACTERS_PER_TOKEN = 256
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
 
 
@@ -159,8 +160,12 @@ def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adap
     rows = parse_rows(raw)
     layout = detect_layout(rows, format=settings.format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
-    examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all")
-    encoded = encode_examples(examples, tokenizer, rows=rows, adapter=adapter, loss=loss)
+    # A tokenizer need not see what is cut away; 256 characters are far more than a token has.
+    cut_at = CHARACTERS_PER_TOKEN * settings.max_length if settings.on_long == "cut" else None
+    examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all", cut_at=cut_at)
+    encoded = encode_examples(examples.values, tokenizer, rows=rows, adapter=adapter, loss=loss)
+    enough = 2 * settings.max_length  # the last tokens depend on where the text was cut
+    refuse_shortened([row for row in examples.shortened if len(encoded.samples[row].tokens) < enough], rows, adapter)
     for sample in encoded.samples:
         sample.mask[:1] = False  # nothing comes before the first token
     fit = _fit(encoded.samples, settings, rows, adapter)

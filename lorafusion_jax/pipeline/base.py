@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
@@ -139,7 +140,7 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
     for adapter in config.adapters:
         check_loss(adapter.objective.chosen)
     directory = base_directory(config)
-    longest = max(prepared.adapters[adapter.name].train.report.longest for adapter in config.adapters)
+    longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
     ModelConfig.from_hf(directory).check_length(longest, where=str(directory))
 
 

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count as counting
 
 import jax
 from jax._src import distributed  # no public way to its client; tests with several processes hold it in place
 
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.coordinator import LostCoordinator
 
 LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
 SILENT_S = 5  # then a process says that it waits for the others
@@ -24,6 +25,7 @@ _PREFIX = "lorafusion/any"
 _LEFT, _FAILED = "lorafusion/left", "lorafusion/failed"
 GRACE_S = 5  # so long the first process, if it fails, waits for others that fail alike
 _questions = counting()
+_lost: list[LostCoordinator] = []  # of this process, if it is not the first
 
 
 def join(
@@ -51,7 +53,11 @@ def join(
             why=str(problem).splitlines()[0][:300],
             fix="start with srun or mpirun, or give --coordinator host:port --num-processes N --process-id I",
         ) from None
-    if devices > distributed.global_state.num_processes:
+    state = distributed.global_state
+    if state.process_id:
+        _lost.append(LostCoordinator(str(state.coordinator_address)))
+        _lost[-1].watch()
+    if devices > state.num_processes:
         # Under SLURM and MPI jax takes one GPU per process, which is right where a process has one stage. One with
         # several owns all that its launcher lets it see: one process per host, or --gpus-per-task.
         jax.config.update("jax_cuda_visible_devices", "all")
@@ -111,6 +117,8 @@ def exit_after_peer_loss(code: int) -> None:
     Args:
         code: with which the process ends.
     """
+    for coordinator in _lost:
+        coordinator.told.set()
     if jax.distributed.is_initialized():
         atexit.register(_exit, code)  # runs before what jax registered
 
@@ -134,9 +142,10 @@ def _exit(code: int, *, failed: bool = False) -> None:
     state = distributed.global_state
     assert state.client is not None
     if state.process_id:
-        if failed:
-            state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
-        state.client.key_value_set(f"{_LEFT}/{state.process_id}", "")
+        with suppress(RuntimeError):  # the first process is gone
+            if failed:
+                state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
+            state.client.key_value_set(f"{_LEFT}/{state.process_id}", "")
     else:
         end = time.monotonic() + (GRACE_S if failed else LEAVE_S)
         while len(state.client.key_value_dir_get(_LEFT)) < _still_leaving(failed) and time.monotonic() < end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
 from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized import TokenizedSet
@@ -20,6 +21,7 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
         notes += _notes(f"{adapter.name}", data.train, adapter.data, config.batch.tile_tokens)
         if data.eval is not None:
             notes += _notes(f"{adapter.name} (held-out)", data.eval, adapter.data, config.batch.tile_tokens)
+    notes += unproven_bases(config)
     return list(dict.fromkeys(notes))  # adapters may share a file
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
-from lorafusion_jax.config.schema import AdapterConfig, BaseSettings
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.training.job import Job
@@ -61,13 +61,15 @@ class AdapterWriter:
         return target
 
     def _export(self, spec: AdapterSpec, step: int, own: Mapping[str, np.ndarray], target: Path, failure: str) -> None:
+        base, revision = base_identity(self._job.config)
         export_adapter(
             {leaf: array[:, None] for leaf, array in own.items()},
             spec,
             0,
-            self._job.config.base.model,
+            base,
             target,
             base_quantize=self._job.config.base.quantize,
+            base_revision=revision,
             replace=True,
             finish=lambda draft: self._describe(draft, self._job.config.adapter(spec.name), step, failure),
         )
@@ -83,16 +85,18 @@ class AdapterWriter:
             "adapter": adapter.model_dump(mode="json"),
             "step": step,
             "failed": failure or None,
-            "base": self._job.config.base.model,
+            "base": base_identity(self._job.config)[0],
             "data": self._job.prepared.adapters[adapter.name].digest,
         }
         (target / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        card = _card(adapter, step, self._job.config.base, self._job.plan.digest, failure)
+        card = _card(adapter, step, self._job.config, self._job.plan.digest, failure)
         (target / "README.md").write_text(card, encoding="utf-8")
 
 
-def _card(adapter: AdapterConfig, step: int, settings: BaseSettings, plan: str, failure: str) -> str:
-    lora, optim, base = adapter.lora, adapter.optim, settings.model
+def _card(adapter: AdapterConfig, step: int, config: JobConfig, plan: str, failure: str) -> str:
+    lora, optim, settings = adapter.lora, adapter.optim, config.base
+    base, revision = base_identity(config)
+    at = f', revision="{revision}"' if revision else ""
     longer = "".join(f" and {part.samples} samples" for part in adapter.extended)
     stored = "" if settings.quantize == NONE else f", quantised as {settings.quantize}"
     belongs = f"""
@@ -121,6 +125,6 @@ LoRA adapter of `{base}`{stored}, {step} optimizer steps. Trained with lorafusio
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "path/to/this/folder")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"{at}), "path/to/this/folder")
 ```
 """

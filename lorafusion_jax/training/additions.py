@@ -11,10 +11,11 @@ from typing import Any
 
 from lorafusion_jax.checkpoint.requests import Request
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.join import check_names, joined, only
 from lorafusion_jax.config.schema import AdapterConfig, Extension, JobConfig
 from lorafusion_jax.data.prepare import Prepared, in_order, prepare
-from lorafusion_jax.errors import RunError
+from lorafusion_jax.errors import RunError, raise_all
 from lorafusion_jax.pipeline.base import check_adapters
 from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.record import eval_digests
@@ -49,6 +50,7 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
     new = job.config.model_copy(update={"adapters": tuple(adapters)})
     prepared = prepare(new)
     read_warm_starts(new)
+    raise_all(check_start_bases(new))
     check_adapters(new, prepared)
     check_jobs(
         train_jobs(new, prepared),

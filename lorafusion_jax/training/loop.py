@@ -8,12 +8,10 @@ At such a drain point another plan may take the place of what is left, and adapt
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.pipeline.batches import without
@@ -21,6 +19,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, is_alone
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
+from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.changes import Change, apply
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
@@ -67,7 +66,7 @@ class Loop:
         self._take_plan()
         self._seconds_before = progress.seconds  # of earlier sittings
         self._saved_at, self._logged_at = time.monotonic(), 0.0
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # set by a signal
 
     def run(self) -> None:
         """Trains to the end of the plan.
@@ -76,7 +75,7 @@ class Loop:
             Interrupted: SIGINT or SIGTERM came; the state is saved.
             RunError: a device failed; the last checkpoint stands.
         """
-        with self._interruptible(), self._executor.blaming(None, None):
+        with deferred_stop() as self._stop, self._executor.blaming(None, None):
             todo, stopped = self._settle(self._events_left()), False
             if todo:
                 self._compile()
@@ -88,9 +87,8 @@ class Loop:
                 todo = self._settle(todo, revise=not stopped)
                 if todo and not stopped:
                     self._save()
-        done = self._progress.slot
-        self._emit(self._figures(done))
-        self._save(wait=True)
+            self._emit(self._figures(self._progress.slot))
+            self._save(wait=True)
         if todo:
             raise Interrupted
 
@@ -249,22 +247,3 @@ class Loop:
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
             self._emit(self._figures(slots_done))
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """First signal: finish the microbatches under way, save, stop. Second: the usual KeyboardInterrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number, frame):
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            self._stop.set()
-
-        before = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)

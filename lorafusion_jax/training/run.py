@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from lorafusion_jax.report.events import (
     RunStarted,
     RunStopped,
 )
+from lorafusion_jax.signals import deferred_stop, stop_if_asked
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
@@ -131,7 +132,7 @@ class Run:
             Interrupted: by a signal; the state is saved.
             RunError: a device failed or the disk is full; the last checkpoint stands.
         """
-        with self._recording_its_end():
+        with ExitStack() as held, self._recording_its_end():
             self._store.check_space(self._session.state_bytes)
             self._tell_start()
             for news in self._start_up.news:
@@ -140,6 +141,7 @@ class Run:
                 if self._start_up.failure is not None:
                     raise self._start_up.failure
                 self._begin()
+                held.enter_context(deferred_stop())  # also while results are written
                 self._loop().run()
             finally:
                 self._queue.close()
@@ -261,6 +263,7 @@ class Run:
         )
 
     def _evaluate(self, name: str, step: int, slots_done: int) -> None:
+        stop_if_asked()
         if self._job.prepared.adapters[name].eval is None:
             return
         self._tell(PhaseBegun(text=f"evaluating {name}"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
+from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.requests import request_files
@@ -17,11 +18,12 @@ from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import Found, find_checkpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts, warm_start_digests
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
 from lorafusion_jax.config.join import in_force, only
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared, prepare
-from lorafusion_jax.errors import CheckpointError, RunError
+from lorafusion_jax.errors import CheckpointError, RunError, raise_all
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.compiles import CompileCounter
@@ -41,6 +43,7 @@ from lorafusion_jax.report.events import (
 )
 from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.changes import Change, apply, recorded_changes, stopped_otherwise
 from lorafusion_jax.training.exclusive import exclusive_run, fail_together
 from lorafusion_jax.training.job import Job, first_steps
@@ -79,12 +82,14 @@ def train(
     with fail_together():  # a file may be missing on one host
         config = pin_base(config)
         prepared = prepare(config, progress=lambda text: tell(PhaseBegun(text=text)))
+        stop_if_asked()
         if plan is None:
             tell(PhaseBegun(text="planning"))
             plan = plan_training(config, prepared)
         else:
             _check_plan(plan, config, prepared)
         folder.must_be_new(plan)
+        raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
     barrier("no folder yet")  # before the first process makes it
@@ -145,10 +150,11 @@ def _go_on(
     with fail_together():
         check_mesh(config)
         prepared = prepare(config)
+        stop_if_asked()
         check_record(record, prepared, before, found.position.get("plan"))
         recorded = folder.recorded_config()
         check_settings(None if recorded is None else in_force(recorded, before), written)
-        base_files = _checked_base(record, config, verify_base)
+        base_files = checked_base(record, config, verify_base)
         if found.slot is None:
             read_warm_starts(config)  # names a folder that is not there any more
             check_warm_starts(record.get("warm_starts", {}), config)
@@ -163,7 +169,7 @@ def _go_on(
     return _execute(config, prepared, plan, folder, record, heard, found=found, before=before)
 
 
-def _checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
+def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
     """Compares the base model with the run's; returns all digests that are known of it now."""
     directory, before = base_directory(config), record.get("base_files")
     now = base_digests(directory, every_byte=every_byte)
@@ -207,6 +213,7 @@ def _check_start(config: JobConfig, folder: RunFolder) -> None:
             must_be_writable(folder.path)
         check_mesh(config)
         read_warm_starts(config)
+        raise_all(check_start_bases(config))
 
 
 def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
@@ -270,10 +277,12 @@ def _execute(
             saved = Progress.of(found.position)
             session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        stop_if_asked()
         rows = None
         if progress.slot < plan.num_slots:
             rows = Batches(config, prepared, plan, session.executor.local_replicas).empty()
         start_up = _finish_loading(session, rows, began, progress.slot, tell)
+        stop_if_asked()
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter
+from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
 from lorafusion_jax.errors import CheckpointError, ErrorList
 from lorafusion_jax.modules.spec import AdapterSpec
 
@@ -43,9 +43,9 @@ def edit_tensors(folder, change):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def refused(folder, **more):
+def refused(folder):
     with pytest.raises((CheckpointError, ErrorList)) as caught:
-        read_adapter(folder, **more)
+        read_adapter(folder)
     return getattr(caught.value, "errors", (caught.value,))
 
 
@@ -86,8 +86,8 @@ def test_every_unsupported_option_is_named(folder):
         use_dora=True,
         bias="all",
         modules_to_save=["lm_head"],
-        rank_pattern={"q_proj": 4},
-        alpha_pattern={"v_proj": 8},
+        rank_pattern={"(q|v)_proj": 4},
+        layers_pattern="blocks",
         target_modules=["q_proj", "v_proj", "embed_tokens"],
         init_lora_weights="pissa",
         new_variant_config={"size": 3},
@@ -100,7 +100,7 @@ def test_every_unsupported_option_is_named(folder):
         "bias='all'",
         "modules_to_save",
         "rank_pattern",
-        "alpha_pattern",
+        "layers_pattern",
         "embed_tokens",
         "init_lora_weights='pissa'",
         "new_variant_config",
@@ -119,6 +119,57 @@ def test_options_that_change_nothing_are_accepted(folder):
         target_modules=r".*\.(q|v)_proj",
     )
     assert read_adapter(folder)[0] == SPEC
+
+
+def test_projections_of_different_scales_are_refused_with_both(folder):
+    edit_config(folder, alpha_pattern={"v_proj": 8})
+    (error,) = refused(folder)
+    assert error.code == "peft.unsupported"
+    assert "v_proj 4 and that of layers.0.self_attn.q_proj 2" in error.why
+
+
+def test_projections_of_different_ranks_and_one_scale_are_read(folder):
+    edit_config(folder, rank_pattern={"layers.0.self_attn.q_proj": 1}, alpha_pattern={"layers.0.self_attn.q_proj": 2})
+
+    def change(tensors):
+        tensors[KEY.format(0, "q_proj", "A")] = tensors[KEY.format(0, "q_proj", "A")][:1].copy()
+        tensors[KEY.format(0, "q_proj", "B")] = tensors[KEY.format(0, "q_proj", "B")][:, :1].copy()
+
+    edit_tensors(folder, change)
+    spec, arrays = read_adapter(folder)
+    assert spec == SPEC
+    assert arrays["layers.0.self_attn.q_proj"][0].shape == (8, 1)
+    held = take_adapter(put_adapter(leaves(), 0, arrays), spec, 0)
+    a_Kr, b_rN = held["layers.0.self_attn.q_proj"]
+    np.testing.assert_array_equal(a_Kr @ b_rN, np.matmul(*arrays["layers.0.self_attn.q_proj"]))
+
+
+def keep_layer_1(folder):
+    def change(tensors):
+        for key in [key for key in tensors if ".layers.0." in key]:
+            del tensors[key]
+
+    edit_tensors(folder, change)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"layers_to_transform": [1], "layers_pattern": "layers"}, {"target_modules": r"model\.layers\.1\..*\.(q|v)_proj"}],
+    ids=["list", "expression"],
+)
+def test_an_adapter_of_some_layers_is_read(folder, said):
+    keep_layer_1(folder)
+    edit_config(folder, **said)
+    spec, arrays = read_adapter(folder)
+    assert spec == SPEC
+    assert set(arrays) == {f"layers.1.self_attn.{name}" for name in SPEC.targets}
+
+
+def test_a_listed_layer_that_is_missing_is_told(folder):
+    keep_layer_1(folder)
+    edit_config(folder, layers_to_transform=[0, 1])
+    (error,) = refused(folder)
+    assert f"missing: {KEY.format(0, 'q_proj', 'A')}" in error.where
 
 
 @pytest.mark.parametrize("changes", [{"r": "two"}, {"lora_alpha": None}, {"r": 2.5}, {"target_modules": []}])
@@ -150,11 +201,6 @@ def test_missing_and_damaged_files_have_their_own_codes(folder, tmp_path):
     assert refused(folder)[0].code == "peft.missing-file"
     (folder / "adapter_config.json").write_text("{")
     assert refused(folder)[0].code == "peft.bad-config"
-
-
-def test_a_folder_of_another_base_is_told_by_name(folder):
-    assert refused(folder, base_name="org/base-3B")[0].code == "peft.other-base"
-    assert read_adapter(folder, base_name="/models/Base-1B/")[0] == SPEC  # the same model in another place
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from data_helpers import TEMPLATE, chat, learned, write_model
@@ -266,9 +267,23 @@ def test_texts_get_no_second_end_or_first_token(load, tmp_path):
     assert {tuple(samples.sample(row)[1].tolist()) for row in range(4)} == {tuple(samples.sample(0)[1].tolist())}
 
 
+@pytest.mark.parametrize("calls", [True, {"a": 1}, ["f"]])
+def test_calls_that_are_no_list_of_objects_are_refused(load, calls):
+    with pytest.raises(DataError) as caught:
+        load([{"messages": [ASK, {"role": "assistant", "content": "x", "tool_calls": calls}, ANSWER]}])
+    assert caught.value.code == "data.bad-type"
+
+
+def test_a_row_far_too_long_costs_what_is_kept_of_it(load):
+    whole = load([{"text": "a b " * 4096}, {"text": "a"}], max_length=64)
+    huge = load([{"text": "a b " * (2 << 20)}, {"text": "a"}], max_length=64)
+    np.testing.assert_array_equal(huge.tokens, whole.tokens)
+    assert huge.report.cut == 1
+
+
 def test_rows_too_large_to_be_tokenised_are_refused_at_once(load):
     with pytest.raises(DataError) as caught:
-        load([{"text": "a b " * (2 << 20)}, {"text": "a"}])
+        load([{"text": "a b " * (2 << 20)}, {"text": "a"}], on_long="error")
     assert (caught.value.code, caught.value.where) == ("data.large-row", "law.jsonl, line 1")
     with pytest.raises(DataError, match=r"data\.large-row"):
         load([{"messages": [ASK, ANSWER | {"content": "a b " * (2 << 20)}]}])

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,10 +8,13 @@ from data_helpers import MARKED_TEMPLATE, chat, learned, write_model
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
+from lorafusion_jax.data.model_fit import model_problems
 from lorafusion_jax.errors import DataError
 
+SHAPE = ModelConfig.from_hf(Path(__file__).parents[1] / "models" / "golden" / "llama3")
 TWO_TURNS = {"messages": chat("2+2?", "four", "3+3?", "six", system="Be brief.")}
 PAIR = {"prompt": "2+2?", "completion": "four"}
 LONG = {"prompt": "two and " * 30, "completion": "four"}
@@ -210,3 +215,13 @@ def test_masks_hold_what_they_promise(tmp_path, tokenizer, marked_tokenizer, bat
     # both ways to the mask agree
     marked = load_samples(str(path), tokenizer=marked_tokenizer, cache_dir=tmp_path / "cache", **options)
     assert np.array_equal(marked.loss_mask, samples.loss_mask)
+
+
+def test_texts_of_a_sample_have_positions_of_their_own(load, tokenizer, tmp_path):
+    samples = load([{"text": "two and two"}, {"text": "two and " * 8}])
+    both = dataclasses.replace(samples, segment_lengths=np.array([[1, 2], [9, 8]]))
+    model = dataclasses.replace(SHAPE, max_positions=12, vocab_size=2**20)
+    told = {"tokenizer": tokenizer, "adapter": "law", "directory": tmp_path}
+    assert model_problems(both, model, **told) == []
+    (problem,) = model_problems(samples, model, **told)
+    assert problem.code == "model.positions"

@@ -24,7 +24,7 @@ import pytest
         "modules.use",
         "checkpoint.digests",
         "checkpoint.new_folder",
-        "checkpoint.peft_config",
+        "config.peft_config",
         "checkpoint.run_lock",
         "files",
         "objective.loss",

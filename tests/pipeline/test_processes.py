@@ -29,6 +29,7 @@ from lorafusion_jax.training import RunFolder, resume, train
 from scheduling.pipeline import Event
 
 TOLERANCE = 1e-5  # as in test_layouts
+BITWISE = 0.0  # on one mesh, whichever processes it is spread over
 TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
 MIXED = ("law", "chat")  # of other rank, dropout, targets, optimizer; one ends before the other
@@ -131,15 +132,15 @@ def finish(process: subprocess.Popen, deadline: float) -> tuple[str, str]:
     return process.communicate(timeout=max(1.0, deadline - time.monotonic()))
 
 
-def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals) -> None:
-    """Sends a signal to the last process once the run has made a step."""
+def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signal.Signals, to: int = -1) -> None:
+    """Sends a signal to a process once the run has made a step."""
     deadline = time.monotonic() + TIME_LIMIT_S
     try:
         while not any(row["kind"] == "step" for row in read_rows(run / "metrics.jsonl")):
             assert all(process.poll() is None for process in processes), processes[0].stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        processes[-1].send_signal(number)
+        processes[to].send_signal(number)
     except BaseException:
         for process in processes:
             process.kill()
@@ -183,7 +184,7 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_progr
     assert events[-1] == "interrupted"
     again = shutil.copytree(run, tmp_path / "again", symlinks=True)
     assert resume(run).exit_code == 0
-    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), TOLERANCE)
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), BITWISE)
     left = wait(start(2, 1, "resume", str(again)))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
     assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
@@ -209,17 +210,19 @@ def test_requests_are_carried_out_by_all(mixed_job, tmp_path):
     assert RunFolder(run).adapter_step("chat", adapters["chat"]["step"]).is_dir()
 
 
-def test_those_who_lose_a_process_say_so_and_end_without_it(job, tmp_path):
+@pytest.mark.parametrize(("count", "killed"), [(2, 0), (3, 2)], ids=["the first", "another"])
+def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, tmp_path):
     run = tmp_path / "run"
-    processes = start(3, 1, "train", str(job), "--out", str(run), "mesh.data=3", "epochs=40")
-    signal_under_way(processes, run, signal.SIGKILL)
-    killed = time.monotonic()
+    processes = start(count, 1, "train", str(job), "--out", str(run), f"mesh.data={count}", "epochs=40")
+    signal_under_way(processes, run, signal.SIGKILL, to=killed)
+    began = time.monotonic()
     left = wait(processes)
-    assert time.monotonic() - killed < LEAVE_S / 2, "they waited for the lost one"
-    assert [each.code for each in left[:2]] == [1, 1], left[0].err + left[1].err
-    for each in left[:2]:
-        assert "error[train.process-lost]" in each.err
-        assert "stack trace" not in each.err
+    assert time.monotonic() - began < LEAVE_S, "they waited for the lost one"
+    others = [each for number, each in enumerate(left) if number != killed]
+    for each in others:
+        assert each.code == 1, each.err
+        assert each.err.count("error[train.process-lost]") == 1
+        assert killed == 0 or "stack trace" not in each.err  # jax prints its own where the first is lost
 
 
 FAILING = """

@@ -6,8 +6,8 @@ import random
 import shutil
 
 import pytest
-from damage import attempts, harmless
 
+from benchmarks.damage import attempts, harmless
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion

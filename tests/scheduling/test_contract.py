@@ -42,6 +42,11 @@ def test_changed_plan_is_refused():
         Plan.from_json(text.replace('"num_stages":3', '"num_stages":2'))
     with pytest.raises(PlanError, match=r"plan\.format"):
         Plan.from_json(text[:-20])
+    half, none = text.replace('"law"', r'"\ud83d"'), text.replace('"num_stages":3', '"num_stages":0')
+    for absurd in (half, none):
+        assert absurd != text
+        with pytest.raises(PlanError, match=r"plan\.format"):
+            Plan.from_json(absurd)
     with pytest.raises(PlanError, match=r"plan\.schema"):
         Plan.from_json(text.replace("lorafusion.plan/1", "lorafusion.plan/0"))
 

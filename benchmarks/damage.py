@@ -1,8 +1,9 @@
-"""Flips single bits and cuts files of a folder, and asks `verify` in this process whether it notices.
+"""Is every flipped bit and every cut file of a run folder noticed by `lorafusion verify`?
 
-    python tests/reliability/damage.py RUN --flips 1000 --cuts 100
+    python -m benchmarks.damage RUN [FOLDER …] --flips 1000 --cuts 100 --out benchmarks/results/damage_cpu_DATE
 
-prints one line for each kind of file and ends with 1 if anything was missed.
+spoils one file after the other, in this process, and ends with 1 if anything was missed. A FOLDER is that of an
+exported adapter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.conditions import conditions
+from benchmarks.csv_rows import write_rows
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 
 HARMLESS = ("run.lock",)  # says who trains a run; the lock itself is the system's
@@ -67,23 +70,32 @@ def harmless(attempt: Attempt, folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=100)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    missed = []
-    for attempt in attempts(arguments.folder, arguments.flips, arguments.cuts):
-        good = attempt.noticed and attempt.named
-        result = "named" if good else "harmless" if harmless(attempt, arguments.folder) else "MISSED"
-        counts[attempt.file.relative_to(arguments.folder).parts[0], result] += 1
-        missed += [attempt] if result == "MISSED" else []
-    for (name, result), count in sorted(counts.items()):
-        print(f"{name:20} {result:10} {count}")
-    for attempt in missed:
-        print(f"missed: {attempt.file}: {attempt.what}")
-    return bool(missed)
+    counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    for folder in arguments.folders:
+        kind = "run" if (folder / "plan.json").exists() else "exported adapter"
+        for attempt in attempts(folder, arguments.flips, arguments.cuts):
+            good = attempt.noticed and attempt.named
+            result = "named" if good else "harmless" if harmless(attempt, folder) else "MISSED"
+            part = attempt.file.relative_to(folder).parts[0] if kind == "run" else attempt.file.name
+            counts[kind, part, "flip" if attempt.what.startswith("bit") else "cut", result] += 1
+            if result == "MISSED":
+                print(f"missed: {attempt.file}: {attempt.what}", flush=True)
+    rows = [
+        dict(zip(("folder", "file", "damage", "result"), key, strict=True)) | {"count": counts[key]}
+        for key in sorted(counts)
+    ]
+    for row in rows:
+        print(" ".join(f"{value!s:18}" for value in row.values()))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        write_rows(arguments.out / "damage.csv", [row | conditions() for row in rows])
+    return int(any(row["result"] == "MISSED" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""Does an adapter that gets sick leave the others bitwise as they are?
+
+    python -m benchmarks.sick_adapters --out benchmarks/results/sick_adapters_cpu_DATE [--limit-s 300]
+
+runs every configuration of tests/reliability/sick_adapters.py and writes a row for each as it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.conditions import conditions
+from benchmarks.csv_rows import append_row
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = "tests/reliability/test_sick_adapters.py"
+MESHES = {"test_one_device": "1 device", "test_two_stages_by_two_replicas": "2 stages x 2 replicas"}
+_NAME = re.compile(r"::(\w+)\[(.+)\]$")
+
+
+class Rows:
+    """A plugin of pytest that writes a row for each configuration."""
+
+    def __init__(self, file: Path, limit_s: float):
+        self._file, self._end = file, time.monotonic() + limit_s
+        self.failed = 0
+
+    def pytest_runtest_logreport(self, report) -> None:
+        found = _NAME.search(report.nodeid)
+        if report.when != "call" or found is None or found[1] not in MESHES or report.skipped:
+            return
+        self.failed += report.failed
+        row = {"mesh": MESHES[found[1]], "configuration": found[2], "others": "bitwise" if report.passed else "DIFFER"}
+        append_row(self._file, row | {"seconds": round(report.duration, 1)} | conditions())
+
+    def pytest_runtest_setup(self, item) -> None:
+        if time.monotonic() > self._end:
+            pytest.skip("the time is over")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=3600)
+    parser.add_argument("--mesh", choices=list(MESHES.values()), help="of all configurations; both when absent")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(arguments.out / "sick_adapters.csv", arguments.limit_s)
+    chosen = " or ".join(test for test, mesh in MESHES.items() if arguments.mesh in (mesh, None))
+    code = pytest.main([str(ROOT / TESTS), "-q", "-k", chosen, "-p", "no:randomly"], plugins=[rows])
+    return int(code != 0 or rows.failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

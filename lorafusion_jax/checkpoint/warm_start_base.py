@@ -1,0 +1,124 @@
+"""Whether the adapter of a PEFT folder was made for the base model of a job.
+
+Digests decide where the folder has some, as those of our runs do; else a commit or a name of the hub; else two folders
+that are both there are compared. Where none of these is known, a note says so: shapes are compared in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.base_files import base_digests
+from lorafusion_jax.checkpoint.base_model import base_directory, base_identity, hub_snapshot
+from lorafusion_jax.config.peft_config import CONFIG_FILE, read_config
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.errors import CheckpointError, LoraFusionError
+
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
+    """Finds adapters of `lora.init_from` that were made for another base model (`peft.other-base`)."""
+    errors: list[LoraFusionError] = []
+    now: dict[str, dict[str, str]] = {}
+    for name, folder in _starts(config):
+        try:
+            if _digests(folder) and not now:
+                now = base_digests(base_directory(config))
+            why = _contradiction(folder, config, now)
+        except LoraFusionError:  # no such base, or no such folder: whoever reads them says so
+            continue
+        if why:
+            errors.append(
+                CheckpointError(
+                    "peft.other-base",
+                    f"{name}: the adapter was made for another base model.",
+                    where=f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}, "
+                    f"{folder / CONFIG_FILE}",
+                    why=why,
+                    fix="use that base model; if it is the same one under another name, correct "
+                    f"base_model_name_or_path in {CONFIG_FILE} and remove SHA256SUMS, which tells of edits",
+                )
+            )
+    return errors
+
+
+def unproven_bases(config: JobConfig) -> list[str]:
+    """Notes on adapters of `lora.init_from` whose base model can be compared by shapes only."""
+    notes = []
+    for name, folder in _starts(config):
+        try:
+            unproven = not _digests(folder) and _comparable(folder, config) is None
+            said = _said(folder)[0]
+        except LoraFusionError:
+            continue
+        if unproven:
+            made_for = f"for '{said}'" if said else "for a base model that its folder does not name"
+            notes.append(
+                f"{name}: lora.init_from was made {made_for}; whether that is '{config.base.model}' cannot be told, "
+                "only that all shapes fit"
+            )
+    return notes
+
+
+def _starts(config: JobConfig) -> list[tuple[str, Path]]:
+    return [
+        (adapter.name, Path(config.directory) / adapter.lora.init_from)
+        for adapter in config.adapters
+        if adapter.lora.init_from is not None
+    ]
+
+
+def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str]]) -> str | None:
+    """Why the base model is another one; None where nothing says so."""
+    before = _digests(folder)
+    if common := before.keys() & now.keys():
+        changed = sorted(
+            {name for kind in common for name, digest in now[kind].items() if before[kind].get(name) != digest}
+        )
+        return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
+    if _comparable(folder, config) is not False:
+        return None
+    said, revision = _said(folder)
+    ours, commit = base_identity(config)
+    at = f" at {revision} and at {commit}" if revision and commit and said == ours else ""
+    return f"it was made for '{said}', this job has '{ours}'{at}"
+
+
+def _comparable(folder: Path, config: JobConfig) -> bool | None:
+    """Whether the names tell that it is the same base model, or another one; None: they cannot tell."""
+    said, revision = _said(folder)
+    ours, commit = base_identity(config)
+    theirs_here, ours_here = Path(said).is_absolute() and Path(said).is_dir(), Path(ours).is_dir()
+    if theirs_here and ours_here:
+        same = Path(said).samefile(ours)
+        return same or base_digests(Path(said)) == base_digests(Path(ours))
+    if not _HUB.fullmatch(said) or not ours:
+        return None
+    if ours_here:  # a hub name and a folder: only a name that differs tells something
+        return None if Path(ours).name.casefold() == said.rsplit("/", 1)[-1].casefold() else False
+    if said.casefold() != ours.casefold():
+        return False
+    known = revision and commit and _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(commit)
+    return revision == commit if known else True
+
+
+def _said(folder: Path) -> tuple[str, str | None]:
+    """Name or path of the base model that a folder names, and its revision."""
+    raw = read_config(folder)
+    said, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    said = said if isinstance(said, str) and "\0" not in said else ""
+    return hub_snapshot(Path(said)) or (said, revision if isinstance(revision, str) else None)
+
+
+def _digests(folder: Path) -> dict[str, dict[str, str]]:
+    """Digests of the base model as the folder of one of our runs notes them."""
+    try:
+        found = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("base_files")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    good = isinstance(found, dict) and all(isinstance(files, dict) for files in found.values())
+    return found if good else {}

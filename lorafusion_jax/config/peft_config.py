@@ -1,0 +1,292 @@
+"""adapter_config.json ↔ AdapterSpec, in PEFT's words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
+from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
+from lorafusion_jax.weights.table import NONE
+
+CONFIG_FILE = "adapter_config.json"
+# Options that do not change what a trained adapter computes. Every other option that is set is refused by name: PEFT
+# gains variants with every release, and an unknown one must not be dropped in silence.
+_NEUTRAL = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "auto_mapping",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",  # the last six are looked at below
+        "eva_config",
+        "lora_ga_config",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "base_quantize",
+    }
+)
+_OFF: tuple[Any, ...] = (None, False, [], {})
+_PLAIN = re.compile(r"\^?[\w.\\]+")  # a pattern that names a projection, with or without the path to it
+MOST_RANK, MOST_LAYERS = 2**16, 4096
+_PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal")  # others (pissa, olora, loftq …) change the base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What adapter_config.json says of an adapter.
+
+    Attributes:
+        spec: its rank is the largest among its projections, and its scale that of all of them.
+        ranks: path of a projection, e.g. "layers.0.self_attn.q_proj" → its own rank.
+        layers: that carry the adapter; None: all, or those that the tensors speak of.
+        some_layers: the adapter may be on some layers or projections of a layer only.
+        base: name or path of the base model, "" where the file does not say.
+        revision: of the base model.
+    """
+
+    spec: AdapterSpec
+    ranks: Mapping[str, int]
+    layers: tuple[int, ...] | None
+    some_layers: bool
+    base: str
+    revision: str | None
+
+
+def config_of(
+    spec: AdapterSpec, base_name: str, base_quantize: str = NONE, revision: str | None = None
+) -> dict[str, Any]:
+    """Says in PEFT's words what an adapter is.
+
+    PEFT has no word for a base that was stored in another form. Where it was, `base_quantize` names the form; PEFT
+    ignores keys that it does not know, with a warning.
+
+    >>> config_of(AdapterSpec(name="law", rank=8, alpha=16), "org/base")["target_modules"][:2]
+    ['q_proj', 'k_proj']
+    """
+    quantised = {} if base_quantize == NONE else {"base_quantize": base_quantize}
+    return quantised | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "revision": revision,
+        "r": spec.rank,
+        "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "target_modules": list(spec.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "auto_mapping": None,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads adapter_config.json.
+
+    Raises:
+        CheckpointError: `peft.missing-file` or `peft.bad-config`.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("peft.missing-file", f"{folder} is no PEFT folder: it has no {CONFIG_FILE}.") from None
+    except (OSError, ValueError, RecursionError) as problem:  # also numbers of thousands of digits
+        raise CheckpointError(
+            "peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file), why=str(problem)
+        ) from None
+    if not isinstance(raw, dict):
+        raise CheckpointError("peft.bad-config", f"{CONFIG_FILE} is not a JSON object.", where=str(file))
+    return raw
+
+
+def describe(
+    raw: Mapping[str, Any], paths: Iterable[str], name: str, where: str, known: Sequence[str] = TARGETS
+) -> Described:
+    """Reads what an adapter is.
+
+    Args:
+        raw: adapter_config.json.
+        paths: of the projections that the tensors speak of, e.g. "layers.0.self_attn.q_proj".
+        name: of the adapter.
+        where: file, for messages.
+        known: projections that there can be.
+
+    Raises:
+        CheckpointError, ErrorList: every option that is not supported (`peft.unsupported`) and every value that is
+            missing or wrong (`peft.bad-config`).
+    """
+    paths = sorted(paths)
+    errors: list[LoraFusionError] = [
+        CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
+        for what in _unsupported(raw)
+    ]
+    targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
+    layers = _layers(raw, where, errors)
+    rank = int(_number(raw, "r", None, where, errors))
+    alpha = float(_number(raw, "lora_alpha", None, where, errors))
+    dropout = float(_number(raw, "lora_dropout", 0.0, where, errors))
+    ranks = {path: int(n) for path, n in _each(raw, "rank_pattern", rank, paths, where, errors).items()}
+    alphas = _each(raw, "alpha_pattern", alpha, paths, where, errors)
+    raise_all(errors)
+    root = math.sqrt if raw.get("use_rslora") else float
+    largest = max(ranks.values(), default=rank)
+    scale = _scale({path: alphas[path] / root(ranks[path]) for path in paths} or {"": alpha / root(rank)}, where)
+    own = alpha if largest == rank and scale == alpha / root(rank) else scale * root(largest)
+    base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    return Described(
+        spec=AdapterSpec(
+            name=name,
+            rank=largest,
+            alpha=own,
+            rslora=bool(raw.get("use_rslora")),
+            dropout=dropout,
+            targets=targets,
+        ),
+        ranks=ranks,
+        layers=layers,
+        some_layers=_some_layers(raw),
+        base=base if isinstance(base, str) else "",
+        revision=revision if isinstance(revision, str) else None,
+    )
+
+
+def _unsupported(raw: Mapping[str, Any]) -> list[str]:
+    found = [] if raw.get("peft_type") == "LORA" else [f"peft_type={shortened(raw.get('peft_type'))}"]
+    found += [f"{key}={shortened(value)}" for key, value in raw.items() if key not in _NEUTRAL and value not in _OFF]
+    found += [f"bias={shortened(raw['bias'])}"] if raw.get("bias") not in (None, "none") else []
+    init = raw.get("init_lora_weights")
+    found += [f"init_lora_weights={shortened(init)}"] if init not in _PLAIN_INIT else []
+    pattern = raw.get("layers_pattern")
+    found += [f"layers_pattern={shortened(pattern)}"] if pattern not in (*_OFF, "", "layers", ["layers"]) else []
+    return found
+
+
+def _some_layers(raw: Mapping[str, Any]) -> bool:
+    """Whether the file lets projections out that it does not list one by one."""
+    said = raw.get("target_modules")
+    names = said if isinstance(said, list) else []
+    return (
+        (isinstance(said, str) and said != ALL_LINEAR and said not in TARGETS)
+        or any("." in str(name) for name in names)
+        or raw.get("layers_to_transform") not in _OFF
+        or raw.get("exclude_modules") not in (*_OFF, "")
+    )
+
+
+def _layers(raw: Mapping[str, Any], where: str, errors: list[LoraFusionError]) -> tuple[int, ...] | None:
+    said = raw.get("layers_to_transform")
+    if said is None or said == []:
+        return None
+    numbers = said if isinstance(said, list) else [said]
+    if all(type(number) is int and 0 <= number < MOST_LAYERS for number in numbers):
+        return tuple(sorted(set(numbers)))
+    what = f"layers_to_transform={shortened(said)} is not a list of layers from 0."
+    errors.append(CheckpointError("peft.bad-config", what, where=where))
+    return ()
+
+
+def _each(
+    raw: Mapping[str, Any], key: str, value: float, paths: Iterable[str], where: str, errors: list[LoraFusionError]
+) -> dict[str, float]:
+    """The rank or alpha of each projection: that of the first pattern which names it, else `value`."""
+    pattern = raw.get(key) or {}
+    if not isinstance(pattern, dict):
+        errors.append(CheckpointError("peft.bad-config", f"{key}={shortened(pattern)} is not an object.", where=where))
+        return dict.fromkeys(paths, value)
+    found = {}
+    for name, own in pattern.items():
+        if not _PLAIN.fullmatch(name):
+            what = f"this adapter uses {key} with {shortened(name)}, which is not supported."
+            why = "only names of projections, with or without the path to them, are read; no expressions"
+            errors.append(CheckpointError("peft.unsupported", what, where=where, why=why))
+            continue
+        found[name.replace("\\", "").lstrip("^")] = _number({key: own}, key, None, where, errors)
+    return {path: next((found[n] for n in found if f".model.{path}".endswith(f".{n}")), value) for path in paths}
+
+
+def _scale(scales: Mapping[str, float], where: str) -> float:
+    lowest, highest = (pick(scales, key=lambda path: scales[path]) for pick in (min, max))
+    if math.isclose(scales[lowest], scales[highest], rel_tol=1e-9):
+        return scales[highest]
+    raise CheckpointError(
+        "peft.unsupported",
+        "this adapter scales its projections differently, which is not supported.",
+        where=where,
+        why=f"rank_pattern and alpha_pattern make the scale of {highest} {scales[highest]:g} and that of {lowest} "
+        f"{scales[lowest]:g}; here, an adapter has one scale",
+        fix="multiply each lora_B by its scale, divided by the one you want, and leave alpha_pattern out",
+    )
+
+
+def _targets(
+    raw: Mapping[str, Any], present: list[str], where: str, errors: list[LoraFusionError], known: Sequence[str]
+) -> tuple[str, ...]:
+    """The named projections; a pattern ("all-linear", a regular expression) means those that the tensors speak of."""
+    said = raw.get("target_modules")
+    names = present if isinstance(said, str) and (said == ALL_LINEAR or said not in known) else said
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not names:
+        what = f"target_modules={shortened(said)} names no projection."
+        errors.append(CheckpointError("peft.bad-config", what, where=where))
+        return ()
+    others = [name for name in names if str(name).rsplit(".", 1)[-1] not in known]
+    errors += [
+        CheckpointError(
+            "peft.unsupported",
+            f"this adapter targets {shortened(name)}, which is not supported.",
+            where=where,
+            why=f"only {', '.join(known)} carry LoRA here",
+        )
+        for name in others
+    ]
+    short = {str(name).rsplit(".", 1)[-1] for name in names}
+    return tuple(name for name in known if name in short)
+
+
+def _number(
+    raw: Mapping[str, Any], key: str, default: float | None, where: str, errors: list[LoraFusionError]
+) -> float:
+    """A rank, an alpha or a rate in its range; 1 where it is wrong, which is one of the errors."""
+    value = raw.get(key, default)
+    whole = key in ("r", "rank_pattern")
+    good = not isinstance(value, bool) and isinstance(value, int | float)
+    if good and key == "lora_dropout":
+        good = 0 <= value < 1
+    elif good:
+        good = 0 < value <= (MOST_RANK if whole else 1e30) and (not whole or value == int(value))
+    if not good:
+        what = f"{key}={shortened(value)} is not a number that can be used."
+        errors.append(CheckpointError("peft.bad-config", what, where=where))
+        return 1
+    return value

@@ -1,0 +1,131 @@
+"""SIGINT and SIGTERM: none is lost, the first is acknowledged at once, the second ends the process.
+
+Python calls handlers between two bytecodes of the main thread: not while XLA compiles, and an exception that a handler
+raises inside a garbage collector's callback is dropped. So a signal is remembered besides being raised, and a thread
+that the interpreter wakes directly acknowledges it and ends a process that does not end by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # exit code
+GRACE_S = 2.0  # so long a process may take to end by itself after the second signal
+FIRST = "stopping; a second signal stops at once"
+FIRST_WHILE_TRAINING = "stopping: what is under way is finished and the state saved; a second signal stops at once"
+SECOND = "stopping at once"
+
+
+class StopSignals:
+    """The handler of both signals.
+
+    Attributes:
+        asked: set by the first signal, and for good.
+        watched: this is a process of the command line, which keeps the handler to its end.
+        ending: the process is about to end; signals raise nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._deferring = 0
+        self.watched = self.ending = False
+        self._told, self._telling = 0, threading.RLock()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        first = not self.asked.is_set()
+        self.asked.set()
+        if self.watched:  # the process may end before the thread has its turn
+            self._tell(1 if first else 2)
+        if not (self.ending or (self._deferring and first)):
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def deferring(self) -> Iterator[threading.Event]:
+        """Within, the first signal sets `asked` only; whoever enters looks at it where it can stop."""
+        self._deferring += 1
+        try:
+            yield self.asked
+        finally:
+            self._deferring -= 1
+
+    def raise_again(self) -> None:
+        """Raises KeyboardInterrupt if a signal came, and nothing while signals are deferred."""
+        if self.asked.is_set() and not self._deferring:
+            raise KeyboardInterrupt
+
+    def watch(self) -> None:
+        """Starts the thread that acknowledges signals and ends the process after the second one; once."""
+        if self.watched:
+            return
+        self.watched = True
+        heard, tells = socket.socketpair()
+        tells.setblocking(False)
+        signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._acknowledge, args=(heard, tells), name="signals", daemon=True).start()
+
+    def _acknowledge(self, heard: socket.socket, tells: socket.socket) -> None:
+        del tells  # the socket must live as long as this thread
+        count = 0
+        while count < 2:
+            for number in heard.recv(1):
+                if number in NUMBERS:
+                    count += 1
+                    self._tell(count)
+        time.sleep(GRACE_S)
+        os._exit(INTERRUPTED)
+
+    def _tell(self, count: int) -> None:
+        """Acknowledges the first or the second signal, once."""
+        with self._telling:
+            if self._told < count:
+                self._told = count
+                _say(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Handles SIGINT and SIGTERM within; the handler that is there already, if it is ours.
+
+    Outside of the main thread nothing is handled, and nothing is ever asked.
+    """
+    if (handler := _installed()) is not None or threading.current_thread() is not threading.main_thread():
+        yield handler or StopSignals()
+        return
+    handler = StopSignals()
+    before = {number: signal.signal(number, handler) for number in NUMBERS}
+    try:
+        yield handler
+    finally:
+        for number, old in before.items() if not handler.watched else ():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set by Python
+
+
+@contextmanager
+def deferred_stop() -> Iterator[threading.Event]:
+    """Within, the first signal sets the event only; the second raises KeyboardInterrupt."""
+    with stop_signals() as handler, handler.deferring() as asked:
+        yield asked
+
+
+def stop_if_asked() -> None:
+    """Raises KeyboardInterrupt if a signal came whose own exception was lost; nothing within `deferred_stop`."""
+    if (handler := _installed()) is not None:
+        handler.raise_again()
+
+
+def _installed() -> StopSignals | None:
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, StopSignals) else None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())

@@ -1,0 +1,147 @@
+"""`lora.init_from`: settings come from the folder, and the base model is compared by what is known of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import small_jobs
+from safetensors.numpy import load_file, save_file
+
+from lorafusion_jax.checkpoint.peft import read_adapter
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
+from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.training import train
+
+COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_base, kept_programs):
+    """A run on a base that the job names by a relative path, and its job."""
+    home = tmp_path_factory.mktemp("made")
+    shutil.copytree(tiny_base, home / "base")
+    train_file = small_jobs.write_rows(home, "law", 4, longest=8)
+    adapter = {
+        "name": "law",
+        "data": {"train": train_file},
+        "lora": {"rank": 4, "alpha": 8, "rslora": True, "targets": ["q_proj", "v_proj"], "dropout": 0},
+    }
+    job = small_jobs.write_job(
+        home, "base", [adapter], batch={"global_samples": 2, "capacity_tokens": 64, "tile_tokens": 16}
+    )
+    assert train(load_config(job), home / "run").exit_code == 0
+    return home
+
+
+@pytest.fixture
+def home(made, tmp_path):
+    shutil.copytree(made, tmp_path / "home", symlinks=True)
+    return tmp_path / "home"
+
+
+def job_from(home, **lora):
+    values = json.loads((home / "jobs.yaml").read_text())
+    values["adapters"][0]["lora"] = {"init_from": "start", "dropout": 0} | lora
+    (home / "jobs.yaml").write_text(json.dumps(values))
+    if not (home / "start").exists():
+        shutil.copytree(home / "run" / "adapters" / "law" / "latest", home / "start")
+    return home / "jobs.yaml"
+
+
+def as_of_another_program(home, **changes):
+    """Takes away what only our folders have."""
+    config = home / "start" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    for name in ("SHA256SUMS", "run.json"):
+        (home / "start" / name).unlink(missing_ok=True)
+
+
+def test_settings_come_from_the_folder(home):
+    values = json.loads(job_from(home).read_text()) | {"lora": {"rank": 64, "targets": ["up_proj"]}}
+    (home / "jobs.yaml").write_text(json.dumps(values))
+    lora = load_config(home / "jobs.yaml").adapters[0].lora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (4, 8.0, True, ["q_proj", "v_proj"])
+
+
+def test_an_exported_folder_names_its_base_from_anywhere(home, made):
+    said = json.loads((home / "run/adapters/law/latest/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert said == str(made / "base")
+
+
+def test_digests_tell_the_base_whatever_it_is_called(home):
+    config = load_config(job_from(home))
+    assert (check_start_bases(config), unproven_bases(config)) == ([], [])
+    (home / "base").rename(home / "elsewhere")
+    values = json.loads((home / "jobs.yaml").read_text())
+    values["base"]["model"] = "elsewhere"
+    (home / "jobs.yaml").write_text(json.dumps(values))
+    assert check_start_bases(load_config(home / "jobs.yaml")) == []
+    tensors = load_file(home / "elsewhere" / "model.safetensors")
+    first = next(iter(tensors))
+    save_file(
+        tensors | {first: tensors[first] + 1}, home / "elsewhere" / "model.safetensors", metadata={"format": "pt"}
+    )
+    (error,) = check_start_bases(load_config(home / "jobs.yaml"))
+    assert error.code == "peft.other-base"
+    assert "model.safetensors" in error.why
+
+
+def snapshot(commit):
+    return f"/cache/models--org--tiny/snapshots/{commit}"
+
+
+AT_COMMIT = {"model": "org/tiny", "revision": COMMIT}
+
+
+@pytest.mark.parametrize(
+    ("said", "revision", "base", "found"),
+    [
+        ("org/tiny", None, {"model": "org/tiny"}, "same"),
+        ("org/other", None, {"model": "org/tiny"}, "other"),
+        ("org/tiny", OTHER, AT_COMMIT, "other"),
+        (snapshot(COMMIT), None, AT_COMMIT, "same"),
+        (snapshot(OTHER), None, AT_COMMIT, "other"),
+        ("org/Base", None, {}, "unknown"),
+        ("org/other", None, {}, "other"),
+        (None, None, {}, "unknown"),
+        ("/somewhere/else", None, {}, "unknown"),
+    ],
+)
+def test_what_names_tell_of_the_base(home, said, revision, base, found):
+    job_from(home)
+    as_of_another_program(home, base_model_name_or_path=said, revision=revision)
+    config = load_config(home / "jobs.yaml")
+    config = config.model_copy(update={"base": config.base.model_copy(update=base)})
+    told = "other" if check_start_bases(config) else "unknown" if unproven_bases(config) else "same"
+    assert told == found
+
+
+def test_a_contradiction_names_both(home):
+    with pytest.raises(LoraFusionError) as caught:
+        train(load_config(job_from(home, rank=2)), home / "second")
+    assert caught.value.code == "peft.other-settings"
+    assert "the folder has rank 4" in caught.value.why
+    assert "the job file has rank 2" in caught.value.why
+
+
+def test_an_adapter_of_one_layer_goes_on_on_that_layer_alone(home, kept_programs):
+    job = job_from(home)
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(home / "start" / "adapter_model.safetensors").items()
+        if ".layers.1." in key
+    }
+    save_file(tensors, home / "start" / "adapter_model.safetensors")
+    as_of_another_program(home, layers_to_transform=[1])
+    assert train(load_config(job), home / "second").exit_code == 0
+    _, arrays = read_adapter(home / "second" / "adapters" / "law" / "latest")
+    for path, (a_Kr, b_rN) in arrays.items():
+        if path.startswith("layers.1."):
+            assert not np.array_equal(b_rN.T, tensors[f"base_model.model.model.{path}.lora_B.weight"]), path
+        else:
+            assert not a_Kr.any(), path
+            assert not b_rN.any(), path

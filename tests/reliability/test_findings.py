@@ -1,0 +1,43 @@
+"""Every finding on the page about reliability names tests that exist, or says why it stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.kills_rows import is_good
+from benchmarks.reliability_table import table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "pages" / "reliability.md"
+TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+
+
+def findings() -> list[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line for line in text[text.index("## Findings") :].splitlines() if line.startswith("| ")]
+    return [row for row in rows if not row.startswith("| finding |")]
+
+
+def test_every_finding_has_a_test_or_a_reason():
+    assert len(findings()) > 50
+    assert [row for row in findings() if not TEST.search(row) and "| stays: " not in row] == []
+
+
+def test_the_tests_exist():
+    missing = [
+        f"{file}::{name}"
+        for row in findings()
+        for file, name in TEST.findall(row)
+        if f"\ndef {name}(" not in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_the_figures_hide_nothing():
+    """A miss of a committed row would stand in the table."""
+    assert "missed" in table()
+    good = {"kind": "SIGTERM", "code": 130, "resumed": 0, "bitwise": True, "leftovers": "", "traceback": False}
+    assert is_good(good)
+    for bad in ({"code": -15}, {"resumed": 2}, {"bitwise": False}, {"leftovers": ".x"}, {"traceback": True}):
+        assert not is_good(good | bad)

@@ -1,0 +1,88 @@
+"""SIGINT and SIGTERM: none is lost, the first is acknowledged within a second, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lorafusion_jax.signals import GRACE_S, deferred_stop, stop_if_asked, stop_signals
+
+# The command line, held up in C without a bytecode, as a long compilation does.
+COMPILING = """
+import hashlib, sys
+from lorafusion_jax import __main__ as command
+from lorafusion_jax.cli.main import app
+
+def compiling():
+    print("compiling", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)  # without the interpreter's lock, for minutes
+
+app.command("compile")(compiling)
+sys.argv = ["lorafusion", "compile"]
+command.main()
+"""
+
+
+def test_the_first_signal_is_acknowledged_and_the_second_ends_a_process_that_compiles():
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "compiling\n"
+            time.sleep(0.2)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert "a second signal stops at once" in process.stderr.readline()
+            assert time.monotonic() - began < 1
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "stopping at once\n"
+            assert process.wait(timeout=GRACE_S + 5) == 130
+        finally:
+            process.kill()
+
+
+def test_a_signal_among_the_imports_ends_the_process_with_its_message():
+    """Right after the interpreter has started, long before jax or typer are there."""
+    code = "import os, signal, lorafusion_jax.__main__ as c, lorafusion_jax.signals as s\n"
+    code += "watch = s.StopSignals.watch\n"
+    code += "s.StopSignals.watch = lambda self: (watch(self), os.kill(os.getpid(), signal.SIGTERM))\n"
+    code += "c.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_was_dropped_is_not_lost(number, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+
+    class Dropped:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            for _ in range(1000):  # the handler raises in here, and Python drops it
+                pass
+
+    with stop_signals():
+        Dropped()
+        assert dropped == [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt):
+            stop_if_asked()
+
+
+def test_training_is_asked_once_and_stopped_by_the_second_signal():
+    before = signal.getsignal(signal.SIGTERM)
+    with deferred_stop() as asked:
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.is_set()
+        stop_if_asked()  # the loop stops by itself
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
