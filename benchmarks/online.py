@@ -140,7 +140,7 @@ def longest_wait(jobs: Iterable[Job], start_s: dict[str, float], rates: Rates) -
     return max(
         (start_s[job.name] - job.arrival_s) / (best.step_s * job.steps)
         for job in jobs
-        if (best := rates.best_alone(job, KIND))
+        if (best := rates.best_isolated_rate(job, KIND))
     )
 
 

@@ -1,4 +1,4 @@
-"""What is planned (jobs) and what a plan is made of (slots): frozen data, nothing else."""
+"""Data types of jobs and plans."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from scheduling.errors import PlanError
 class AdapterJob:
     """One adapter to train: the lengths of its samples and how they form global batches.
 
-    The samples are used in order, `epochs` times: position p of that stream is sample `p % n` of epoch `p // n`,
-    and batch j holds the positions [j·g, (j+1)·g); the last batch may be short.
+    The samples are used in order, `epochs` times. Position p of that stream is sample `p % n` of epoch `p // n`, and
+    batch j holds the positions [j·g, (j+1)·g). The last batch may be short.
 
     Args:
         name: unique among the jobs of a plan.
         sample_tokens: tokens of each sample, in training order.
         global_batch: g, samples per optimizer step.
-        epochs: how often the samples are used.
-        weight: share of the machine relative to other jobs while both are active; equal weights mean
-            "no preference", and the planner then shares so that the whole run is shortest.
-        max_batches: stop after that many batches (None: all).
+        epochs: number of passes over the samples.
+        weight: share of the devices relative to other active jobs. Equal weights mean no preference: the planner then
+            minimises the length of the whole run.
+        max_batches: stop after this number of batches (None: all).
 
     Raises:
-        PlanError: a value that cannot be planned; the message names adapter, index and length.
+        PlanError: a value cannot be planned. The message names adapter, index and length.
 
     >>> AdapterJob("law", [700, 300, 512], global_batch=2).num_batches
     2
     """
 
     name: str
-    sample_tokens: Sequence[int]  # any sequence or array of whole numbers; kept as a tuple
+    sample_tokens: Sequence[int]  # any sequence or array of whole numbers; stored as a tuple
     global_batch: int
     epochs: int = 1
     weight: float = 1.0
@@ -53,7 +53,7 @@ class AdapterJob:
 
     @property
     def num_samples(self) -> int:
-        """Positions in the stream that are trained on, over all epochs."""
+        """Number of positions in the stream, over all epochs."""
         whole = len(self.sample_tokens) * self.epochs
         return whole if self.max_batches is None else min(whole, self.max_batches * self.global_batch)
 
@@ -72,14 +72,14 @@ class AdapterJob:
         return np.resize(np.asarray(self.sample_tokens, np.int64), self.num_samples)
 
     def ref(self, position: int) -> SampleRef:
-        """Names the sample at a position of the stream."""
+        """The sample at a position of the stream."""
         epoch, sample = divmod(position, len(self.sample_tokens))
         return SampleRef(self.name, epoch, position // self.global_batch, sample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a microbatch holds and how far batches must be apart."""
+    """Capacity of a microbatch, and the distance between batches of an adapter."""
 
     capacity_tokens: int
     num_stages: int
@@ -122,9 +122,9 @@ class Slot:
 
 
 class Layout(NamedTuple):
-    """What a stretch of slots runs on. Between two stretches the pipeline is empty: every step has been taken."""
+    """Stages and replicas of a range of slots. Between two layouts the pipeline is empty and every step is taken."""
 
-    end: int  # first slot that is not part of it
+    end: int  # first slot after it
     num_stages: int
     data_parallel: int
 
@@ -167,7 +167,7 @@ def _checked_count(name: str, field: str, value: object) -> int:
 
 
 def as_whole(value: object) -> int | None:
-    """Returns a whole number as int; None for anything else, true and false included."""
+    """Returns a whole number as int; None for anything else, booleans included."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

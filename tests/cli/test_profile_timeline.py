@@ -151,7 +151,7 @@ def test_costs_of_another_model_remat_or_fsdp_are_refused(lorafusion, two_stages
             f"base parameters={count}, mesh.fsdp={fsdp}, train.remat={remat}"
             for count, fsdp, remat in ((8, 2, "nothing"), (parameters, 1, "everything"))
         )
-        assert f"costs measured with {measured} for {wanted}" in said
+        assert f"the costs were measured with {measured}, the job has {wanted}" in said
         assert "lorafusion profile JOBS mesh.fsdp=1 train.remat=everything" in said
 
 
@@ -163,7 +163,7 @@ def test_remat_auto_takes_costs_of_any_policy_and_a_run_those_of_its_own(lorafus
         assert lorafusion("plan", job.path, TWO, f"train.remat={remat}", "--cost-model", file).code == code
     outcome = lorafusion("timeline", run_folder, "--cost-model", file)  # which was told auto and kept everything
     assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-    assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
+    assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
 
 
 def test_costs_measured_under_the_old_name_of_the_setting_are_compared_all_the_same(lorafusion, two_stages, tmp_path):
@@ -175,7 +175,7 @@ def test_costs_measured_under_the_old_name_of_the_setting_are_compared_all_the_s
     for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
         outcome = lorafusion(*arguments, "--cost-model", file)
         assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-        assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
+        assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
 
 
 def test_costs_that_do_not_say_what_they_were_measured_with_are_taken(lorafusion, two_stages, tmp_path):
