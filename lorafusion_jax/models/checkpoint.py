@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as a set of named tensors that can be read by byte range."""
+"""Reads named tensors of a Hugging Face model directory by byte range."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ READABLE = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where a tensor lies and what it is, from a file's header.
+    """Location, shape and dtype of a tensor, from a file's header.
 
     Attributes:
-        start, stop: its bytes in the file.
+        start, stop: byte range in the file.
     """
 
     file: Path
@@ -34,12 +34,11 @@ class Stored:
 
 
 def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Reads the headers of a single safetensors file, or of all shards that the index names.
+    """Reads the headers of a single safetensors file, or of all shards in the index.
 
     Raises:
-        CheckpointError: no weights, a shard that is absent, cut short or broken, a tensor that the index promises and
-            no
-            shard holds; `ErrorList` of several.
+        CheckpointError: there are no weights; a shard is missing, truncated or corrupt; a tensor of the index is in
+            no shard. Several problems come as an `ErrorList`.
     """
     directory = Path(model_dir)
     if (directory / INDEX).is_file():
@@ -57,7 +56,7 @@ def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
 
 
 def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads one rectangle of a tensor from disk; nothing else of the file is touched."""
+    """Reads one slice of a tensor; no other part of the file is read."""
     with safe_open(stored.file, framework="numpy") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
@@ -96,7 +95,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _header(file: Path) -> dict[str, Stored]:
-    """Reads names and places: 8 bytes length, JSON, then the data (the safetensors layout)."""
+    """Reads the header: 8 bytes for its length, then JSON (the safetensors format)."""
     try:
         with safe_open(file, framework="numpy"):  # checks that the tensors fill the file and do not overlap
             pass
@@ -116,12 +115,12 @@ def _header(file: Path) -> dict[str, Stored]:
         }
     except FileNotFoundError:
         raise CheckpointError(
-            "model.missing-file", "a file of the weights is not there.", where=str(file), fix="download the model again"
+            "model.missing-file", "a weight file is missing.", where=str(file), fix="download the model again"
         ) from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "model.broken-file",
-            "a file of the weights is cut short or broken.",
+            "a weight file is truncated or corrupt.",
             where=str(file),
             why=str(error),
             fix="download the file again",

@@ -1,4 +1,4 @@
-"""Hugging Face directory → frozen weights, tensor by tensor, straight to their places on the devices.
+"""Loads frozen weights from a Hugging Face directory, tensor by tensor, directly to their shards on the devices.
 
 Dims: `K` in · `N` out.
 """
@@ -28,7 +28,7 @@ from .decoder import Decoder
 from .naming import Tensor, frozen_tensors, is_ignored
 
 ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
-Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
+Weight = jax.Array | dict[str, jax.Array]  # or the arrays of a stored kernel, see `weights.table`
 
 
 def load_decoder(
@@ -38,19 +38,19 @@ def load_decoder(
     dtype: Any = jnp.bfloat16,
     sharding: Sharding | ShardingRule | None = None,
 ) -> Decoder:
-    """Reads a model directory into a decoder with fresh LoRA weights.
+    """Loads a model directory into a decoder with newly initialised LoRA weights.
 
-    Each device reads only the bytes of its own part; the host holds about one tensor at a time.
+    Each device reads only the bytes of its own shard. The host holds about one tensor at a time.
 
     Args:
         model_dir: config.json and safetensors, single or sharded with an index.
         adapters: see `Decoder`.
-        dtype: of the base weights; the checkpoint's are converted on the device.
-        sharding: of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) → sharding;
-            default: everything on the first device.
+        dtype: dtype of the base weights; conversion runs on the device.
+        sharding: sharding of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) →
+            sharding. Default: everything on the first device.
     Raises:
-        CheckpointError: an architecture that is not implemented; files that are absent or broken; all missing, extra
-            and misshapen tensors in one message.
+        CheckpointError: the architecture is not implemented; files are missing or corrupt; tensors are missing, extra
+            or of the wrong shape (all of them in one message).
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -70,18 +70,19 @@ def load_frozen(
     quantize: str = NONE,
     sharding: Sharding | ShardingRule | None = None,
 ) -> dict[str, Weight]:
-    """Reads a model directory as named weights, "layers.0.mlp.up_proj.kernel" → [K, N].
+    """Loads a model directory as named weights, "layers.0.mlp.up_proj.kernel" → [K, N].
 
-    The layers' kernels are stored as `quantize` says, each made on its devices as soon as it is read: the whole model
-    never lies anywhere in `dtype`. All else, embedding, head, norms and biases, is in `dtype`.
+    The layers' kernels are stored as `quantize` says. Each is quantised on its devices as soon as it is read, so the
+    whole model never exists in `dtype`. Embedding, head, norms and biases are in `dtype`.
 
     Args:
-        model_dir, dtype, sharding: see `load_decoder`; a rule is asked for each array of a stored kernel, under the
-            kernel's name and the array's own shape.
-        quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`.
+        model_dir, dtype, sharding: see `load_decoder`. A sharding function is called for each array of a stored kernel,
+            with the kernel's name and the array's shape.
+        quantize: a name of `weights.table`. Kernels are quantised from the checkpoint's values, not from values rounded
+            to `dtype`.
     Raises:
         CheckpointError: see `load_decoder`.
-        ConfigError: a kind that does not exist, or whose package is broken.
+        ConfigError: the kind does not exist, or its package is broken.
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -93,15 +94,15 @@ def load_frozen(
 def _read_all(
     model_dir: str | os.PathLike[str], model: Decoder, dtype: Any, quantize: str, place: ShardingRule
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Reads the frozen tensors of an abstract decoder, one after the other."""
+    """Reads the frozen tensors of an abstract decoder one by one."""
     stored, tensors, kind = list_tensors(model_dir), frozen_tensors(model), stored_kind(quantize)
     _check(tensors, stored, model.config, Path(model_dir))
     last = None
     for tensor in tensors:
-        own = kind if tensor.transposed else None  # kernels of linears, of which only the layers have any
+        own = kind if tensor.transposed else None  # kernels of linears, which only the layers have
         weight = _read_tensor(tensor, stored[tensor.name], jnp.dtype(dtype), own, place)
         yield tensor, weight
-        # The disk may run one leaf ahead of the devices, not more: host memory stays small.
+        # The disk runs at most one leaf ahead of the devices, which limits host memory.
         jax.block_until_ready(last)
         last = weight
 
@@ -128,7 +129,7 @@ def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: Mode
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
             why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
-            fix="use the config.json and the weights of one and the same model",
+            fix="use the config.json and the weights of the same model",
         )
 
 
@@ -173,7 +174,7 @@ def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Ca
 
 
 def _transposed(sharding: Sharding) -> Sharding:
-    """The sharding of a [N, K] matrix whose transpose lies as `sharding` says."""
+    """The sharding of an [N, K] matrix whose transpose has the given sharding."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, None, None)[:2]
