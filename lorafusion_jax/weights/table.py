@@ -1,7 +1,7 @@
-"""Stored weights: how a frozen [K, N] kernel lies in memory, and how it becomes the kernel that a product reads.
+"""Stored weights: how a frozen [K, N] kernel is stored, and how it is dequantised for a product.
 
-To add a kind, add a row to `KINDS`; from another package, install an entry point of the group
-`lorafusion_jax.stored_weights` that loads a `StoredKind`. Never imports jax: planning asks for sizes.
+To add a kind, add a row to `KINDS`. Other packages can install an entry point of the group
+`lorafusion_jax.stored_weights` that loads a `StoredKind`. Never imports jax, because planning needs sizes.
 
 Axes: `K` in features · `N` out features
 """
@@ -27,12 +27,12 @@ NONE = "none"  # kernels stay plain arrays of `base.dtype`
 class ArraySpec:
     """Shape and dtype of one stored array.
 
-    With `mesh.fsdp` an array of two axes or more is split along its first axis that divides; others lie whole on every
-    device. So give large arrays two axes.
+    With `mesh.fsdp`, an array of two or more axes is sharded along its first axis that divides; other arrays are
+    replicated. So give large arrays two axes.
 
     Args:
-        shape: of the whole array.
-        dtype: its name in numpy or ml_dtypes: "int8", "float8_e4m3fn".
+        shape: shape of the whole array.
+        dtype: name of the dtype in numpy or ml_dtypes: "int8", "float8_e4m3fn".
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class ArraySpec:
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
     @property
@@ -53,10 +53,10 @@ class StoredKind:
     """A way to store a frozen kernel.
 
     Args:
-        arrays: (K, N) → the stored arrays by name. No jax here.
-        quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
-            the same input must give the same bytes however it is split over devices.
-        dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
+        arrays: (K, N) → the stored arrays by name. It must not use jax.
+        quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. It is traced by
+            jax, and its result must not depend on the sharding.
+        dequantise: (stored arrays, dtype) → kernel [K, N] of this dtype. It is traced by jax, without gradients.
 
     Example:
         >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
@@ -81,7 +81,7 @@ KINDS: Mapping[str, StoredKind] = {"int8": INT8}
 
 
 def stored_kind(name: str) -> StoredKind | None:
-    """Finds a kind by the name that a job file gives it; None for `none`.
+    """Finds a kind by its name in a job file; None for `none`.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -90,5 +90,5 @@ def stored_kind(name: str) -> StoredKind | None:
 
 
 def unknown_stored_kind(name: str) -> str | None:
-    """What `base.quantize` should have been; None for a name that exists."""
+    """Explains an unknown `base.quantize`; None if the name exists."""
     return not_known(GROUP, {NONE: None, **KINDS}, name)
