@@ -1,4 +1,4 @@
-"""lorafusion cancel, pause, continue, finish, weight: what a user asks of a run, also while it trains."""
+"""lorafusion cancel, pause, continue, finish, weight: requests to a run, also during training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the ada
 
 
 def cancel(run: RunPath, adapter: Adapter) -> None:
-    """Ends an adapter at once; its last step stays as a PEFT folder, and the others get its slots.
+    """Ends an adapter at once. Its last step stays as a PEFT folder; the others get its slots.
 
     Example: lorafusion cancel runs/exp1 law
     """
@@ -26,7 +26,7 @@ def cancel(run: RunPath, adapter: Adapter) -> None:
 
 
 def pause(run: RunPath, adapter: Adapter) -> None:
-    """Leaves an adapter out until it is continued; the others get its slots.
+    """Pauses an adapter until it is continued. The others get its slots.
 
     Example: lorafusion pause runs/exp1 law
     """
@@ -34,7 +34,7 @@ def pause(run: RunPath, adapter: Adapter) -> None:
 
 
 def go_on(run: RunPath, adapter: Adapter) -> None:
-    """Lets a paused adapter train again from where it was.
+    """Continues a paused adapter where it stopped.
 
     Example: lorafusion continue runs/exp1 law
     """
@@ -42,7 +42,7 @@ def go_on(run: RunPath, adapter: Adapter) -> None:
 
 
 def finish(run: RunPath, adapter: Adapter) -> None:
-    """Ends an adapter after the optimizer step whose samples it has begun.
+    """Ends an adapter after its optimizer step in progress.
 
     Example: lorafusion finish runs/exp1 law
     """
@@ -52,12 +52,12 @@ def finish(run: RunPath, adapter: Adapter) -> None:
 def weight(
     run: RunPath, adapter: Adapter, value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")]
 ) -> None:
-    """Changes an adapter's share of the machine relative to the others.
+    """Changes an adapter's share of the devices relative to the others.
 
     Example: lorafusion weight runs/exp1 law 2
     """
     if not is_weight(value):
-        raise ConfigError("control.weight", f"{value:g} is no weight.", why="a weight is a finite number above 0")
+        raise ConfigError("control.weight", f"{value:g} is not a weight.", why="a weight is a finite number above 0")
     _ask(run, "weight", adapter, value)
 
 
@@ -81,12 +81,12 @@ def _ask(run: Path, action: Action, adapter: str, value: float | None = None) ->
     numbers = run_numbers(run)
     status = numbers["adapters"][adapter]["status"]
     if status in ("done", "failed", "cancelled"):
-        raise ConfigError("control.ended", f"{adapter} is {status}: nothing of it is left to train.")
+        raise ConfigError("control.ended", f"{adapter} is {status}: there is nothing left to train.")
     write_request(run, action, adapter, value)
     console = out()
     if numbers["state"] == "running" and numbers["alive"] is not False:
-        say(console, f"asked: {action} {adapter}. The run does so when the microbatches under way are through.")
+        say(console, f"requested: {action} {adapter}. The run applies it after the microbatches in flight.")
         next_command(console, f"lorafusion status {run} --watch")
     else:
-        say(console, f"asked: {action} {adapter}. The run does not train now: it does so when it goes on.")
+        say(console, f"requested: {action} {adapter}. The run is not training and applies it when it is resumed.")
         next_command(console, f"lorafusion resume {run}")

@@ -1,4 +1,4 @@
-"""Entry point: collects the commands and turns errors into one clear message and an exit code.
+"""Entry point: collects the commands, and converts errors to a message and an exit code.
 
 0 all adapters done · 1 run error · 2 config or data error · 3 some adapters failed · 130 interrupted, state saved
 """
@@ -70,7 +70,7 @@ app.add_typer(data.app, name="data")
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="print the version and end", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"lorafusion-jax {versions()['lorafusion-jax']}")
@@ -78,7 +78,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and exits with its code."""
+    """Runs the command line and exits with its exit code."""
     sys.exit(run(arguments))
 
 
@@ -105,8 +105,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _sigterm_is_ctrl_c() -> Iterator[None]:
-    """Ends a command that is told to stop as Ctrl-C ends it; a training loop handles both itself."""
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+    """Treats SIGTERM like Ctrl-C; a training loop handles both itself."""
+    if threading.current_thread() is not threading.main_thread():  # handlers need the main thread
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -121,14 +121,14 @@ def _say(problem: Exception) -> None:
 
 
 def _system_error(problem: OSError) -> RunError:
-    """A file or disk that the system refuses; the program is not to blame, so there is no traceback."""
+    """Converts an error of the file system to a message without traceback."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunError(
             "save.no-space",
             "the disk is full.",
             where=str(problem.filename or ""),
             why=str(problem),
-            fix="free some space and repeat the command; a run goes on with lorafusion resume",
+            fix="free some space and repeat the command; continue a run with lorafusion resume",
         )
     if problem.filename is None:
         raise problem

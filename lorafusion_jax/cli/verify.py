@@ -1,4 +1,4 @@
-"""lorafusion verify: whether every file of a run folder, or of an exported folder, is as it was written."""
+"""lorafusion verify: compares the files of a run folder or an exported folder with their digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="run folder, or a folder with SHA256SUMS")],
     as_json: Json = False,
 ) -> int:
-    """Compares every file with its digest; ends with 2 if one is damaged.
+    """Compares every file with its digest; exits with 2 if one is damaged.
 
     Example: lorafusion verify runs/exp1
     """

@@ -1,4 +1,4 @@
-"""The commands that ask something of a run: carried out at the next resume where it does not train, refused aloud."""
+"""Control commands: requests wait for the next resume of a stopped run, and invalid ones are errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_adapter_is_refused(lorafusion, finished, command):
     assert "one of: law, med" in outcome.err
 
 
-def test_what_has_ended_and_what_is_no_weight_is_refused(lorafusion, finished, tmp_path):
+def test_ended_adapters_and_invalid_weights_are_errors(lorafusion, finished, tmp_path):
     assert lorafusion("pause", finished[1], "law").errors == ["control.ended"]
     assert lorafusion("weight", finished[1], "law", "0").errors == ["control.weight"]
     assert lorafusion("weight", finished[1], "law", "inf").errors == ["control.weight"]
