@@ -1,4 +1,4 @@
-"""What `end_to_end.py` runs on: shapes of real models with random weights, and random tokens in real lengths."""
+"""Inputs of `end_to_end.py`: shapes of real models, random weights, and random tokens with realistic lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Draw:
-    """Random tensors on a stage: norms 1, biases 0, products scaled by their input."""
+    """Random tensors of a stage: norms 1, biases 0, kernels scaled by their input size."""
 
     def __init__(self, stage: StageMesh, dtype: Any):
         self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}
@@ -61,7 +61,7 @@ class Draw:
 def sample_lengths(
     draw: np.random.Generator, workload: str, adapter: int, count: int, scale: float, longest: int
 ) -> list[int]:
-    """Lengths of one adapter's samples: all of one kind, of all kinds mixed, or of a kind of its own."""
+    """Lengths of one adapter's samples: one kind for all adapters, all kinds mixed, or one kind per adapter."""
     kinds = {"mix": list(LENGTHS), "het": [[*LENGTHS, "mix"][adapter % 4]]}.get(workload, [workload])
     kinds = list(LENGTHS) if kinds == ["mix"] else kinds
     columns = []

@@ -26,7 +26,7 @@ def stopped(finished, tmp_path):
 def test_a_request_waits_for_the_next_resume(lorafusion, stopped):
     outcome = lorafusion("cancel", stopped, "law")
     assert outcome.code == 0, outcome.err
-    assert "The run does not train now: it does so when it goes on." in outcome.out
+    assert "The run is not training and applies it when it is resumed." in outcome.out
     assert outcome.last_line == f"next: lorafusion resume {stopped}"
     assert len(request_files(stopped)) == 1
     resumed = lorafusion("resume", stopped)

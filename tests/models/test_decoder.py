@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,9 +95,9 @@ def flat(state) -> dict:
 
 
 def close(got, wanted, relative):
-    largest = max(np.abs(leaf).max() for leaf in wanted.values())
-    for name, leaf in wanted.items():
-        np.testing.assert_allclose(got[name], leaf, atol=relative * largest, err_msg=name)
+    """Compares trees with a tolerance relative to the largest element of all leaves."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=0, atol=relative * largest)
 
 
 def test_exactly_the_used_lora_weights_have_gradients(decoder):

@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,12 +30,6 @@ TIED, PLAIN = GOLDEN / "qwen2_tied", GOLDEN / "llama2"
 
 def leaves(model) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_same(got: dict, wanted: dict):
-    assert got.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
 
 
 @pytest.fixture
@@ -61,8 +56,8 @@ def test_lora_leaves_are_those_of_a_fresh_decoder():
     fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
     loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
     for name in (name for name in fresh if "lora" in name):
-        assert loaded[name].dtype == np.float32
-        np.testing.assert_array_equal(loaded[name], fresh[name])
+        chex.assert_type(loaded[name], np.float32)
+        chex.assert_trees_all_equal(loaded[name], fresh[name])
 
 
 def test_tied_head_is_the_embedding():
@@ -91,12 +86,14 @@ def test_saved_model_equals_the_loaded_model(tmp_path, shard_bytes):
     out = save_decoder(model, tmp_path / "out", shard_bytes=shard_bytes)
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     assert all(file.stat().st_size < shard_bytes + 4096 for file in out.glob("*.safetensors"))
-    assert_same(leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16)))
+    chex.assert_trees_all_equal(
+        leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16))
+    )
 
 
 def test_saved_file_equals_the_original(tmp_path):
     out = save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "out", source_dir=PLAIN)
-    assert_same(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
+    chex.assert_trees_all_equal(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
     assert (out / "config.json").read_bytes() == (PLAIN / "config.json").read_bytes()
 
 
