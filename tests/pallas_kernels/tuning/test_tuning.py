@@ -192,7 +192,7 @@ def test_a_table_of_an_older_version_is_refused_with_the_reason(tmp_path, old, r
     with pytest.raises(ValueError, match=f"no tuning table: {reason}.*; delete it and tune again"):
         store.load(path)
     with pytest.raises(
-        ConfigError, match="no table of this version"
+        ConfigError, match="not a table of this version"
     ) as caught:  # `lorafusion tune`, before it measures
         check_table(path)
     assert (caught.value.code, caught.value.where) == ("tune.old-table", str(path))
