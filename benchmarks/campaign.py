@@ -108,7 +108,7 @@ CELLS = (
             ("large", 310, f"{tokens}x5120 {tokens}x8192 {tokens}x14336"), ("square", 200, f"{tokens}x4096"),
         )
     ),
-    *(  # Hopper's kernels beside what they must not be slower than
+    *(  # Hopper's kernels and the forms that they must not be slower than
         Cell(
             name=f"{section}_{tokens}_hopper", gpus=1, seconds=550,
             command=f"kernels --sections {section} --budget 800 --only {tokens}x"
@@ -260,9 +260,9 @@ def whole_rows(text: str) -> Iterator[dict]:
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
     """Writes a file atomically."""
-    beside = file.with_name(f".{file.name}")
-    write(beside)
-    beside.replace(file)
+    draft = file.with_name(f".{file.name}")
+    write(draft)
+    draft.replace(file)
 
 
 def cell_named(name: str) -> Cell:

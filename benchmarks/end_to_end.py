@@ -129,9 +129,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=8, help="samples of an adapter's global batch")
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument(
-        "--slots", type=int, default=100, help="at least so many after the warm-up, of variants that train together"
-    )
+    parser.add_argument("--slots", type=int, default=100, help="minimum slots after the warm-up, for joint variants")
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])

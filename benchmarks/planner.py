@@ -209,11 +209,11 @@ def bubbles() -> list[dict]:
         orders = {
             "ours": (make_plan(jobs, **LIMITS), None),
             "batch by batch, no flush": (turns, None),
-            "batch by batch, no flush, own capacity": (quickest(batch_by_batch, jobs), None),
+            "batch by batch, no flush, own capacity": (fastest(batch_by_batch, jobs), None),
             "one adapter at a time, no flush": (alone, None),
             "one adapter at a time, 1F1B with flush": (alone, flushed),
             "one adapter at a time, 1F1B with flush, own capacity": (
-                quickest(one_after_another, jobs, flushed), flushed
+                fastest(one_after_another, jobs, flushed), flushed
             ),
             "one adapter at a time, GPipe": (alone, forward_then_backward),
         }  # fmt: skip
@@ -244,7 +244,7 @@ def flushed(plan: Plan) -> Program:
     return one_forward_one_backward(plan, flush=True)
 
 
-def quickest(make: Callable[..., Plan], jobs: list[AdapterJob], order: Order | None = None) -> Plan:
+def fastest(make: Callable[..., Plan], jobs: list[AdapterJob], order: Order | None = None) -> Plan:
     """The plan with the best capacity for this order: the shortest predicted time."""
     longest = max(max(job.sample_tokens) for job in jobs)
     plans = [make(jobs, capacity_tokens=size, num_stages=4) for size in CAPACITIES if size >= longest]

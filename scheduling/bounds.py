@@ -84,8 +84,8 @@ def _bins_for(lengths: np.ndarray, room: int) -> int:
         small = int(np.searchsorted(ordered, threshold))  # shorter than the threshold: left out
         half = int(np.searchsorted(ordered, room // 2, side="right"))
         large = int(np.searchsorted(ordered, room - threshold, side="right"))  # no room left for a middle one
-        beside = (large - half) * room - (prefix[large] - prefix[half])
-        excess = int(prefix[half] - prefix[small] - beside)
+        room_left = (large - half) * room - (prefix[large] - prefix[half])
+        excess = int(prefix[half] - prefix[small] - room_left)
         best = max(best, int(len(ordered) - half) + max(0, -(-excess // room)))
     return best
 

@@ -143,9 +143,9 @@ def prepare_machine() -> None:
     import jax
     import platformdirs
 
-    told = os.environ.get("XLA_FLAGS", "")
-    if GPUS_WAIT.partition("=")[0] not in told:
-        os.environ["XLA_FLAGS"] = f"{told} {GPUS_WAIT}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if GPUS_WAIT.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {GPUS_WAIT}".strip()
     if jax.config.jax_pjrt_client_create_options is None:
         jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": MEMORY_FRACTION})
     if jax.config.jax_compilation_cache_dir:

@@ -148,7 +148,7 @@ class Screen:
         for text in (
             f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
             f"{whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
-            f"  {count(event.trainable)} trainable parameters beside {count(event.frozen)} frozen ones  ·  "
+            f"  {count(event.trainable)} trainable and {count(event.frozen)} frozen parameters  ·  "
             f"{event.device}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
             *([f"  {devices}"] if devices else ()),
         ):
