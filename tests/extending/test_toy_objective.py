@@ -1,4 +1,4 @@
-"""An objective from another package with two texts per sample, trained by the command line together with another one."""
+"""An objective from another package with two texts per sample, trained by the command line with another one."""
 
 from __future__ import annotations
 
