@@ -1,5 +1,5 @@
-"""Trains several LoRA adapters of one frozen base model together, each as if it were alone.
+"""Trains several LoRA adapters of one frozen base model together, with the results of separate training.
 
-`modules` has LoRA layers for any Flax model, `training` the whole job from a job file to exported adapters, and `cli`
+`modules` contains LoRA layers for Flax models, `training` runs jobs from a job file to exported adapters, and `cli` is
 the command `lorafusion`. Importing this package imports nothing else.
 """

@@ -1,4 +1,4 @@
-"""`python -m lorafusion_jax` is the command line, for machines where the package is not installed."""
+"""`python -m lorafusion_jax` runs the command line without an installed package."""
 
 from lorafusion_jax.cli import main
 
