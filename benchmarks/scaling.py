@@ -291,7 +291,7 @@ def main() -> None:
     options = parser.parse_args()
     quick = options.quick
     if not quick and options.out is None:
-        parser.error("--out names the folder for the table")
+        parser.error("--out must name the output folder")
     rows = []
     for adapters in (4, 16):
         for global_batch in (8, 64) if quick else BATCHES:

@@ -58,5 +58,5 @@ def test_a_cell_can_be_named_again_with_a_number():
     first, again = cell_named(CELLS[0].name), cell_named(f"{CELLS[0].name}.2")
     assert (again.name, again.command, again.gpus) == (f"{first.name}.2", first.command, first.gpus)
     for wrong in ("second", "", "²"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no cell"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a cell"):
             cell_named(f"{CELLS[0].name}.{wrong}")
