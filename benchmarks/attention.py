@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention --out benchmarks/results/attention_h200_2026-11-24 --budget 200
 
-One JSON line per finding, written at once; a variant that fails leaves a line with its error. Times are microseconds,
-medians over rounds in random order; `floor_us` is the work of the visible pairs alone at 600 TFLOP/s.
+Writes one JSON line per result at once; a failing variant leaves a line with its error. Times are medians in
+microseconds over rounds in random order. `floor_us` is the time of the unmasked pairs at 600 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Case:
 
 
 def ragged(rows: int, low: int, high: int, seed: int) -> tuple[int, ...]:
-    """Random lengths of documents that leave a tail of padding."""
+    """Random document lengths with a tail of padding."""
     rng, lengths = np.random.default_rng(seed), []
     while sum(lengths) + high < rows:
         lengths.append(int(rng.integers(low, high + 1)))
@@ -132,7 +132,7 @@ RAW = {"cudnn": (cudnn_forward, cudnn_backward), "pallas": (pallas_forward, pall
 
 
 def isolation() -> Iterator[dict]:
-    """A NaN or infinity in one document: do all other documents keep their bits, and does it show in its own?"""
+    """Checks that NaN or infinity in one document shows there and changes no bit of the others."""
     case = CHECKS[0]
     arrays, segments = case.arrays(0), case.segments()
     run = jax.jit(functools.partial(through_facade, "pallas_mosaic_gpu"))
@@ -152,7 +152,7 @@ def isolation() -> Iterator[dict]:
 
 
 def check() -> Iterator[dict]:
-    """Relative errors against float32, and whether two runs give the same bits."""
+    """Computes relative errors against float32, and whether two runs are bitwise equal."""
     for case in CHECKS:
         record = {"case": case.name, "rows": case.rows, "heads": case.heads, "documents": len(case.lengths)}
         arrays, segments = case.arrays(0), case.segments()
@@ -168,7 +168,7 @@ def check() -> Iterator[dict]:
                     "errors": dict(zip(("o", "dq", "dk", "dv"), errors, strict=True)),
                     "same_bits": same,
                 }
-            except Exception as error:  # one variant must not lose the others
+            except Exception as error:  # the other variants go on
                 yield record | {"name": name, "error": f"{type(error).__name__}: {error}"[:1500]}
 
 
@@ -178,7 +178,7 @@ def relative(a: jax.Array, b: jax.Array) -> float:
 
 
 def whole() -> Iterator[dict]:
-    """Forward alone and forward with backward, kernels alone and with the cleaning of the facade around them."""
+    """Times forward and forward + backward, with and without the NaN isolation around the kernels."""
     for case in CASES:
         segments = case.segments()
         calls = {}
@@ -193,7 +193,7 @@ def whole() -> Iterator[dict]:
 
 
 def kernels() -> Iterator[dict]:
-    """Every kernel alone, and with other depths."""
+    """Times every kernel separately, and with other ring depths."""
     case = TYPICAL
     segments = case.segments()
     sets = []

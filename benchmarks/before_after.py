@@ -1,12 +1,12 @@
-"""Does a change of the structure change a result or a speed? Two checkouts, side by side.
+"""Compares results and speed of two checkouts, before and after a change of the structure.
 
     git worktree add ../before COMMIT
     python -m benchmarks.before_after --before ../before --out benchmarks/results/before_after_2026-11-23
     python -m benchmarks.before_after --before ../before --parts layer training --out …      # one H200
 
-Parts: `job`, the demo's job for some steps on one device and on 2 stages x 2 replicas, on CPUs: losses and exported
-adapters must be the same bits. `layer`, a decoder layer of Llama-3.1-8B's shape, and `training`, the same model on the
-workload `mix`, on a GPU: ours before over ours after, taken in turn. Writes rows.jsonl.
+Parts: `job` runs the demo's job for some steps on one device and on 2 stages x 2 replicas, on CPUs; losses and exported
+adapters must be bitwise equal. `layer` (a decoder layer of Llama-3.1-8B's shape) and `training` (the same model on the
+workload `mix`) run on a GPU, with both checkouts in turn. Writes rows.jsonl.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def job(args: argparse.Namespace) -> Iterator[dict]:
-    """Trains the demo's job in both checkouts and compares what they leave, bit by bit."""
+    """Trains the demo's job in both checkouts and compares losses and adapters bitwise."""
     for mesh, overrides in MESHES.items():
         with tempfile.TemporaryDirectory() as folder:
             runs = {name: _trained(tree, Path(folder) / name, overrides, args.steps) for name, tree in _trees(args)}
@@ -106,7 +106,7 @@ def training(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def _ratios(found: dict[tuple[str, str], list[float]], unit: str) -> Iterator[dict]:
-    conditions = json.loads(_run(ROOT, ["-c", CONDITIONS]))  # a process of its own: this one takes no GPU memory
+    conditions = json.loads(_run(ROOT, ["-c", CONDITIONS]))  # in a child process, so that this one uses no GPU memory
     for what in dict.fromkeys(what for what, _ in found):
         before, after = found[what, "before"], found[what, "after"]
         ratio = statistics.median(after) / statistics.median(before)

@@ -1,15 +1,14 @@
-"""Every benchmark that needs GPUs, side by side on the GPUs of one host, within a time limit.
+"""Runs every GPU benchmark in parallel on the GPUs of one host, within a time limit.
 
     python -m benchmarks.campaign --seconds 590 --out results
     python -m benchmarks.campaign --seconds 590 --out results --cells 70b 8b_data4 layer
     python -m benchmarks.campaign --out results --cells 8b_data4 8b_data1 8b_data1.2 8b_data1.3
     python -m benchmarks.campaign --list
 
-A cell is one process on one or more GPUs of its own. Cells start in the order of the list (or of `--cells`) as soon as
-enough GPUs are free and the time that is left is enough for what they are known to need. A cell that overruns its limit
-is killed. A name with a number behind it is the same cell again: GPUs of one host differ. Whatever has been measured is
-in the output after every cell: campaign.jsonl with one row per measurement, and campaign.tar.gz with the cells' own
-files and logs.
+A cell is one process with its own GPUs. Cells start in the order of the list (or of `--cells`) when enough GPUs are
+free and enough time is left for them. A cell that exceeds its limit is killed. A name with a number, such as
+8b_data1.2, repeats a cell, because GPUs of one host differ. The output is complete after every cell: campaign.jsonl
+with one row per measurement, and campaign.tar.gz with the files and logs of the cells.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SLACK = 1.6  # a cell may take so many times what it is known to need
+SLACK = 1.6  # limit of a cell, relative to its known time
 END_S = 6  # to kill, collect and write
-# A GPU that runs out of memory lets the others of its cell wait; without a limit they would until the cell is killed.
+# If a GPU runs out of memory, the others of its cell wait; the limit ends them early.
 GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=90"
 
 
@@ -40,7 +39,7 @@ class Cell:
     """One process: a benchmark of this folder with its arguments.
 
     Attributes:
-        seconds: known or expected, on H200s.
+        seconds: known or expected time on H200s.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Cell:
 
 LARGE = "end_to_end --model 70b --stages 4 --capacity 6144 --batch 16"
 REPLICAS = "end_to_end --model 8b --variants ours --no-profile"
-HIDE = "--xla gpu_enable_latency_hiding_scheduler="  # where the program does not choose so itself, or against it
+HIDE = "--xla gpu_enable_latency_hiding_scheduler="  # overrides the program's own choice
 SIZES = (("ops", 8192), ("rows", 2048), ("rows", 4096), ("rows", 16384))  # sections of kernels.py, tokens
 CELLS = (
     Cell(name="70b", gpus=4, seconds=440, command=f"{LARGE} --variants ours mlora"),
@@ -109,7 +108,7 @@ CELLS = (
             ("large", 310, f"{tokens}x5120 {tokens}x8192 {tokens}x14336"), ("square", 200, f"{tokens}x4096"),
         )
     ),
-    *(  # Hopper's kernels beside what they must not be slower than
+    *(  # Hopper's kernels and the forms that they must not be slower than
         Cell(
             name=f"{section}_{tokens}_hopper", gpus=1, seconds=550,
             command=f"kernels --sections {section} --budget 800 --only {tokens}x"
@@ -154,7 +153,7 @@ CELLS = (
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """A cell under way."""
+    """A running cell."""
 
     cell: Cell
     gpus: list[str]
@@ -163,7 +162,7 @@ class Running:
 
 
 class Campaign:
-    """Runs cells on free GPUs and collects what they wrote."""
+    """Runs cells on free GPUs and collects their output."""
 
     def __init__(self, cells: Sequence[Cell], gpus: Sequence[str], seconds: float, out: Path, work: Path):
         self._waiting, self._free = list(cells), list(gpus)
@@ -177,7 +176,7 @@ class Campaign:
         return self._seconds - END_S - (time.monotonic() - self._began)
 
     def run(self) -> dict[str, str]:
-        """Returns how every cell ended. Whatever ends the campaign ends its cells, and what they wrote is collected."""
+        """Returns the outcome of every cell. If the campaign ends early, it ends its cells and collects their rows."""
         try:
             while self._waiting or self._running:
                 self._start()
@@ -199,7 +198,7 @@ class Campaign:
                 gpus, self._free = self._free[: cell.gpus], self._free[cell.gpus :]
                 self._running.append(self._started(cell, gpus))
             else:
-                return  # in order: a small one that slips in would hold up the large one before it
+                return  # keep the order: a small cell would delay the larger one before it
 
     def _started(self, cell: Cell, gpus: list[str]) -> Running:
         folder = self._work / cell.name
@@ -219,7 +218,7 @@ class Campaign:
             status = each.process.poll()
             if status is None and time.monotonic() < each.killed_at:
                 continue
-            if status is None:  # not SIGTERM: a training loop would finish its microbatches first
+            if status is None:  # SIGTERM would let a training loop finish its microbatches
                 kill(each.process)
             self._running.remove(each)
             self._free = sorted(self._free + each.gpus)
@@ -246,37 +245,37 @@ class Campaign:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Ends a cell and all that it started."""
+    """Ends a cell and all its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def whole_rows(text: str) -> Iterator[dict]:
-    """Rows of a file that somebody may still be writing, or was killed over."""
+    """Complete rows of a file that may still be written or may be truncated."""
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside and puts in place: a reader, or the end of the program, meets a whole file."""
-    beside = file.with_name(f".{file.name}")
-    write(beside)
-    beside.replace(file)
+    """Writes a file atomically."""
+    draft = file.with_name(f".{file.name}")
+    write(draft)
+    draft.replace(file)
 
 
 def cell_named(name: str) -> Cell:
-    """The cell of that name, or the same again under a name with a number: 8b_data1.2."""
+    """The cell of a name, with or without a number: 8b_data1.2."""
     known = {each.name: each for each in CELLS}
     base, dot, number = name.partition(".")
     if base not in known or (dot and not number.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{name!r} is no cell; there are {', '.join(known)}, each also as NAME.NUMBER")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a cell: {', '.join(known)}, also as NAME.NUMBER")
     return replace(known[base], name=name)
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES allows, or all that there are."""
+    """The GPUs in CUDA_VISIBLE_DEVICES, or all GPUs."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
         return [name.strip() for name in allowed.split(",") if name.strip()]
@@ -288,7 +287,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, help="default: all that are visible")
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--cells", nargs="+", type=cell_named, metavar="CELL", default=list(CELLS))
-    parser.add_argument("--list", action="store_true", help="prints the cells and ends")
+    parser.add_argument("--list", action="store_true", help="print the cells and exit")
     parser.add_argument("--out", type=Path, help="folder")
     options = parser.parse_args()
     if options.list:
@@ -296,7 +295,7 @@ def main() -> int:
             print(f"{each.name:15s} {each.gpus} GPUs {each.seconds:4.0f} s  {each.command}")
         return 0
     if options.out is None:
-        parser.error("--out names the folder for what is measured")
+        parser.error("--out must name the output folder")
     if len({each.name for each in options.cells}) < len(options.cells):
         parser.error("a cell is named twice: give the second one a number, as in 8b_data1.2")
     gpus = visible_gpus()[: options.gpus]
@@ -304,7 +303,7 @@ def main() -> int:
     if too_large:
         print(f"left out, more than {len(gpus)} GPUs: {', '.join(too_large)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that cells end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the cells too
     with tempfile.TemporaryDirectory() as work:
         ready = [each for each in options.cells if each.gpus <= len(gpus)]
         ended = Campaign(ready, gpus, options.seconds, options.out, Path(work)).run()

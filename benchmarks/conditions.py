@@ -1,4 +1,4 @@
-"""What a measurement was made with: it stands beside every result."""
+"""Conditions of a measurement, stored with every result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jaxlib
 
 
 def conditions() -> dict[str, str | float]:
-    """Device, versions and date; driver and power limit where there is an `nvidia-smi`."""
+    """Device, versions and date; driver and power limit if `nvidia-smi` is available."""
     found: dict[str, str | float] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

@@ -1,30 +1,31 @@
-"""Whole training runs at real size on random weights: ours beside every baseline, in one program and one run.
+"""Whole training runs at real size on random weights: ours and every baseline, in one process.
 
     python -m benchmarks.end_to_end --model 8b --workloads xsum cnn wiki mix het --out results   # one GPU
     python -m benchmarks.end_to_end --model 32b --stages 2 --out results                         # two
     python -m benchmarks.end_to_end --model 70b --stages 4 --capacity 6144 --batch 16 --out results
-    python -m benchmarks.end_to_end --model tiny --stages 2 --out /tmp/try                       # on a CPU, to try it
+    python -m benchmarks.end_to_end --model tiny --stages 2 --out /tmp/try                       # a trial on a CPU
 
-Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss,
-real optimizer steps, the product's own loop. Useful tokens/s counts real tokens between the end of the warm-up and the
-end of the last slot, drain included. Writes one JSON line per run and the measured timeline of each; at the end also
-a table, a plot and traces for ui.perfetto.dev of all that is in the folder (`end_to_end_report.py`). Where there is an
-`nvidia-smi`, sm_mhz and watts are each device's mean clock and power over that time. Every row has its conditions.
-host_wait_s says per stage how long, of `seconds`, a microbatch was there and only the host was late.
-peak_gb is null where memory did not grow past what an earlier variant had needed: one process knows one peak.
+Random tokens with the length distributions of five workloads, four adapters (r 16, alpha 32, dropout 0.1), real loss
+and optimizer steps, the product's own training loop. Useful tokens/s counts real tokens between the end of the warm-up
+and the end of the last slot, including the drain. Writes one JSON line with conditions and the measured timeline per
+run; at the end a table, a plot and traces for ui.perfetto.dev of all rows in the folder (`end_to_end_report.py`).
 
-Variants (all rows are reported, also those that win):
+sm_mhz and watts are mean clock and power of each device, if `nvidia-smi` is available. host_wait_s is, per stage, the
+time in which a microbatch was ready and the host was late. peak_gb is null if an earlier variant needed more memory,
+because a process has a single peak.
+
+Variants (all rows are reported, even if a baseline wins):
     ours            all adapters together, bin packed, our kernels, 1F1B without flush
     ours_xla        the same with the XLA form of LoRA
     ours_fp8, ours_int8, ours_nf4    ours on a base that is stored in these forms; frozen_fp8 is the floor of the first
     single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
-    fsdp_xla        one adapter after another, base split over all GPUs, each a replica, XLA LoRA
-    flush           one adapter after another through the pipeline, flushed at every step
-    mlora           all adapters, one batch of each in turn, each packed alone, our kernels
-    frozen          trains nothing and is the floor of all times: the slots of `ours` forward and backward through the
-                    frozen base, same stages, same keep; no LoRA, no adapter gradients, no steps
-Those that train one adapter after another, and mlora, get microbatches of the size that the simulator finds quickest.
+    fsdp_xla        one adapter after another, base sharded over all GPUs, each a replica, XLA LoRA
+    flush           one adapter after another in a pipeline that is flushed at every step
+    mlora           all adapters, one batch of each in turn, packed separately, our kernels
+    frozen          the floor: the slots of `ours` forward and backward through the frozen base, with the same stages
+                    and remat policy, without LoRA, adapter gradients and optimizer steps
+Variants that train one adapter after another, and mlora, use the microbatch size that is fastest in the simulator.
 """
 
 from __future__ import annotations
@@ -130,9 +131,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=8, help="samples of an adapter's global batch")
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument(
-        "--slots", type=int, default=100, help="at least so many after the warm-up, of variants that train together"
-    )
+    parser.add_argument("--slots", type=int, default=100, help="minimum slots after the warm-up, for joint variants")
     parser.add_argument("--baseline-slots", type=int, help="of the others; default as --slots")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["mix"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "single_xla"])
@@ -145,28 +144,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    flags = [f"--xla_{flag}" for flag in options.xla]  # read when jax first looks for devices
+    flags = [f"--xla_{flag}" for flag in options.xla]  # jax reads them when it first looks for devices
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     if options.model != "tiny":
         prepare_machine()
     bench = Bench(options)
-    for name in options.variants:  # weights are made once per layout, programs compile once per variant
+    for name in options.variants:  # weights are drawn once per layout, programs compile once per variant
         for workload in options.workloads:
             if options.until and time.perf_counter() - bench.began > options.until:
                 print(f"no time left for {name} {workload}", flush=True)
                 continue
             try:
                 bench.run(name, workload)
-            except Exception as problem:  # one variant that fails must not lose the others
+            except Exception as problem:  # the other variants go on
                 bench.write(
                     {"variant": name, "workload": workload, "error": f"{type(problem).__name__}: {problem}"[:2000]}
                 )
-    if bench.file.exists():  # there was time for something
+    if bench.file.exists():  # at least one variant ran
         report(bench.file, options.out, options.out)
 
 
 class Bench:
-    """Keeps weights and compiled stages between runs."""
+    """Caches weights and compiled stages between runs."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.began = options, time.perf_counter()
@@ -226,10 +225,10 @@ class Bench:
         print(json.dumps(row), flush=True)
 
     def planned(self, variant: Variant, workload: str, mesh: MeshSettings, slots: int):
-        """Jobs of each run in turn, the capacity, and their plans."""
+        """Jobs of each run, the capacity, and their plans."""
         options, longest = self.options, LONGEST if self.options.model != "tiny" else 96
         scale = 1 if options.model != "tiny" else 0.05
-        # Microbatches are 98 % full, and some of them are warm-up: so many more that at least `slots` are timed.
+        # Microbatches are 98 % full and some are warm-up, so plan enough that at least `slots` are timed.
         tokens = (1.05 * slots + 4 * mesh.stages) * options.capacity * mesh.replicas
         mean = {"mix": 1130, "het": 1130}.get(workload) or LENGTHS[workload][0]
         batches = max(2, round(tokens / (mean * scale * options.batch * options.adapters)))
@@ -256,8 +255,7 @@ class Bench:
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
 
     def best_capacity(self, variant: Variant, runs: Sequence[Sequence[AdapterJob]], mesh: MeshSettings) -> int:
-        """What a user would tune: the capacity with the most tokens/s by `plan`'s costs, of those at which memory
-        leaves no product to be computed twice."""
+        """The capacity that a user would choose: most tokens/s in `plan`, without recomputed products."""
         longest = max(max(job.sample_tokens) for run in runs for job in run)
         possible = [capacity for capacity in CAPACITIES if longest <= capacity <= self.options.capacity]
         configs = {capacity: self.config(variant, mesh, capacity, len(runs[0])) for capacity in possible}
@@ -290,7 +288,7 @@ class Bench:
         )  # fmt: skip
 
     def stages(self, config: JobConfig, *, frozen: bool = False) -> list[Stage]:
-        """Compiled stages of a configuration, or of its base alone; weights stay while the layout does."""
+        """Compiled stages of a configuration, or only of its base; weights are reused for the same layout."""
         key = (config.model_dump_json(), frozen)
         if self._stages is not None and self._stages[0] == key:
             return self._stages[1]
@@ -317,7 +315,7 @@ class Bench:
         return stages
 
     def weights(self, config: JobConfig) -> list[tuple[StageWeights, StageMesh]]:
-        """Random weights of the real shapes, drawn on the devices that hold them."""
+        """Random weights of the real shapes, drawn on their devices."""
         mesh = config.mesh
         meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
         parts = Parts(model=self.model, specs=(), settings=config.train, dtype=self.dtype)
@@ -348,7 +346,7 @@ class Bench:
     ) -> dict:
         """One timed run of the product's loop over a plan."""
         names = [adapter.name for adapter in config.adapters]
-        if not variant.together:  # whichever adapter it is, the programs know it as the first
+        if not variant.together:  # every adapter uses the programs of the first one
             jobs = [dataclasses.replace(jobs[0], name=names[0])]
             plan = self.plan(variant, jobs, plan.capacity_tokens, config.mesh)
         data = {job.name: random_data(job, self.model.vocab_size, seed) for seed, job in enumerate(jobs)}
@@ -384,7 +382,7 @@ class Bench:
         job = Job(config=config, prepared=prepared, plan=plan)
         Loop(job, executor, progress, listen, nothing, program).run()
         timeline = spans.close(plan)
-        if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step that would notice
+        if variant.frozen and not np.isfinite(np.asarray(stages[-1].totals["loss"])).all():  # no step checks it
             raise FloatingPointError("the loss of the frozen base is not finite")
         measured = timeline.spans
         tokens = (
@@ -416,7 +414,7 @@ class Bench:
         return result
 
     def trace(self, batches: Batches, stages: list[Stage]) -> None:
-        """Adds up device time by kernel over a few slots on every stage alone."""
+        """Sums device time by kernel over a few slots, stage by stage."""
         loads = [batches.of(slot) for slot in range(self.options.trace)]
         with tempfile.TemporaryDirectory() as folder:
             for stage in stages:
@@ -430,20 +428,20 @@ class Bench:
 
 
 def program_of(variant: Variant, plan: Plan) -> Program | None:
-    """Events in an order of the variant's own; None: the usual one."""
+    """The variant's own order of events; None for the default."""
     if variant.frozen:
         return without_updates(one_forward_one_backward(plan))
     return one_forward_one_backward(plan, flush=True) if variant.flush else None
 
 
 def peaks(devices: int) -> list[float]:
-    """Most memory that was in use on each device since the process began, GB."""
+    """Peak memory of each device since the start of the process, GB."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()[:devices]]
     return [round(each.get("peak_bytes_in_use", 0) / 1e9, 2) for each in stats]
 
 
 def grown(before: Sequence[float], after: Sequence[float]) -> list[float | None] | None:
-    """A variant's own peaks: nobody knows them where an earlier variant of the process had needed more."""
+    """Peaks of a variant; None if an earlier variant of the process needed more."""
     own = [peak if peak > earlier else None for earlier, peak in zip(before, after, strict=True)]
     return own if any(own) else None
 

@@ -16,7 +16,7 @@ from scheduling import AdapterJob
 
 
 class Draw:
-    """Random tensors on a stage: norms 1, biases 0, products scaled by their input."""
+    """Random tensors of a stage: norms 1, biases 0, kernels scaled by their input size."""
 
     def __init__(self, stage: StageMesh, dtype: Any, quantize: str = NONE):
         self._stage, self._dtype, self._key, self._made = stage, dtype, 0, {}

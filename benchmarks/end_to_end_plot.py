@@ -1,8 +1,8 @@
-"""The plot of `end_to_end.py`'s results: a panel per model, a bar per variant, published figures hatched beside ours.
+"""Plots the results of `end_to_end.py`: a panel per model, a bar per variant; published figures are hatched.
 
-Published are LoRAFusion (Zhu et al., EuroSys 2026) and the baselines it was compared with, from its authors' plot data:
+Published figures are those of LoRAFusion (Zhu et al., EuroSys 2026) and its baselines, from its authors' plot data:
 H100-80GB, four adapters of rank 16 with dropout 0.1, random tokens of the same length distributions, global batches of
-8 (16 at 70B). Other hardware, same jobs.
+8 (16 at 70B). The jobs are the same, the hardware is not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GAP = 0.9  # between workloads, in bars
 
 
 class Bar(NamedTuple):
-    """What is drawn for a workload."""
+    """One bar of a workload."""
 
     name: str
     tokens_per_s: float
@@ -62,7 +62,7 @@ class Bar(NamedTuple):
 
 
 def comparable(rows: list[Row], model: str) -> list[Row]:
-    """Rows of a model on as many GPUs as published, or else the fewest, and the same of global batches."""
+    """Rows of a model with the published number of GPUs and global batch, or else the smallest ones."""
     own = [row for row in rows if row["model"] == model]
     gpus = {devices_of(row) for row in own}
     wanted = PUBLISHED_GPUS[model] if PUBLISHED_GPUS.get(model) in gpus else min(gpus)
@@ -73,7 +73,7 @@ def comparable(rows: list[Row], model: str) -> list[Row]:
 
 
 def groups_of(own: list[Row], model: str) -> dict[str, list[Bar]]:
-    """Bars of each workload, ours and then those published on as many GPUs."""
+    """Bars of each workload: ours, then the published ones with the same number of GPUs."""
     chosen = newest(own)
     published = PUBLISHED[model] if devices_of(own[0]) == PUBLISHED_GPUS.get(model) else {}
     groups = {}
@@ -86,7 +86,7 @@ def groups_of(own: list[Row], model: str) -> dict[str, list[Bar]]:
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """A panel per model; rows on other numbers of GPUs or in other global batches are in the table only."""
+    """Draws a panel per model. Rows with other numbers of GPUs or global batches are only in the table."""
     models = sorted({row["model"] for row in rows}, key=MODELS.index)
     if not models:
         return
@@ -111,7 +111,7 @@ def draw(rows: list[Row], file: Path) -> None:
 
 
 def panel(axis: Axes, groups: dict[str, list[Bar]]) -> dict[Bar, Any]:
-    """Draws the bars of a model, side by side in each workload; returns one of each kind for the legend."""
+    """Draws the bars of a model, grouped by workload; returns one of each kind for the legend."""
     kinds, start, ticks = {}, 0.0, []
     for bars in groups.values():
         for place, bar in enumerate(bars, start=1):

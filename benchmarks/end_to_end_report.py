@@ -1,9 +1,8 @@
-"""Makes the table, the plot and Perfetto traces of `end_to_end.py`'s results.
+"""Makes the table, the plot and Perfetto traces from the results of `end_to_end.py`.
 
     python -m benchmarks.end_to_end_report RUN/end_to_end.jsonl --timelines RUN --out RUN
 
-`end_to_end.py` does it at its end by itself; this is for results that were joined or noted down by hand since. The
-table leaves out what a row cannot know, the plot (`end_to_end_plot.py`) has published figures beside ours.
+`end_to_end.py` calls it at its end; run it by hand for results of several runs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def report(results: Path, timelines: Path | None, out: Path) -> None:
-    """Writes table, plot (where there is matplotlib) and traces beside each other, named as the results."""
+    """Writes table, plot (if matplotlib is installed) and traces, with the name of the results."""
     for file in sorted(timelines.glob("timeline_*.json")) if timelines else []:
         trace = to_perfetto(Timeline.from_json(file.read_text()))
         (out / f"{results.stem}_{file.stem}.perfetto.json").write_text(json.dumps(trace))
@@ -49,7 +48,7 @@ def report(results: Path, timelines: Path | None, out: Path) -> None:
 
 
 def write(results: Path, out: Path) -> list[Path]:
-    """Writes OUT.csv and OUT.png; returns what was written."""
+    """Writes OUT.csv and OUT.png; returns the written files."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     rows = without_repeated_peaks([row for row in rows if "useful_tokens_per_s" in row])
     table, plot = out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.png")
@@ -64,7 +63,7 @@ def write(results: Path, out: Path) -> list[Path]:
 
 
 def from_perfetto(trace: dict[str, Any]) -> Timeline:
-    """What `to_perfetto` was given, as far as waiting goes: of older runs only the trace is kept."""
+    """Reads a timeline from a Perfetto trace, as far as host wait needs it; old runs have only the trace."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     spans, host = [], []
     for event in events:
@@ -84,10 +83,10 @@ def from_perfetto(trace: dict[str, Any]) -> Timeline:
 
 
 def without_repeated_peaks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leaves out peaks that are those of an earlier row of the same run, model and number of devices.
+    """Removes peaks that repeat those of an earlier row of the same run, model and number of devices.
 
-    A device knows the most that its process ever used. Rows used to show that, so a variant that needed less repeats
-    the peak of one before it. Where two processes of a run had the same peak, by rounding, one of them is lost.
+    A device reports the peak of its process, and old rows contain it, so a variant that needed less repeats the peak of
+    an earlier one. If two processes of a run have the same rounded peak, one of them is lost.
     """
     seen: dict[tuple, set[float]] = {}
     kept = []

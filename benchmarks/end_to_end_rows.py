@@ -1,4 +1,4 @@
-"""Rows of whole training runs: names of the variants, and which row of several runs is the newest."""
+"""Rows of whole training runs: names of the variants, and selection of the newest rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABELS = {
     "mlora": "mLoRA's order, our kernels", "ours_xla": "ours, XLA LoRA", "ours": "ours",
     "frozen": "frozen base, no LoRA: the floor",
 }  # fmt: skip
-RUNS = ("first", "second", "third", "fourth", "fifth", "sixth")  # of a day, in files that number them
+RUNS = ("first", "second", "third", "fourth", "fifth", "sixth")  # numbers of the runs of a day in old files
 
 
 def devices_of(row: Row) -> int:
@@ -22,16 +22,16 @@ def devices_of(row: Row) -> int:
 
 
 def age(row: Row) -> tuple:
-    """Sorts rows by when they ran: by the day, its numbered runs, and the time of those that say it."""
+    """Sort key for the time of a row: day, number of the run, and time if known."""
     day, _, rest = (row.get("run") or row.get("date") or "").replace(", ", " ", 1).partition(" ")
     name, _, _ = rest.partition(",")
     return (day, RUNS.index(name), "") if name in RUNS else (day, len(RUNS) if rest else -1, rest)
 
 
 def newest(rows: list[Row]) -> dict[tuple[str, str], Row]:
-    """(workload, variant) -> its row of the newest run.
+    """(workload, variant) -> the row of the newest run.
 
-    Of equally new rows that with the most slots, then that of the run with the most baselines, then the slowest.
+    Ties go to the row with the most slots, then to the run with the most baselines, then to the slowest row.
     """
     baselines = Counter(row.get("run") for row in rows if row["variant"] != "ours")
 

@@ -1,8 +1,8 @@
-"""The frozen base alone, in the product's own stages: what is left of a training run without any LoRA.
+"""The frozen base without LoRA, in the product's own stages.
 
-Adapters that target no projection have no leaves, so every projection is its plain product, nothing is summed and
-nothing is stepped. Slots, embedding, attention, norms, loss and head stay, as do the programs per block, the threads
-per stage and the loop; backward still gives the gradient of every block's input, down to the embedding's output.
+Adapters without targets have no leaves, so every projection is a plain product, without gradients or optimizer steps.
+Slots, embedding, attention, norms, loss and head stay the same, as do the programs per block, the threads per stage and
+the loop. Backward still computes the gradient of every block's input, down to the embedding's output.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class FrozenStage(Stage):
     """A stage of adapters without leaves."""
 
     def compile_steps(self, num_stages: int) -> None:
-        del num_stages  # there is nothing to step
+        del num_stages  # no optimizer steps
 
 
 def without_lora(specs: Sequence[AdapterSpec]) -> tuple[AdapterSpec, ...]:
-    """The same adapters, targeting nothing: the loss still knows whose row is whose."""
+    """The same adapters without targets; the loss still separates their rows."""
     return tuple(dataclasses.replace(spec, targets=("nothing",), dropout=0.0) for spec in specs)
 
 

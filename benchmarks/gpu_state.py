@@ -1,6 +1,6 @@
-"""Clock and power of the GPUs while something runs, as `nvidia-smi` tells them.
+"""Clock and power of the GPUs during a measurement, from `nvidia-smi`.
 
-Runs at different clocks are not to be compared by their times alone.
+Times at different clocks are not comparable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
 
 class GpuState:
-    """Samples the visible GPUs between entering and leaving; without `nvidia-smi` nothing is sampled."""
+    """Context manager that samples the visible GPUs; without `nvidia-smi` there are no samples."""
 
     def __init__(self):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -41,7 +41,7 @@ class GpuState:
         name = "uuid" if self._visible and not self._visible[0].isdigit() else "index"
         command = [program, f"--query-gpu=timestamp,{name},clocks.sm,power.draw", "--format=csv,noheader,nounits"]
         command += [f"--id={','.join(self._visible)}"] if self._visible else []
-        # A pipe and no file: should this program be killed, the next line that finds no reader ends the other one.
+        # A pipe: if this program is killed, nvidia-smi ends at its next line, because the pipe has no reader.
         self._process = subprocess.Popen(
             [*command, "-lms", str(PERIOD_MS)],
             stdin=subprocess.DEVNULL,
@@ -65,11 +65,11 @@ class GpuState:
         self._reader.join(5)
 
     def means(self, windows: Sequence[tuple[float, float]], devices: int) -> dict[str, list[float | None]]:
-        """Mean clock and power per device inside windows of seconds since the epoch; empty without any sample there.
+        """Mean clock and power per device in time windows; empty without samples.
 
         Args:
-            windows: (start, end) of each.
-            devices: how many of the visible ones, from the first.
+            windows: (start, end) of each, in seconds since the epoch.
+            devices: number of devices, from the first visible one.
         """
         inside = [s for s in self._samples if any(start <= s.at <= end for start, end in windows)]
         names = self._visible or sorted({sample.device for sample in inside}, key=int)
@@ -85,8 +85,8 @@ class GpuState:
         for line in stream:
             try:
                 at, device, clock, power = (field.strip() for field in line.split(","))
-                # Its own time and not that of arrival: a pipe may hold lines back.
+                # Uses the time in the line, because a pipe may buffer lines.
                 stamp = datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp()
                 self._samples.append(Sample(stamp, device, float(clock), float(power)))
-            except ValueError:  # a message, a last line cut off, or "[N/A]"
+            except ValueError:  # a message, a truncated last line, or "[N/A]"
                 continue

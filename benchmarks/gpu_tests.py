@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU and writes down how each of them ended; `make gpu-test` prints the same.
+"""Runs the tests that need a GPU and records their outcomes; `make gpu-test` prints the same.
 
 python -m benchmarks.gpu_tests --out benchmarks/results/gpu_tests_h200_2026-11-24
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Ends:
-    """Writes a line for every test that ended, and for every file that could not be read."""
+    """Writes a line for every finished test, and for every file that could not be collected."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -38,7 +38,7 @@ class Ends:
 
 
 def reason(longrepr: object) -> str:
-    """The error itself; its traceback is in pytest's own output."""
+    """The error without its traceback."""
     crash = getattr(longrepr, "reprcrash", None)
     if crash is not None:
         return crash.message
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    # A file that lacks a package (notebooks need a few) is written down and must not keep the others from running.
+    # A file with a missing package (notebooks need a few) is recorded and does not stop the others.
     arguments = [str(ROOT / "tests"), "-m", "gpu", "--continue-on-collection-errors"]
     return pytest.main(arguments, plugins=[Ends(options.out / "gpu_tests.jsonl")])
 

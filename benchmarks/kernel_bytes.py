@@ -1,11 +1,10 @@
-"""Bytes that a layer moves through device memory, read by the card's own counters: ours against the plain form.
+"""Device-memory traffic of a layer by hardware counters: ours against plain XLA.
 
     python -m benchmarks.kernel_bytes --out FOLDER     # starts ncu; skips everything where that is not on the path
     python -m benchmarks.kernel_bytes --out FOLDER --features 8192 --rank 64 --cases ours,A1,p0 ours,A4,p0
 
-Forward and backward of one linear layer, four adapters and one, as one program each; every kernel of one call is
-counted with warm caches and the clocks as they are. Programs are compiled before the profiler looks on: it makes
-launches wait, which XLA's own timing of candidate kernels does not survive in reasonable time.
+Counts every kernel of forward and backward of one linear layer, with four adapters and one, with warm caches and
+default clocks. Programs are compiled before profiling starts, because XLA's autotuning is too slow under the profiler.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--cases", nargs="+", default=CASES, help="form, adapters and rate of dropout of each")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all cases")
-    parser.add_argument("--tiny", action="store_true", help="counts nothing: for checking `kernels.py` on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="count nothing; for checking `kernels.py` on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -54,7 +53,7 @@ def main() -> None:
             file.flush()
 
         add(conditions=made_with())
-        if reason := "--tiny has no card to count on" if args.tiny else not_here():
+        if reason := "--tiny counts nothing" if args.tiny else not_here():
             add(skipped=reason)
             print(f"skipped: {reason}")
             return
@@ -68,24 +67,24 @@ def main() -> None:
 
 
 def not_here() -> str | None:
-    """Why nothing can be counted on this machine."""
+    """Why counting is not possible on this machine; None if it is."""
     return None if shutil.which("ncu") else "the profiler ncu is not on the path"
 
 
 def made_with() -> dict:
-    """The conditions, asked for in a process of its own: one that holds the GPU would leave the cases no memory."""
+    """The conditions, from a child process, so that this one uses no GPU memory."""
     ask = "import json; from benchmarks.conditions import conditions; print(json.dumps(conditions()))"
     return json.loads(subprocess.check_output([sys.executable, "-c", ask], text=True, cwd=ROOT).splitlines()[-1])
 
 
 def count(case: str, features: int, rank: int, programs: str, deadline: float) -> dict:
-    """Runs one case, then once more under the profiler, and adds up its kernels."""
+    """Runs one case, then again under the profiler, and sums its kernels."""
     child = [sys.executable, "-m", "benchmarks.kernel_bytes", "--child", case]
     child += ["--features", str(features), "--rank", str(rank)]
     profiler = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
     profiler += ["--metrics", ",".join((*METRICS, TIME)), "--target-processes", "all"]
     kept = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    # blocking launches, if said so, keep XLA from starting kernels that spin until the host answers
+    # blocking launches keep XLA from starting kernels that spin until the host answers
     watched = os.environ | kept | {"CUDA_LAUNCH_BLOCKING": "1"}
 
     def limit() -> float:
@@ -108,7 +107,7 @@ def count(case: str, features: int, rank: int, programs: str, deadline: float) -
 
 
 def added(rows: Sequence[dict[str, str]]) -> dict:
-    """Sums over all kernels, and each kernel: its name, bytes and microseconds, in their order."""
+    """Sums over all kernels, and (name, bytes, microseconds) of each kernel in order."""
     kernels: dict[str, dict] = {}
     for row in rows:
         kernel = kernels.setdefault(row["ID"], {"name": row["Kernel Name"]} | dict.fromkeys((*METRICS, TIME), 0.0))
@@ -123,7 +122,7 @@ def added(rows: Sequence[dict[str, str]]) -> dict:
 
 
 def run_once(case: str, features: int, rank: int) -> None:
-    """Compiles and warms up unseen, then one call between the profiler's start and stop."""
+    """Compiles and warms up, then makes one call under the profiler."""
     import jax
 
     from benchmarks import kernel_sections, oracles

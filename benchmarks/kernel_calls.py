@@ -1,6 +1,6 @@
-"""Calls of the linear op drawn at random, and what they should give: the formula, in float64 on the host.
+"""Random calls of the linear op, and their expected results from the formula in float64 on the host.
 
-Tests compare with it on a CPU and `kernel_checks.py` on a card, so that both mean the same by "right".
+Tests use it on a CPU and `kernel_checks.py` on a GPU.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -27,11 +27,11 @@ HOPPER = {
     "ranks": (1, 8, 16, 20), "features": lambda random: 128 * int(random.integers(1, 3)), "projections": 2,
 }  # fmt: skip
 
-_keep_mask = jax.jit(keep_mask, static_argnums=2)  # in one program: a mask has hundreds of steps
+_keep_mask = jax.jit(keep_mask, static_argnums=2)  # one program, because a mask takes hundreds of operations
 
 
 def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
-    """Arguments of multi_lora_linears, and the incoming gradients."""
+    """Draws arguments of multi_lora_linears, and the incoming gradients."""
     random = np.random.default_rng(seed)
     dtype, tile, adapters = dtypes[seed % len(dtypes)], int(random.choice(tiles)), int(random.choice([1, 2, 3, 7]))
     num_tiles, num_in = int(random.integers(1, most_tiles + 1)), features(random)
@@ -66,11 +66,11 @@ def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
 
 
 def draw_case(*, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloat16", bias=False, single=False):
-    """A call of given sizes: tiles of all adapters mixed, among them one of padding; rates differ between adapters.
+    """Draws a call of given sizes, with mixed tiles of all adapters, one tile of padding, and different dropout rates.
 
     Args:
-        rate: half of it, all of it or nothing is an adapter's; 0: no dropout.
-        single: the op of one adapter, without a table.
+        rate: adapters have this rate, half of it, or none; 0: no dropout.
+        single: uses the op of one adapter, without a table.
     """
     random = np.random.default_rng(0)
     normal = partial(_normal, random, dtype=dtype)
@@ -98,7 +98,7 @@ def draw_case(*, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloa
 
 
 def gradients(backend, arguments, dys):
-    """ys, dx, dAs, dBs; without a table they are those of the op of one adapter."""
+    """Computes ys, dx, dAs, dBs; without a table by the op of one adapter."""
     arguments = dict(arguments)
     inputs = [arguments.pop(name) for name in ("x", "as_", "bs")]
     ws, rest = arguments.pop("ws"), arguments | {"implementation": backend}
@@ -121,7 +121,7 @@ def owners(arguments) -> np.ndarray:
 
 
 def formula(arguments, dys):
-    """The same in float64, one adapter after another."""
+    """Computes the same in float64, one adapter after another."""
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), arguments | {"dropout": None, "dys": dys})
     x, dropout, owner = wide["x"], arguments["dropout"], owners(arguments)
     factor = np.ones_like(x)

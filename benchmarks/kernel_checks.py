@@ -1,4 +1,4 @@
-"""Correctness of every backend on the attached device: values, gradients, isolation, determinism, refusals.
+"""Correctness of every backend on the attached device: values, gradients, isolation, determinism, unsupported calls.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -21,7 +21,7 @@ from pallas_kernels.device import is_hopper
 MOSAIC, TRITON, XLA = BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
 LORA = {"adapters": 4, "ranks": (16,), "widths": (512,), "rate": 0.1}
 QKV = {"ranks": (16, 16, 16), "widths": (1024, 256, 256)}
-CASES = {  # what differs from LORA
+CASES = {  # differences from LORA
     "bf16 A4 r16 p0": {"rate": 0.0},
     "bf16 A4 r16 p.1": {},
     "bf16 A4 r24 p.3": {"ranks": (24,), "rate": 0.3},
@@ -41,25 +41,25 @@ CASES = {  # what differs from LORA
     "bf16 r256 p0": {"adapters": 2, "ranks": (256,), "rate": 0.0, "tile": 64},
     "bf16 r256 p.1": {"adapters": 2, "ranks": (256,), "tile": 64},
 }
-# Who cannot serve a case, and words of the reason: any other reason is a mistake, and so is none.
+# Unsupported cases, with a part of the expected reason.
 REFUSED = {
     (MOSAIC, "f32 A3 r16 p.1"): "x is float32",
     (MOSAIC, "bf16 odd 1000->300"): "1000 in features: it needs a multiple of 128",
     (MOSAIC, "bf16 r160"): "no tiles fit 2048 x 1024 -> 512 with rank 256",  # with tiles of 64 rows they do
 }
 ISOLATION = ("bf16 A4 r16 p0", "bf16 A4 r16 p.1", "bf16 A4 r64 p0", "bf16 A4 r64 p.1")
-SICK, WELL = 2, 1  # the adapter that is poisoned, and the one whose company changes
-RANDOM = {  # what draws a call, the seeds, and who serves all that it draws
+SICK, WELL = 2, 1  # the adapter with NaN, and the one whose neighbours change
+RANDOM = {  # how to draw a call, the seeds, and the backends that support all draws
     "any": (ANY, (1, 2, 3, 4), (TRITON, XLA)),
     "hopper": (HOPPER, (0, 1, 4, 7), (MOSAIC,)),
 }
-LARGER = {  # than those of the tests, which are interpreted
+LARGER = {  # larger than in the tests, which run in interpret mode
     "any": {"most_tiles": 24, "features": lambda random: int(random.integers(1, 1500))},
     "hopper": {
         "tiles": (64, 128, 192), "most_tiles": 24, "features": lambda random: 128 * int(random.integers(1, 9)),
     },
 }  # fmt: skip
-# interpreted kernels take a CPU's compiler long, and run once
+# interpreted kernels compile slowly and run once
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 def run(recorder, tiny: bool) -> None:
-    """Checks every case with every backend; all programs compile side by side, and the formula is worked out beside."""
+    """Checks every case with every backend; programs and reference results are computed in parallel."""
     for backend in BACKENDS:
         recorder.plan(backend, (name for name in names() if name.startswith(f"{backend} ")))
     calls = {name: call(name, tiny) for name in dict.fromkeys(name for _, name in pairs())}
@@ -83,12 +83,12 @@ def run(recorder, tiny: bool) -> None:
 
 
 def names() -> list[str]:
-    """Of all records."""
+    """Names of all records."""
     return [name for name, _, _ in _checks({}, {})]
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every (backend, call) that is a program."""
+    """Every (backend, call) to compile."""
     of_cases = [(backend, name) for backend in BACKENDS for name in CASES]
     return of_cases + [
         (backend, f"random {kind} {seed}")
@@ -107,14 +107,14 @@ def call(name: str, tiny: bool) -> Call:
 
 
 def expected_reason(backend: str, name: str) -> str | None:
-    """Words of the reason for which the attached device's backend must refuse a call; None: it must serve it."""
+    """A part of the reason why a backend does not support a call on the attached device; None if it must support it."""
     if backend == MOSAIC and not is_hopper():
         return "it needs a Hopper GPU"
     return REFUSED.get((backend, name))
 
 
 def _compile(pool: ThreadPoolExecutor, backend: str, call: Call, options: dict[str, Any]) -> Future | str:
-    """Starts a compilation; a call that cannot be served comes back as the text of its reason."""
+    """Starts a compilation; returns the reason as text if the call is not supported."""
     try:
         lowered = jax.jit(partial(kernel_calls.gradients, backend)).lower(*call)
         return pool.submit(lowered.compile, compiler_options=options)
@@ -127,7 +127,7 @@ def _compile(pool: ThreadPoolExecutor, backend: str, call: Call, options: dict[s
 
 
 def _checks(calls: dict[str, Call], wanted: dict[str, Future]):
-    """Yields (name of the record, whose program, what to find out with it)."""
+    """Yields (name of the record, program, check)."""
     for backend, name in pairs():
         yield f"{backend} {name}", (backend, name), lambda run, n=name: values(run, calls[n], wanted[n].result())
     for backend in BACKENDS:
@@ -149,7 +149,7 @@ def _check(recorder, name: str, job: Future | str, refused: str | None, work: Ca
 
 
 def values(run: Callable, call: Call, want) -> tuple[bool, str]:
-    """Compares with the formula, and two runs with each other."""
+    """Compares results with the formula, and two runs with each other."""
     got, again = run(*call), run(*call)
     errors = kernel_calls.errors(got, want)
     worst, repeats = max(errors), all(_equal(jax.tree.leaves(got), jax.tree.leaves(again)))
@@ -158,7 +158,7 @@ def values(run: Callable, call: Call, want) -> tuple[bool, str]:
 
 
 def isolation(run: Callable, call: Call) -> tuple[bool, str]:
-    """NaN or infinity in rows, banks and incoming gradient of one adapter, or in padding, changes no bit of others."""
+    """Checks that NaN or infinity of one adapter, or in padding, changes no bit of the others."""
     clean, owner, every = run(*call), owners(call.arguments), np.arange(len(call.arguments["scale"]))
     found = {}
     for what, adapter, value in (("NaN", SICK, np.nan), ("Inf", SICK, np.inf), ("NaN in padding", -1, np.nan)):
@@ -183,7 +183,7 @@ def _poisoned(call: Call, adapter: int, value: float) -> Call:
 
 
 def company(run: Callable, call: Call) -> tuple[bool, str]:
-    """Who owns the other tiles changes no bit of an adapter's results."""
+    """Checks that the adapters of other tiles change no bit of an adapter's results."""
     table, rows = np.asarray(call.arguments["tile_adapter"]), owners(call.arguments) == WELL
     adapters = np.arange(len(call.arguments["scale"])) == WELL
     clean, mine = run(*call), table == WELL
@@ -198,13 +198,13 @@ def company(run: Callable, call: Call) -> tuple[bool, str]:
 
 
 def _of(results, rows: np.ndarray, adapters: np.ndarray) -> list[np.ndarray]:
-    """What belongs to some rows and adapters of ys, dx, dAs and dBs."""
+    """Selects some rows and adapters of ys, dx, dAs and dBs."""
     ys, dx, das, dbs = results
     return [np.asarray(part)[rows] for part in (*ys, dx)] + [np.asarray(part)[adapters] for part in (*das, *dbs)]
 
 
 def _equal(some, others) -> list[bool]:
-    """Of every array, whether no bit differs."""
+    """Whether each array is bitwise equal."""
     return [np.array_equal(_bits(g), _bits(h)) for g, h in zip(some, others, strict=True)]
 
 

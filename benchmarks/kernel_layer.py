@@ -1,4 +1,4 @@
-"""One whole decoder layer, forward and backward, LoRA on all seven linears; and its groups of sibling projections.
+"""Times a whole decoder layer, forward and backward, with LoRA on all seven linears, and groups of sibling projections.
 
 T packed tokens · D model width · H heads · K key heads · C head width · A adapters · R rank
 """
@@ -54,8 +54,10 @@ TINY = Shape(name="tiny", width=128, heads=2, key_heads=1, head=64, inner=256, t
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run the projections of one input: project(names, x, arrays) -> tuple; and, where it is one op of its
-    own, the whole MLP: mlp(x, arrays)."""
+    """One way to run the projections of one input: project(names, x, arrays) -> tuple.
+
+    If the MLP is one op, also mlp(x, arrays).
+    """
 
     kind: str
     project: Callable[..., tuple]
@@ -63,7 +65,7 @@ class Variant:
     adapters: int = 1
     rate: float = 0.0
     siblings: bool = True
-    options: bool = False  # compiled as the package advises for its own ops
+    options: bool = False  # uses the package's compiler options
 
     @property
     def name(self) -> str:
@@ -89,10 +91,10 @@ def variants(full: bool) -> Iterator[Variant]:
 
 
 def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
-    """Times every variant of every shape; the groups of siblings of the first shape too.
+    """Times every variant of every shape, and the sibling groups of the first shape.
 
     Args:
-        only: names of shapes and groups ("32B", "q,k,v"); none: all.
+        only: names of shapes and groups ("32B", "q,k,v"); empty: all.
     """
     parts = []
     for number, shape in enumerate((TINY,) if tiny else SHAPES):
@@ -146,7 +148,7 @@ def forward_backward(variant: Variant, body, shape: Shape):
             y, vjp = jax.vjp(lambda x: of(x, None, None), arrays["x"])
         else:
             y, vjp = jax.vjp(of, arrays["x"], arrays["a"], arrays["b"])
-        return y, vjp(y)  # the output serves as its own gradient: any values do
+        return y, vjp(y)  # uses the output as its gradient; the values do not matter
 
     return step
 

@@ -1,14 +1,13 @@
-"""Makes the tables and the plot of the kernel benchmark from its JSON lines.
+"""Makes the tables and the plot of the kernel benchmark from its JSON rows.
 
     python -m benchmarks.kernel_report RUN/ops.jsonl RUN/layer.jsonl --out RUN/kernels
 
-Writes OUT_ops.csv (whole ops), OUT_summary.csv (what a call takes that names no backend, over all shapes),
-OUT_layers.csv (decoder layers and siblings), OUT_bytes.csv (through device memory) and OUT.png, each as far as the
-files have rows for it. Times are medians with the 20th and 80th percentile, forward and backward in one program; ratios
-are of rows of the same file, which is one run on one GPU, their means arithmetic. A row of a later file takes the place
-of the same one of an earlier file; `files` of the summary says where its lines are from. floor_us is what the frozen
-layer and the split graph need at an H200's ceilings (`pallas_kernels/cost.py`), for its own rows and for our kernels'.
-program is the backend that a call takes which names none: the `default` row is that backend's, timed once.
+Writes OUT_ops.csv (whole ops), OUT_summary.csv (the default backend over all shapes), OUT_layers.csv (decoder layers
+and siblings), OUT_bytes.csv (device-memory traffic) and OUT.png, each if there are rows for it. Times are medians with
+the 20th and 80th percentile, forward and backward in one program. Ratios compare rows of the same file, which is one
+run on one GPU; means are arithmetic. A row of a later file replaces the same row of an earlier file; `files` of the
+summary names the sources. floor_us is the time of the frozen layer and of the split graph at an H200's ceilings
+(`pallas_kernels/cost.py`). program is the default backend of a call; the `default` row is that of this backend.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True, help="beginning of the names of what is written")
+    parser.add_argument("--out", type=Path, required=True, help="prefix of the output files")
     options = parser.parse_args()
     for file in write(options.results, options.out):
         print(file)
 
 
 def write(results: Iterable[Path], out: Path) -> list[Path]:
-    """Writes what the files have rows for; returns what was written."""
+    """Writes the tables that have rows; returns the written files."""
     runs = [read(file) for file in results]
     ops = newest(row for run in runs for row in op_rows(run))
     layers = [row for run in runs for row in layer_rows(run)]
@@ -84,7 +83,7 @@ def write(results: Iterable[Path], out: Path) -> list[Path]:
 
 
 def read(file: Path) -> list[Row]:
-    """Rows of one run, each with its conditions; what failed, or was skipped, is left out."""
+    """Rows of one run, each with its conditions, without failed and skipped ones."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     conditions = {"file": f"{file.parent.name}/{file.name}"} | next(
         (line["conditions"] for line in lines if "conditions" in line), {}
@@ -93,7 +92,7 @@ def read(file: Path) -> list[Row]:
 
 
 def op_rows(run: Sequence[Row]) -> list[Row]:
-    """Whole ops: the frozen row of a shape is what all its rows are compared with."""
+    """Rows of whole ops, relative to the frozen row of their shape."""
     rows = [row for row in run if "shape" in row and "variant" in row]
     result = []
     for row in rows:
@@ -107,13 +106,13 @@ def op_rows(run: Sequence[Row]) -> list[Row]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """One row of every device, shape, job and variant: the last."""
+    """The last row of every device, shape, job and variant."""
     chosen = {(row.get("device"), *shape_of(row)[1:], *job_of(row), row["variant"]): row for row in rows}
     return sorted(chosen.values(), key=lambda row: (row["tokens"], row["in_features"], row["out_features"]))
 
 
 def summary_rows(ops: Sequence[Row]) -> list[Row]:
-    """The default's rows of one number of tokens and one job, all shapes together."""
+    """Summary of the default backend by number of tokens and job, over all shapes."""
     times = {(shape_of(row), *job_of(row), row["variant"]): row["p50_us"] for row in ops}
     groups: dict[tuple, list[Row]] = {}
     for row in ops:
@@ -163,7 +162,7 @@ def job_of(row: Row) -> tuple:
 
 
 def floor(row: Row, sizes: dict[str, int]) -> Row:
-    """At an H200's ceilings, so for its rows alone; other forms than ours do other work."""
+    """Floor of our forms at an H200's ceilings; other forms do other work."""
     from pallas_kernels.cost import H200, LayerCost
 
     if "H200" not in row.get("device", "") or row["variant"] not in (*OURS, *FROZEN):
@@ -184,7 +183,7 @@ def layer_rows(run: Sequence[Row]) -> list[Row]:
 
 
 def ratios(row: Row, same: Sequence[Row], alike: Sequence[Row]) -> Row:
-    """Over the frozen layer, and how many times as long the quickest XLA form of the same job takes."""
+    """Ratios to the frozen layer, and of the fastest XLA form of the same job to the row."""
     frozen = [other["p50_us"] for other in same if other["variant"] == "frozen"]
     xla = [other["p50_us"] for other in alike if other["variant"] in XLA]
     times = {key: round(row[key], 1) for key in TIMES}
@@ -194,7 +193,7 @@ def ratios(row: Row, same: Sequence[Row], alike: Sequence[Row]) -> Row:
 
 
 def byte_rows(run: Sequence[Row]) -> list[Row]:
-    """Bytes through device memory by the card's counters, against the plain form."""
+    """Device-memory traffic by hardware counters, relative to plain XLA."""
     rows = [row for row in run if "dram__bytes_read.sum" in row]
     naive = next((row["bytes"] for row in rows if row["case"].startswith("xla_naive")), None)
     return [
@@ -211,7 +210,7 @@ def byte_rows(run: Sequence[Row]) -> list[Row]:
 
 
 def counted_rows() -> list[Row]:
-    """The same counted by hand, nothing fused by a compiler: also for the shapes that no counter has seen."""
+    """The same traffic counted from shapes, without compiler fusion, also for shapes that were not measured."""
     from pallas_kernels.cost import LayerCost
 
     rows = []
@@ -226,7 +225,7 @@ def counted_rows() -> list[Row]:
 
 
 def draw(ops: Sequence[Row], layers: Sequence[Row], file: Path) -> bool:
-    """One op and one decoder layer over their frozen forms; False where there are no rows for both."""
+    """Plots one op and one decoder layer relative to their frozen forms; False if rows are missing."""
     ops = [row for row in ops if row["tokens"] == 8192 and "over_frozen" in row]
     layers = [row for row in layers if row["part"] == "layer 8B" and "over_frozen" in row]
     if not ops or not layers:
@@ -245,7 +244,7 @@ def draw(ops: Sequence[Row], layers: Sequence[Row], file: Path) -> bool:
 
 
 def draw_ops(axes: Any, rows: Sequence[Row]) -> None:
-    """Four adapters, rank 16, dropout 0.1; one group of bars per layer shape at 8192 tokens."""
+    """Plots ops with four adapters, rank 16, dropout 0.1, by layer shape, at 8192 tokens."""
     wanted = (("xla_wide", "XLA, one wide masked adapter"), ("pallas_mosaic_gpu", "these kernels"))
     over = {
         (row["in_features"], row["out_features"], row["variant"]): row["over_frozen"]
@@ -265,7 +264,7 @@ def draw_ops(axes: Any, rows: Sequence[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-BARS = {  # variant, adapters, rate of dropout: what it says and its colour
+BARS = {  # variant, adapters, dropout rate: label and colour
     ("xla_naive", 1, 0.1): ("XLA, 1 adapter", "xla_naive"),
     ("xla_wide", 4, 0.1): ("XLA, wide, 4", "xla_wide"),
     ("ours", 1, 0.1): ("ours, 1", "ours"),
@@ -276,7 +275,7 @@ BARS = {  # variant, adapters, rate of dropout: what it says and its colour
 
 
 def draw_layers(axes: Any, rows: Sequence[Row]) -> None:
-    """A whole decoder layer of 8B shape, LoRA on all seven linears, over the frozen one compiled alike."""
+    """Plots a decoder layer of 8B shape with LoRA on all seven linears, relative to the frozen layer."""
     over = {(row["variant"], row["adapters"], row["dropout"]): row["over_frozen"] for row in rows}
     shown = [(key, *text) for key, text in BARS.items() if key in over]
     for place, (key, _, colour) in enumerate(shown):

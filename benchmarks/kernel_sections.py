@@ -1,4 +1,4 @@
-"""The measuring half of `kernels.py`: one function per section, run in a child process.
+"""The sections of `kernels.py`: one function per section, run in a child process.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -29,12 +29,12 @@ from pallas_kernels.tuning import search
 from pallas_kernels.tuning.timing import time_calls
 
 SWEEP_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
-FULL = 8192  # tokens of `ops`; `rows` has the others
+FULL = 8192  # tokens of `ops`; `rows` has the other sizes
 BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
 
 
 class Recorder:
-    """Appends JSON lines as results come, so that a deadline loses nothing."""
+    """Appends JSON lines at once, so that a deadline loses nothing."""
 
     def __init__(self, path: pathlib.Path, budget_s: float):
         self._file = path.open("w")
@@ -49,17 +49,17 @@ class Recorder:
         self._file.flush()
 
     def plan(self, group: str, names: Iterable[str]) -> None:
-        """Says which rows will follow, under their names: what is missing at the end cannot go unseen."""
+        """Records the names of the rows that will follow, so that missing rows are detected."""
         self.add(group=group, planned=list(names))
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Runs `work`; a failure becomes a record."""
+        """Runs `work`; an exception becomes a record."""
         if self.left_s < 3:
             self.add(name=name, error="no time left")
             return
         try:
             work()
-        except Exception as error:  # a broken variant must not end the section
+        except Exception as error:  # the other variants go on
             self.add(name=name, error=f"{type(error).__name__}: {error}"[:600])
 
 
@@ -87,7 +87,7 @@ def run_ops(
     kinds: Sequence[str] = (),
     matching: str = "",
 ) -> None:
-    """Forward and backward of whole ops, each one jitted program; variants of a shape take turns."""
+    """Times forward and backward of whole ops as one program each; variants of a shape are interleaved."""
     planned: dict[str, list[Variant]] = {}
     for num, k, n in [(256, 256, 512)] if tiny else [(t, *shape) for t in tokens for shape in BENCHMARK_SHAPES]:
         if not only or f"{num}x{k}->{n}".startswith(tuple(only)):
@@ -122,7 +122,7 @@ class Variant:
     kind: str
     spec: LinearSpec
     layer: Callable[..., jax.Array]  # (x, a, b, w, arrays) -> y
-    parallel: bool  # may compile beside others: nothing in it is autotuned on the device
+    parallel: bool  # may compile in parallel, because XLA does not autotune it on the device
 
     @property
     def name(self) -> str:
@@ -130,7 +130,7 @@ class Variant:
 
 
 def op_variants(tokens: int, k: int, n: int, *, tiny: bool) -> Iterator[Variant]:
-    """The frozen layer, then for every rate, rank and number of adapters XLA's forms, `ragged_dot` and each backend."""
+    """The frozen layer, then XLA's forms, `ragged_dot` and each backend by dropout, rank and number of adapters."""
 
     def row(kind: str, layer: Callable[..., jax.Array], **changes) -> Variant:
         spec = LinearSpec(tokens=tokens, in_features=k, out_features=n, tile=64 if tiny else 128, **changes)
@@ -149,7 +149,7 @@ def op_variants(tokens: int, k: int, n: int, *, tiny: bool) -> Iterator[Variant]
 
 
 def default_backend(variant: Variant) -> str:
-    """Which backend a call takes that names none: its program is that backend's, and so is its time."""
+    """The default backend of a call; the `default` row has its time."""
     arrays = jax.eval_shape(lambda: make_arrays(variant.spec))
     table = None if variant.spec.adapters == 1 else jnp.zeros(arrays["tile_adapter"].shape, jnp.int32)
     operands = (arrays["x"], (arrays["w"],), (arrays["a"],), (arrays["b"],), (None,), table)
@@ -199,7 +199,7 @@ def forward_backward(variant: Variant):
 
 
 def compile_all(recorder: Recorder, variants: list[Variant]):
-    """Compiles, in parallel where the compiler tunes nothing on the device; returns name -> (function, inputs)."""
+    """Compiles, in parallel if XLA does not autotune on the device; returns name -> (function, inputs)."""
     jobs, inputs = {}, {}
     with ThreadPoolExecutor(14) as pool:
         for variant in variants:
@@ -217,7 +217,7 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
 
             recorder.attempt(variant.name, lower)
         done = {}
-        for parallel in (False, True):  # the pool works on ours while these are tuned on the device
+        for parallel in (False, True):  # the pool compiles ours while these are autotuned
             for variant in variants:
                 if variant.name in jobs and variant.parallel == parallel:
 
@@ -232,7 +232,7 @@ def compile_all(recorder: Recorder, variants: list[Variant]):
 
 
 def run_profile(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
-    """Lists the kernels of one call with their times, on a card as warm as in the comparison of whole ops."""
+    """Lists the kernels of one call with their times, on a GPU as warm as in the comparison of whole ops."""
     if tiny:
         return
     from jax.experimental.mosaic.gpu import profiler
@@ -267,8 +267,7 @@ def run_profile(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> Non
 
 
 def run_sweep(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
-    """Times tile sizes kernel by kernel (of `only` those, if any are named); a program runs a kernel over several
-    copies of its large operand."""
+    """Times tile sizes kernel by kernel (of those in `only`, if given), over several copies of the large operand."""
     shapes = ((256, 256),) if tiny else SWEEP_SHAPES
     sizes = {"tokens": 256 if tiny else FULL, "tile": 64 if tiny else 128}
     plans = {}
@@ -280,7 +279,7 @@ def run_sweep(recorder: Recorder, tiny: bool, only: Sequence[str] = ()) -> None:
 
 
 def run_products(recorder: Recorder, tiny: bool) -> None:
-    """Times Hopper's products alone: do they depend on the number of adapters, or on what runs around them?"""
+    """Times the Hopper GEMMs separately, with one and several adapters and in different contexts."""
     plans = {}
     for rank, adapters in product((16, 64), () if tiny else (1, 4, 16)):
         spec = LinearSpec(tokens=FULL, in_features=8192, out_features=8192, rank=rank, adapters=adapters)
@@ -292,7 +291,7 @@ def run_products(recorder: Recorder, tiny: bool) -> None:
 def planned_sweep(
     recorder: Recorder, spec: LinearSpec, tiny: bool, *, quick: bool, only: Sequence[str]
 ) -> dict[str, search.Candidate]:
-    """Candidates of a shape by their names, which are told before any is measured."""
+    """Candidates of a shape by name; the names are recorded before measuring."""
     chosen = {
         f"{spec.name} {candidate.kernel} {candidate.config}": candidate
         for candidate in search.candidates(spec, quick=quick)
@@ -333,7 +332,7 @@ def sweep_shape(recorder: Recorder, spec: LinearSpec, tiny: bool, chosen: dict[s
 
 
 def sweep_sets(inputs, copies: dict, candidate) -> list[tuple]:
-    """Arguments of a candidate: short kernels run over all copies in one program, GEMMs over one copy at a time."""
+    """Arguments of a candidate. Short kernels run over all copies in one program, GEMMs over one copy at a time."""
     larges, weights = copies[candidate.large], copies["w"]
     if candidate.bytes:
         return [(inputs, larges, weights[0])]

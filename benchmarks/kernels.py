@@ -1,13 +1,14 @@
-"""Benchmark of the LoRA linear layer: correctness, whole ops, decoder layers, bytes, tile sizes, kernel lists.
+"""Benchmarks LoRA linear layers: correctness, whole ops, decoder layers, bytes, tile sizes, kernel lists.
 
     python -m benchmarks.kernels --out FOLDER     # everything: the tables of ops, layers and bytes
     python -m benchmarks.kernels --sections check,ops --budget 700 --out FOLDER
 
-`ops` has all forms at 8192 tokens, `rows` at 2048, 4096 and 16384; several GPUs share them by `--only`. `bytes` needs
-the profiler ncu and is skipped without.
-Every section runs in a process with a deadline of its own: a kernel that hangs or crashes takes nothing else along.
-Records are JSON lines, one file per section, conditions first, then what is planned; the tables at the end are printed
-from them, and written as CSV files and a plot by `kernel_report.py`. A planned row without a figure fails the command.
+`ops` times all forms at 8192 tokens, `rows` at 2048, 4096 and 16384; `--only` divides them between GPUs. `bytes` needs
+the profiler ncu and is skipped without it.
+Every section runs in its own process with a deadline, so a kernel that hangs or crashes affects only its section.
+Records
+are JSON lines, one file per section: conditions, planned rows, results. The tables at the end are printed from them,
+and `kernel_report.py` writes them as CSV files and a plot. A planned row without a result fails the command.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SECTIONS = {
     "sweep": 150,
     "products": 80,
     "bytes": 90,
-}  # seconds on an H200, about; the budget is shared out in proportion
-MAY_FAIL = ("sweep", "products")  # where a candidate may be too large for the device
+}  # approximate seconds on an H200; the budget is split in proportion
+MAY_FAIL = ("sweep", "products")  # their candidates may be too large for the device
 
 
 def main() -> int:
@@ -82,12 +83,12 @@ def main() -> int:
 
 
 def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool:
-    """Runs one section in a child and kills it when its time is up; True if it ended well before.
+    """Runs one section in a child process and kills it at its deadline; True if it succeeded.
 
-    Records of an earlier run go first: they would be printed as those of this one.
+    Records of an earlier run are deleted first.
     """
     (args.out / f"{section}.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.kernel_bytes"]  # starts processes of its own
+    command = [sys.executable, "-m", "benchmarks.kernel_bytes"]  # starts its own processes
     if section != "bytes":
         command = [sys.executable, "-m", "benchmarks.kernels", "--child", section]
         command += ["--only", *args.only] if args.only else []
@@ -102,7 +103,7 @@ def run_section(section: str, args: argparse.Namespace, budget_s: float) -> bool
             "check",
             "sweep",
             "products",
-        ):  # only our kernels are timed there: tuning XLA's products would waste minutes
+        ):  # they only time our kernels, so autotuning of XLA's products is turned off
             flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     environment = dict(os.environ, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONUNBUFFERED="1")
     print(f"== {section}: {budget_s:.0f} s", flush=True)
@@ -125,9 +126,9 @@ def lines_of(out: pathlib.Path, section: str) -> list[dict]:
 
 
 def missing(section: str, lines: Sequence[dict]) -> list[str]:
-    """What a section planned and did not come to, a line for each group of rows (a shape, a decoder layer).
+    """Planned rows without results, one line per group of rows (a shape, a decoder layer).
 
-    Whoever asks for rows and is given fewer without a word takes a part for the whole.
+    Without this check, a partial table could be taken for a complete one.
     """
     known = {line["name"] for line in lines if "name" in line and line.get("error") != "no time left"}
     lost = []
@@ -140,7 +141,7 @@ def missing(section: str, lines: Sequence[dict]) -> list[str]:
 
 
 def report(out: pathlib.Path, sections: list[str]) -> int:
-    """Prints the tables, shortest last; returns how many checks and rows of tables went wrong."""
+    """Prints the tables, shortest last; returns the number of failed checks and rows."""
     bad = 0
     order = ("sweep", "products", "profile", "check", "ops", "rows", "layer", "bytes")
     for section in sorted(sections, key=order.index):

@@ -1,9 +1,9 @@
-"""The main job at full size: a random-weight Llama-3.1-8B-shaped directory, four adapters, from the command line.
+"""The main job at full size from the command line: a random Llama-3.1-8B-shaped model and four adapters.
 
     python -m benchmarks.main_job --out results-folder            # one GPU with 80 GB or more, about 5 minutes
-    python -m benchmarks.main_job --out /tmp/try --small          # the same on a CPU in miniature, to try the script
+    python -m benchmarks.main_job --out /tmp/try --small          # a miniature on a CPU, to try the script
 
-Random weights and random words: speed and memory are those of the real model, losses mean nothing. Writes one JSON row
+Weights and words are random: speed and memory are those of the real model, losses are meaningless. Writes one JSON row
 with tokens/s, peak device memory, compile and load times, and the run's own metrics.
 """
 
@@ -58,7 +58,7 @@ ADAPTERS = [  # different rank, alpha, dropout, lr and batch; lengths like three
 
 
 def write_data(path: Path, mean: float, spread: float, rows: int, tokenizer_file: Path, longest: int) -> None:
-    """Writes prompt/completion rows whose token lengths are log-normal with that mean and spread."""
+    """Writes prompt/completion rows with log-normal token lengths."""
     import math
 
     from tokenizers import Tokenizer
@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def write_job(work: Path, options: argparse.Namespace, scale: float) -> None:
-    """Writes tokenizer, data and job file beside the model."""
+    """Writes tokenizer, data and job file next to the model."""
     tokenizer = Path(__file__).parent.parent / "examples" / "base"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, work / "base" / name)

@@ -1,9 +1,9 @@
-"""The gated MLP as one op: its passes at the gate by configuration, and the whole beside three ops and the frozen MLP.
+"""Benchmarks the gated MLP as one op: gate kernels by configuration, and the op against three ops and no LoRA.
 
     python -m benchmarks.mlp --out benchmarks/results/mlp_h200_2026-11-24      # one Hopper GPU, two minutes
 
-Llama-3.1-8B's shape, 8192 tokens, four adapters of rank 16, bfloat16. First the op is compared with XLA on the same
-inputs in float32; nothing is timed if it is wrong.
+Llama-3.1-8B's shape, 8192 tokens, four adapters of rank 16, bfloat16. The op is first compared with XLA in float32, and
+nothing is timed if it is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0, dtype=jnp.bfloat16) -> ja
 
 
 def draw() -> dict:
-    """Inputs of the op; the last two tiles are padding."""
+    """Draws inputs of the op; the last two tiles are padding."""
     sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     tiles = TOKENS // TILE
     table = jnp.arange(tiles) * ADAPTERS // tiles
@@ -101,7 +101,7 @@ def draw() -> dict:
 
 
 def step(problem: dict, implementation: str | None = None, *, one_op: bool = True) -> tuple:
-    """y and all gradients; the peer is the same op, made to take itself apart."""
+    """Computes y and all gradients; the baseline is the same MLP as three ops."""
 
     def run(x, as_, bs):
         rest = {name: problem[name] for name in ("tile_adapter", "scale", "dropout")}
@@ -116,7 +116,7 @@ def step(problem: dict, implementation: str | None = None, *, one_op: bool = Tru
 
 
 def errors(problem: dict) -> list[float]:
-    """Relative errors of y and every gradient against XLA on the same inputs in float32."""
+    """Relative errors of y and every gradient against XLA in float32."""
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, problem)
     want = jax.jit(lambda p: step(p, "xla"))(wide)
     got = jax.jit(lambda p: step(p, "pallas_mosaic_gpu"))(problem)
@@ -128,7 +128,7 @@ def errors(problem: dict) -> list[float]:
 
 
 def kernels(problem: dict) -> Iterator[tuple[str, Callable, tuple]]:
-    """The passes at the gate alone, and XLA's gate without LoRA."""
+    """Times the gate kernels, and XLA's gate without LoRA."""
     gate, up, dh = (normal(20 + i, TOKENS, HIDDEN) for i in range(3))
     s, ds = normal(23, TOKENS, 2 * RANK), normal(24, TOKENS, RANK)
     b, a = normal(25, ADAPTERS + 1, 2 * RANK, HIDDEN), normal(26, ADAPTERS + 1, RANK, HIDDEN)

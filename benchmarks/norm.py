@@ -1,4 +1,4 @@
-"""Times the norm with the addition before it, forward and backward, as XLA and as a kernel; checks both on the device.
+"""Times the fused residual addition and norm, forward and backward, by XLA and by a kernel; checks both on the device.
 
 python -m benchmarks.norm --out benchmarks/results/norm_h200_2026-11-24
 """

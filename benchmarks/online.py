@@ -1,10 +1,10 @@
-"""The online scheduler against its targets: one command, a table per claim, plots beside them.
+"""Measures the online scheduler against its targets, with tables and plots.
 
-    python benchmarks/online.py                    # everything that is missing, on two cores, at low priority
+    python benchmarks/online.py                    # all missing runs, on two cores, at low priority
     python benchmarks/online.py table --seeds 1    # one part: table loads ablation throughput rates speed
 
-Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes the
-tables and plots from the rows alone.
+Every finished run is a row of rows.csv and is not repeated; delete a row to run it again. `report` writes tables and
+plots from the rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FIELDS = (
     "fairness", "preemptions", "longest_wait", "deadlines_met", "cpu_s",
 )  # fmt: skip
 KIND = ("h200", 140.0)
-EVEN = TraceShape(spread=0.5)  # sizes that are alike, so that no single job decides when the last one ends
+EVEN = TraceShape(spread=0.5)  # similar sizes, so that no single job decides the makespan
 
 
 class Task(NamedTuple):
@@ -70,11 +70,11 @@ class Task(NamedTuple):
     policies: tuple[str, ...]
     jobs: int = 2000
     hosts: int = 8
-    base: str = ""  # all jobs of that one base, and there at the start
+    base: str = ""  # a single base for all jobs, which arrive at the start
 
 
 def tasks(part: str, seeds: int) -> list[Task]:
-    """What a part has to run."""
+    """Tasks of a part."""
     if part == "table":
         return [
             Task(part, trace, seed, load, POLICIES)
@@ -94,7 +94,7 @@ def tasks(part: str, seeds: int) -> list[Task]:
 
 
 def run(task: Task, done: frozenset[tuple]) -> list[dict]:
-    """Rows of one task that are not done yet."""
+    """Runs the missing rows of one task."""
     os.nice(10)
     left = [policy for policy in task.policies if key(task._asdict() | {"policy": label(task, policy)}) not in done]
     if not left:
@@ -136,11 +136,11 @@ def label(task: Task, policy: str) -> str:
 
 
 def longest_wait(jobs: Iterable[Job], start_s: dict[str, float], rates: Rates) -> float:
-    """Wait for the first start over the job's own time alone, the largest of all jobs."""
+    """Largest ratio over all jobs of the wait for the first start to the isolated time."""
     return max(
         (start_s[job.name] - job.arrival_s) / (best.step_s * job.steps)
         for job in jobs
-        if (best := rates.best_alone(job, KIND))
+        if (best := rates.best_isolated_rate(job, KIND))
     )
 
 
@@ -169,7 +169,7 @@ def add_rows(rows: Sequence[dict]) -> None:
 
 
 def compare_rates(count: int = 60, seed: int = 0) -> list[dict]:
-    """Random groups: the rate model's tokens per second, and those of a full plan played by `simulate`."""
+    """Compares tokens/s of the rate model with simulated plans, for random groups."""
     rng, rates, rows = np.random.default_rng(seed), Rates(), []
     workers = [Worker("host0", 8)]
     while len(rows) < count:
@@ -186,14 +186,14 @@ def compare_rates(count: int = 60, seed: int = 0) -> list[dict]:
 
 
 def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
-    """Plans about fifty steps of every job and plays them; rates are counted until the first job ends."""
+    """Plans and simulates about fifty steps of every job; rates count until the first job ends."""
     seconds = 50 / float(np.mean(rate.steps_per_s))
     planned = [
         AdapterJob(
             job.name,
             np.resize(job.lengths, max(3, round(seconds * steps)) * job.global_batch).tolist(),
             job.global_batch,
-            weight=job.weight * (1 + 1e-6 * place),  # unequal weights: shares are kept
+            weight=job.weight * (1 + 1e-6 * place),  # unequal weights, so that the planner keeps shares
         )
         for place, (job, steps) in enumerate(zip(jobs, rate.steps_per_s, strict=True))
     ]
@@ -221,7 +221,7 @@ def compare_group(jobs: Sequence[Job], gpus: int, rate, rates: Rates) -> dict:
 
 
 def main() -> None:
-    """Runs what is asked for and missing, then reports."""
+    """Runs the missing rows of the requested parts, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[*PARTS, "report"])
     parser.add_argument("--seeds", type=int, default=5)
@@ -254,7 +254,7 @@ def write_csv(name: str, rows: Sequence[dict]) -> None:
 
 
 def report() -> None:
-    """Tables as Markdown, and plots where there is matplotlib."""
+    """Writes tables as Markdown, and plots if matplotlib is installed."""
     from benchmarks.online_report import write_report
 
     write_report(RESULTS)

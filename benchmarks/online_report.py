@@ -1,4 +1,4 @@
-"""Tables and plots of the online benchmark, from its rows alone."""
+"""Tables and plots of the online benchmark, from its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-OTHERS = {"fifo": 3.0, "srtf": 1.1, "mlora": 1.5, "tlora": 1.1}  # least ratio of mean completion times
+OTHERS = {"fifo": 3.0, "srtf": 1.1, "mlora": 1.5, "tlora": 1.1}  # target ratio of mean completion times
 HOUR = 3600
 
 
 def write_report(folder: Path) -> None:
-    """Writes summary.md, and plots where there is matplotlib."""
+    """Writes summary.md, and plots if matplotlib is installed."""
     rows = list(csv.DictReader((folder / "rows.csv").open()))
     parts = [
         "# The online scheduler against its targets\n",
@@ -33,7 +33,7 @@ def write_report(folder: Path) -> None:
 
 
 def _ratios(rows: Sequence[dict]) -> list[str]:
-    """Mean completion time of others over ours, run by run; mean over seeds."""
+    """Ratio of mean completion times, others over ours, by run; mean over seeds."""
     found: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row["part"] == "table":

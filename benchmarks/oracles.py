@@ -1,4 +1,4 @@
-"""What the kernels are compared with: the layer without LoRA, and the best ways to write LoRA in plain XLA.
+"""Baselines of the kernels: the layer without LoRA, and the best forms of LoRA in plain XLA.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 
 
 def frozen(x, w):
-    """The layer without LoRA: nobody can be faster."""
+    """The layer without LoRA, a lower bound on the time."""
     return x @ w
 
 
 def lora_xla(x, w, a, b, *, scale, rate=0.0, key=None):
-    """One adapter, written as everybody writes it."""
+    """One adapter in its usual form."""
     dropped = _drop(x, rate, key)
     return x @ w + scale * ((dropped @ a) @ b)
 
 
 def lora_wide(x, w, a, b, *, tile_adapter, scale, rate=0.0, key=None):
-    """Several adapters as one wide adapter whose foreign blocks are masked: XLA's fastest form for few adapters.
+    """Several adapters as one wide adapter with masked blocks, XLA's fastest form for few adapters.
 
-    It multiplies by the mask, so a NaN of one adapter reaches all of them.
+    It multiplies by the mask, so NaN of one adapter reaches all of them.
     """
     num_adapters, _, rank = a.shape
     rows = jnp.repeat(tile_adapter, x.shape[0] // tile_adapter.shape[0])

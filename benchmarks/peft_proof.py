@@ -1,19 +1,19 @@
-"""Proof that exported adapters mean the same to HF PEFT: logits of both sides, float32 on the CPU.
+"""Compares logits of exported adapters with HF PEFT, in float32 on the CPU.
 
     python -m benchmarks.peft_proof --torch-python /path/to/other/venv/bin/python
-    python -m benchmarks.peft_proof --torch-python … --base DIR --adapter DIR           # one folder of your own
+    python -m benchmarks.peft_proof --torch-python … --base DIR --adapter DIR           # your own folder
     python -m benchmarks.peft_proof --torch-python … --golden tests/checkpoint/golden   # also the files of a test
 
-The other interpreter needs torch, transformers and peft; this project's needs none of them. Steps, each in the
-interpreter that it belongs to, talking through safetensors files:
+The other interpreter needs torch, transformers and peft; this project's does not. The steps run in their own
+interpreter and exchange safetensors files:
 
 1. ours:   small random models of every family, three adapters each (ranks 4, 16, 8; rsLoRA; partial targets), all
            three and the plain base in ONE packed microbatch; exports, merges, writes the logits
 2. theirs: loads base, adapter folder and merged model with transformers and peft, compares; makes a PEFT folder itself
 3. ours:   imports the folder that PEFT made, compares
 
-An error is max |ours - theirs| / max |theirs|; `effect` is the same ratio between adapter and base, to show that there
-is something to compare.
+An error is max |ours - theirs| / max |theirs|. `effect` is the same ratio between adapter and base, to show that the
+adapter has an effect.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def write_random_case(place: Path, name: str, seed: int) -> None:
     model = Decoder(ModelConfig(**SHAPE, **options), specs, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     draw = np.random.default_rng(seed)
     for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam))):
-        if leaf.ndim == 1:  # norms are ones and biases zeros at first, which would hide mistakes
+        if leaf.ndim == 1:  # initial norms of one and biases of zero would hide errors
             leaf[...] = leaf[...] + jnp.asarray(draw.normal(0, 0.2, leaf.shape), jnp.float32)
     for path, leaf in lora_leaves(model).items():
         if path.endswith("lora_b"):
@@ -150,7 +150,7 @@ def imported_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def write_own_case(place: Path, base: Path, adapter: Path) -> None:
-    """A case of an existing base and adapter folder."""
+    """Writes a case for an existing base and adapter folder."""
     from lorafusion_jax.checkpoint.merge import merge_adapter
     from lorafusion_jax.models import ModelConfig
 
@@ -164,7 +164,7 @@ def write_own_case(place: Path, base: Path, adapter: Path) -> None:
 
 
 def check_imports(work: Path, rows: list[dict]) -> None:
-    """Adds to each row how well we compute with the folder that PEFT made."""
+    """Adds to each row our error with the folder that PEFT wrote."""
     for row in rows:
         place = work / row["model"]
         native = load_file(place / f"{row['adapter']}-native.safetensors")
@@ -281,7 +281,7 @@ def main() -> int:
 
 
 def keep_golden(work: Path, to: Path) -> None:
-    """Copies what a test without torch needs."""
+    """Copies the files for a test without torch."""
     model, adapter = GOLDEN
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(work / model / "base", to / "base")
@@ -294,7 +294,7 @@ def keep_golden(work: Path, to: Path) -> None:
 
 
 def report(rows: list[dict]) -> int:
-    """Prints the table; 0 if every error is below the limit and every adapter does something."""
+    """Prints the table; returns 0 if every error is below the limit and every adapter has an effect."""
     errors = ("base_error", "adapter_error", "merged_error", "import_error")
     print(f"{'model':20}{'adapter':10}{'rank':>4}  {'effect':>8}" + "".join(f"{name:>15}" for name in errors), " keys")
     for row in rows:

@@ -1,9 +1,9 @@
-"""Plans against bounds, the exact solver, a reference solver and other orders of work: one command, tables and plots.
+"""Compares plans with bounds, the exact solver, a reference solver and other orders of work, in tables and plots.
 
     python -m benchmarks.planner --out benchmarks/results/planner_2026-11-24    # everything, ten minutes on two cores
     python -m benchmarks.planner bubbles batch_sizes --out FOLDER               # some parts
 
-Writes <part>.csv, plots beside it, and the conditions of the run.
+Writes <part>.csv, plots, and the conditions of the run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def workload(size: int, name: str) -> list[AdapterJob]:
 
 
 def workloads() -> list[dict]:
-    """The shared workloads at the default time limit, beside the reference solver."""
+    """The shared workloads at the default time limit, against the reference solver."""
     reference = json.loads((HERE / "data" / "scheduling_reference.json").read_text())["rows"]
     rows = []
     for other in reference:
@@ -107,7 +107,7 @@ def workloads() -> list[dict]:
 
 
 def heldout() -> list[dict]:
-    """Other seeds, capacities and depths, and unequal jobs. The search's evaluations are fixed, so no clock decides."""
+    """Other seeds, capacities and depths, and unequal jobs, with a fixed number of search evaluations."""
     rows = []
     for size in TARGET:
         for stages in (1, 2, 4, 8):
@@ -137,7 +137,7 @@ def heldout() -> list[dict]:
 
 
 def growth() -> list[dict]:
-    """One-pass plans from a thousand to a million samples, each in its own process (for its memory)."""
+    """Greedy plans from a thousand to a million samples, each in its own process to measure memory."""
     rows = []
     for adapters, batches in ((4, 4), (8, 20), (64, 25), (64, 250)):
         command = [sys.executable, "-m", "benchmarks.planner", "--out", ".", "--grow", str(adapters), str(batches)]
@@ -197,10 +197,10 @@ def exact() -> list[dict]:
 
 
 def bubbles() -> list[dict]:
-    """Predicted idle time of 4 stages: ours, and other orders of the same work (70B on H100 rates).
+    """Predicted idle time of 4 stages, for ours and other orders of the same work (70B on H100 rates).
 
-    Orders are in our capacity, and once more in the capacity that suits each best. `bubble_share` is of the steady
-    time; `idle_share` counts fill and drain, too.
+    Other orders use our capacity, and their own best capacity. `bubble_share` excludes fill and drain, `idle_share`
+    includes them.
     """
     rows = []
     for name in ("xsum", "cnn", "wiki", "mix", "het"):
@@ -209,11 +209,11 @@ def bubbles() -> list[dict]:
         orders = {
             "ours": (make_plan(jobs, **LIMITS), None),
             "batch by batch, no flush": (turns, None),
-            "batch by batch, no flush, own capacity": (quickest(batch_by_batch, jobs), None),
+            "batch by batch, no flush, own capacity": (fastest(batch_by_batch, jobs), None),
             "one adapter at a time, no flush": (alone, None),
             "one adapter at a time, 1F1B with flush": (alone, flushed),
             "one adapter at a time, 1F1B with flush, own capacity": (
-                quickest(one_after_another, jobs, flushed), flushed
+                fastest(one_after_another, jobs, flushed), flushed
             ),
             "one adapter at a time, GPipe": (alone, forward_then_backward),
         }  # fmt: skip
@@ -244,17 +244,17 @@ def flushed(plan: Plan) -> Program:
     return one_forward_one_backward(plan, flush=True)
 
 
-def quickest(make: Callable[..., Plan], jobs: list[AdapterJob], order: Order | None = None) -> Plan:
-    """The plan with the capacity that a user of this order would choose: the shortest predicted time."""
+def fastest(make: Callable[..., Plan], jobs: list[AdapterJob], order: Order | None = None) -> Plan:
+    """The plan with the best capacity for this order: the shortest predicted time."""
     longest = max(max(job.sample_tokens) for job in jobs)
     plans = [make(jobs, capacity_tokens=size, num_stages=4) for size in CAPACITIES if size >= longest]
     return min(plans, key=lambda plan: simulated(plan, order).duration_s)
 
 
 def batch_sizes() -> list[dict]:
-    """How full microbatches are by global batch, one stage: together, and one adapter after another.
+    """Density of microbatches by global batch on one stage: joint, and one adapter after another.
 
-    Each in the capacity that is quickest by predicted time (8B on H200 rates).
+    Each uses the capacity with the shortest predicted time (8B on H200 rates).
     """
     costs = default_cost_model("h200", num_stages=1, parameters=8e9, num_layers=32, hidden_size=4096)
     rows = []
@@ -275,7 +275,7 @@ def batch_sizes() -> list[dict]:
 
 
 def timeline() -> str:
-    """The page that `timeline.png` shows."""
+    """Writes the page of the screenshot `timeline.png`."""
     jobs = [
         replace(job, name=name) for job, name in zip(workload(16, "het"), ("news", "chat", "wiki", "law"), strict=True)
     ]
@@ -303,7 +303,7 @@ def _lengths(random: np.random.Generator, name: str, count: int) -> np.ndarray:
 
 def _drawn(name: str, size: int, seed: list[int]) -> list[AdapterJob]:
     random = np.random.default_rng(seed)
-    if name == "unequal":  # other lengths, batch sizes, numbers of batches and epochs for each adapter
+    if name == "unequal":  # different lengths, batch sizes, numbers of batches and epochs per adapter
         return [
             AdapterJob(f"a{i}", _lengths(random, kind, int(random.integers(20, 200))), size * 2**power, epochs=epochs)
             for i, (kind, power, epochs) in enumerate((("xsum", 1, 2), ("cnn", 0, 1), ("wiki", 0, 1), ("xsum", 0, 3)))

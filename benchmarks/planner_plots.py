@@ -50,7 +50,7 @@ def draw_heldout(axes: Axes, rows: Rows) -> None:
 
 
 def draw_bubbles(axes: Axes, rows: Rows) -> None:
-    """Idle time with fill and drain: what a user waits for."""
+    """Plots idle time including fill and drain."""
     orders = list(dict.fromkeys(row["order"] for row in rows))
     names = list(dict.fromkeys(row["workload"] for row in rows))
     width = 0.85 / len(orders)

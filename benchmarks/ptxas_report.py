@@ -1,10 +1,10 @@
-"""Registers and spills of every kernel, and steps of products, from NVIDIA's assembler, on a machine without a GPU.
+"""Reports registers and spills of every kernel, and the main loops of products, from ptxas, without a GPU.
 
-    python -m benchmarks.ptxas_report     # exits 1 if a kernel spills more than it is known to, or none is found
+    python -m benchmarks.ptxas_report     # exits 1 if a kernel spills more than its limit, or no kernel is found
 
-Needs jax-cuda13-plugin, jax-cuda13-pjrt (the version of jax) and nvidia-cuda-nvcc (ptxas); without them it says so
-and exits 0, because there is nothing to check then.  Where nvdisasm is installed, too, the main loop of every product
-is read: addresses that pass from vector to uniform registers in each step (R2UR) make it 15 % longer, and fail.
+Needs jax-cuda13-plugin, jax-cuda13-pjrt (of jax's version) and nvidia-cuda-nvcc (ptxas); without them it says so and
+exits 0. If nvdisasm is installed, it also checks the main loop of every product: moves of addresses from vector to
+uniform registers (R2UR) in each step make it about 15 % slower, and fail the check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 s
  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
 platform_name: "CUDA" """
-LINEAR_CASES = (  # backend, rank, adapters, rate, spill bytes that are known and measured (see LOG.md)
+LINEAR_CASES = (  # backend, rank, adapters, rate, known spill bytes (see LOG.md)
     ("pallas_mosaic_gpu", 16, 1, 0.0, 0),
     ("pallas_mosaic_gpu", 16, 4, 0.1, 0),
     ("pallas_mosaic_gpu", 64, 4, 0.1, 0),
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def cases() -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """Yields (name, known spills, what compiles it)."""
+    """Yields (name, known spills, function that compiles it)."""
     for backend, rank, adapters, rate, known in LINEAR_CASES:
         yield f"linear {backend} r{rank} A{adapters} p{rate:g}", known, partial(linear, backend, rank, adapters, rate)
     for rank, rate, known in MLP_CASES:
@@ -179,7 +179,7 @@ def norm() -> None:
 
 
 def compile_for_h200(step: Callable, make: Callable, *, unpack: bool = False) -> None:
-    """Compiles a function of the arrays that `make` would make down to machine code."""
+    """Compiles a function to machine code, for the abstract arrays of `make`."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -196,7 +196,7 @@ def compile_for_h200(step: Callable, make: Callable, *, unpack: bool = False) ->
 
 
 def assembled(dump: pathlib.Path, ptxas: str, nvdisasm: str | None) -> Iterator[tuple[str, int, int, int | None]]:
-    """Yields (kernel, registers, bytes of spill stores, of products moves in a step) for this package's kernels."""
+    """Yields (kernel, registers, bytes of spill stores, moves per step of products) for this package's kernels."""
     for path in sorted(dump.glob("*.ptx")):
         binary = path.with_suffix(".cubin")
         command = [ptxas, "-v", "-arch=sm_90a", str(path), "-o", str(binary)]
@@ -212,10 +212,10 @@ def assembled(dump: pathlib.Path, ptxas: str, nvdisasm: str | None) -> Iterator[
 
 
 def moves_in_a_step(code: str) -> int | None:
-    """R2UR instructions in the main loop, the shortest one that multiplies; None: there is no such loop.
+    """Number of R2UR instructions in the main loop, the shortest loop with a product; None if there is none.
 
     Args:
-        code: what nvdisasm prints of one kernel.
+        code: nvdisasm's output for one kernel.
     """
     begins, steps, lines = {}, [], []
     for line in code.splitlines():
@@ -224,14 +224,14 @@ def moves_in_a_step(code: str) -> int | None:
         elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
             lines.append(line)
             back = re.search(r"BRA `\((\.L_x_\d+)\)", line)
-            if back and back[1] in begins:  # a branch forward has not met its label yet
+            if back and back[1] in begins:  # a forward branch has no label yet
                 steps.append(lines[begins[back[1]] :])
     loops = [step for step in steps if any("HGMMA" in line for line in step)]
     return sum("R2UR" in line for line in min(loops, key=len)) if loops else None
 
 
 def find_tool(name: str) -> str | None:
-    """A program of NVIDIA's Python packages, or of the path."""
+    """Finds a program in NVIDIA's Python packages or on the path."""
     spec = importlib.util.find_spec("nvidia")
     folders = [pathlib.Path(folder) for folder in (spec.submodule_search_locations if spec else [])]
     found = [path for folder in folders for path in folder.glob(f"*/bin/{name}")]

@@ -1,7 +1,7 @@
-"""The published tables as Markdown, each from the raw rows of the runs named here.
+"""Generates the published tables as Markdown, each from the raw rows of the runs named here.
 
-Ratios are of rows of one run. `useful` counts real tokens; `processed` counts the rows of microbatches, padding too:
-useful tokens/s divided by density, the share of rows that hold a token.
+Ratios compare rows of one run. `useful` counts real tokens. `processed` counts all rows of microbatches, including
+padding: useful tokens/s / density, where density is the share of rows with a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newes
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-KERNEL_FILES = (  # a row of a later file takes the place of the same row of an earlier one
+KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier one
     "kernels_h200_2026-11-22f/ops.jsonl",
     "kernels_h200_2026-11-22f/rows.jsonl",
     "kernels_h200_2026-11-22g/ops.jsonl",
@@ -68,7 +68,7 @@ def training_rows() -> list[Row]:
 
 
 def span(numbers: Iterable[float], form: str) -> str:
-    """`least–most`, once where both read the same."""
+    """`least–most`, or one number if both have the same text."""
     texts = [format(number, form) for number in sorted(numbers)]
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]}–{texts[-1]}"
 
@@ -98,7 +98,7 @@ def siblings() -> str:
 
 
 def ops() -> str:
-    """The default of single linear layers, five shapes in each cell."""
+    """The default backend on single linear layers, five shapes per cell."""
     lines = kernel_report.summary_rows(published_ops())
     tokens = sorted({line["tokens"] for line in lines})
     cells = {(line["rank"], line["adapters"], line["dropout"], line["tokens"]): line for line in lines}
@@ -114,7 +114,7 @@ def published_ops() -> list[Row]:
 
 
 def slower() -> str:
-    """Sizes in which the default is slower than an XLA form of the same run."""
+    """Sizes where the default is slower than an XLA form of the same run."""
     rows = [row for row in published_ops() if row["variant"] == "default"]
     found = [
         (f"{row['tokens']} × {row['in_features']} → {row['out_features']}", row["adapters"], row["rank"],
@@ -150,7 +150,7 @@ def model_order(row: Row) -> tuple:
 
 
 def started(row: Row) -> str:
-    """Names the process: rows of one process were measured beside each other."""
+    """Name of the process; rows of one process were measured together."""
     return row["run"].replace(", ", " ", 1)
 
 
@@ -160,7 +160,7 @@ def figures(row: Row) -> tuple[str, ...]:
 
 
 def ratios() -> str:
-    """Ours over every baseline of the same run, split into what density and what speed per processed token give."""
+    """Ours over every baseline of the same run, split into the factors of density and of speed per processed token."""
     found = []
     for ours, other in pairs(training_rows()):
         ratio = ours["useful_tokens_per_s"] / other["useful_tokens_per_s"]
@@ -174,7 +174,7 @@ def ratios() -> str:
 
 
 def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The newest run of each baseline, with ours beside it."""
+    """The newest run of each baseline, with ours of the same run."""
     chosen: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(rows, key=age):
         if row["variant"] in ("ours", "frozen"):
@@ -188,7 +188,7 @@ def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def workloads() -> str:
-    """8B on one H200: every workload, with the simulator's prediction beside it."""
+    """8B on one H200: every workload, with the simulator's prediction."""
     rows = [row for row in training_rows() if (row["model"], devices_of(row), row["global_batch"]) == ("8b", 1, 8)]
     chosen = newest(rows)
     own = [chosen[name, "ours"] for name in WORKLOADS]
@@ -201,7 +201,7 @@ def workloads() -> str:
 
 
 def idle() -> str:
-    """Predicted idle time of a pipeline, with fill and drain; ranges over five workloads."""
+    """Predicted idle time of a pipeline, with and without fill and drain; ranges over five workloads."""
     rows = read_csv(f"{ORDERS}/bubbles.csv")
     ours = {row["workload"]: float(row["seconds"]) for row in rows if row["order"] == "ours"}
     found = []
@@ -216,7 +216,7 @@ def idle() -> str:
 
 
 def batch_sizes() -> str:
-    """How much density joint training wins, by global batch: mean and range of five workloads."""
+    """Gain in density by joint training, by global batch: mean and range of five workloads."""
     rows = read_csv(f"{ORDERS}/batch_sizes.csv")
     found = []
     for size in dict.fromkeys(row["global_batch"] for row in rows):

@@ -1,10 +1,10 @@
-"""What the simulator predicts for 1 to 256 GPUs, and where adding more stops paying: one command, a table and a plot.
+"""Predicts throughput on 1 to 256 GPUs with the simulator, and where it stops scaling, in a table and a plot.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling_2026-11-24   # two minutes on one core
     python -m benchmarks.scaling --quick   # 8B alone, two batch sizes, prints only
 
-Nothing here is measured on that many GPUs. Rates of one H200 and of its links are (see ASSUMPTIONS); the rest follows
-from the plans themselves, which are made in full and verified. Writes scaling.csv, scaling.png and what they assume.
+Nothing is measured on more than a few GPUs. The rates of one H200 and of its links are measured (see ASSUMPTIONS); the
+rest follows from complete, verified plans. Writes scaling.csv, scaling.png and the assumptions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Mesh:
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:
-    """All meshes whose stages and shared weights stay inside a host."""
+    """All meshes with stages and shared weights inside a host."""
     for stages in (1, 2, 4, 8):
         for fsdp in (1, 2, 4, 8):
             if stages * fsdp <= min(gpus, HOST):
@@ -110,7 +110,7 @@ def jobs(adapters: int, global_batch: int) -> tuple[AdapterJob, ...]:
 
 @cache
 def planned(adapters: int, global_batch: int, capacity: int, stages: int, replicas: int) -> Plan | None:
-    """The plan; None where a sample is longer than the microbatch."""
+    """The plan; None if a sample is longer than the microbatch."""
     try:
         return make_plan(
             jobs(adapters, global_batch),
@@ -124,7 +124,7 @@ def planned(adapters: int, global_batch: int, capacity: int, stages: int, replic
 
 
 def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> MemoryProblem | None:
-    """With the fastest choice of what to keep; None if nothing fits."""
+    """The memory problem with the fastest remat policy that fits; None if none fits."""
     specs = tuple(AdapterSpec(name=f"a{index}", rank=RANK, alpha=32, dropout=0.1) for index in range(adapters))
     problem = MemoryProblem(
         model=model,
@@ -139,7 +139,7 @@ def memory(model: ModelConfig, mesh: Mesh, adapters: int, capacity: int) -> Memo
 
 
 def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
-    """Seconds of every event of a mesh, all-reduce in the updates."""
+    """Cost model of a mesh; updates include the all-reduce."""
     model = problem.model
     linears = LAYER.linear_shapes(model)
     weights = sum(rows * columns for rows, columns in linears.values())
@@ -166,7 +166,7 @@ def costs(problem: MemoryProblem, mesh: Mesh) -> CostModel:
 
 
 def all_reduce_s(size: float, mesh: Mesh) -> float:
-    """Ring inside the host, then each of its replicas carries its share across hosts."""
+    """Time of a ring inside the host, followed by a ring across hosts, with one share per replica."""
     inside = min(mesh.replicas, max(1, HOST // mesh.stages))
     hosts = mesh.replicas // inside
     local = 2 * (inside - 1) / inside * size / NVLINK + 2 * (inside - 1) * HOP_S
@@ -186,7 +186,7 @@ def _backward(layer: StageCost, keep: str) -> PassCost:
 
 
 def best(name: str, adapters: int, global_batch: int, gpus: int) -> dict | None:
-    """The quickest mesh and capacity for so many GPUs; None if the model fits on none."""
+    """The fastest mesh and capacity for a number of GPUs; None if the model fits on none."""
     rows = []
     for mesh in meshes(gpus):
         for capacity in (4096, 8192):
@@ -223,7 +223,7 @@ def _row(problem: MemoryProblem, mesh: Mesh, plan: Plan) -> dict:
 
 
 def with_efficiency(rows: list[dict]) -> list[dict]:
-    """Useful tokens/s a GPU, over the best of that model (few GPUs have to repeat forwards for lack of memory)."""
+    """Adds useful tokens/s per GPU relative to the best of the model (few GPUs may need recomputation)."""
     best_rate = {
         name: max(row["tokens_per_s"] / row["gpus"] for row in rows if row["model"] == name)
         for name in {row["model"] for row in rows}
@@ -239,7 +239,7 @@ def with_efficiency(rows: list[dict]) -> list[dict]:
 
 
 def _limit(row: dict) -> str:
-    """The largest of the shares that are lost: room in microbatches, idle stages, updates."""
+    """The largest loss: room in microbatches, idle stages, or updates."""
     lost = {
         "replicas starve (no samples left that may run)": 1 - row["density"] / max(1 - row["noop_share"], 1e-9),
         "no-ops and bubbles (waiting for updates)": max(row["noop_share"], row["bubble_share"]),
@@ -291,7 +291,7 @@ def main() -> None:
     options = parser.parse_args()
     quick = options.quick
     if not quick and options.out is None:
-        parser.error("--out names the folder for the table")
+        parser.error("--out must name the output folder")
     rows = []
     for adapters in (4, 16):
         for global_batch in (8, 64) if quick else BATCHES:
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def write(rows: list[dict], folder: Path) -> None:
-    """The table, what it assumes, and the plot."""
+    """Writes the table, the assumptions, and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0].keys())

@@ -1,9 +1,9 @@
-"""Makes every published table from the raw rows: CSV files, plots, and the tables in the documents.
+"""Generates every published table from the raw rows: CSV files, plots, and the tables in the documents.
 
     python -m benchmarks.tables           # the same as `make tables`
-    python -m benchmarks.tables --check   # writes nothing; exits 1 and names what would change
+    python -m benchmarks.tables --check   # writes nothing; exits 1 and names outdated files
 
-A document shows a table of `published.py` between two comments; the lines between them are replaced:
+In a document, a table of `published.py` is between two comments, whose content is replaced:
 
     <!-- table: ratios -->
     <!-- end of table -->
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def outdated() -> list[str]:
-    """Files that `main` would change; plots are not compared, as versions of matplotlib draw them differently."""
+    """Files that `main` would change. Plots are not compared, because versions of matplotlib differ."""
     with tempfile.TemporaryDirectory() as folder:
         made = write_tables(Path(folder))
         found = [f for f in made if f.suffix == ".csv" and not same(f, FOLDER / f.name)]
@@ -52,7 +52,7 @@ def same(made: Path, committed: Path) -> bool:
 
 
 def write_tables(folder: Path) -> list[Path]:
-    """CSV files and plots: all rows of kernels and of whole runs."""
+    """Writes CSV files and plots of all rows of kernels and of whole runs."""
     files = [published.RESULTS / name for name in published.KERNEL_FILES]
     written = kernel_report.write(files, folder / "kernels_h200")
     rows = published.RESULTS / published.END_TO_END
@@ -60,7 +60,7 @@ def write_tables(folder: Path) -> list[Path]:
 
 
 def filled() -> Iterator[tuple[Path, str]]:
-    """Every document that shows tables, with today's tables in it."""
+    """Every document with tables, with up-to-date tables."""
     for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
         if PLACE.search(text):

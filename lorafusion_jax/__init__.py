@@ -1,4 +1,4 @@
-"""Trains several LoRA adapters of one frozen base model together, each as if it were alone.
+"""Trains several LoRA adapters of one frozen base model together, with the results of separate training.
 
     import lorafusion_jax as lf
 

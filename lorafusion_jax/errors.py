@@ -1,4 +1,4 @@
-"""Errors that users see: what happened, where, why, and what to do about it."""
+"""Errors for users: what is wrong, where, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class LoraFusionError(Exception):
-    """Base of every error that a user can cause or repair.
+    """Base class of errors that a user can cause or fix.
 
     Shown as::
 
@@ -19,7 +19,7 @@ class LoraFusionError(Exception):
         code: stable, searchable name, `room.problem`.
         what: one sentence.
         where: file, row, key or tensor.
-        why: cause, if known.
+        why: the cause, if known.
         fix: what to type or change.
     """
 
@@ -41,7 +41,7 @@ class LoraFusionError(Exception):
 
 
 class ConfigError(LoraFusionError, ValueError):
-    """A job file says something that cannot be done."""
+    """A job file or command is invalid."""
 
     exit_code = 2
 
@@ -59,11 +59,11 @@ class CheckpointError(LoraFusionError, ValueError):
 
 
 class RunError(LoraFusionError, RuntimeError):
-    """A run cannot go on."""
+    """A run cannot continue."""
 
 
 class ErrorList(LoraFusionError, ValueError):
-    """Several errors found in one go."""
+    """Several errors that are reported together."""
 
     def __init__(self, errors: Sequence[LoraFusionError]):
         self.errors = tuple(errors)
@@ -79,7 +79,7 @@ class ErrorList(LoraFusionError, ValueError):
 
 
 def raise_all(errors: Sequence[LoraFusionError]) -> None:
-    """Raises nothing for none, the error itself for one, an `ErrorList` for several."""
+    """Raises nothing if there are no errors, a single error itself, or an `ErrorList`."""
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -1,4 +1,4 @@
-"""Where the example jobs, data sets and the tiny base model lie: beside the sources, or inside the wheel."""
+"""Location of the example jobs, data sets and the tiny base model, in the sources or in the wheel."""
 
 from __future__ import annotations
 

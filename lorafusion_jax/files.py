@@ -1,4 +1,4 @@
-"""Writing files so that a crash or a full disk leaves the old one or the new one."""
+"""Atomic writes: after a crash or on a full disk, either the old or the new file exists."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-PART, GONE = ".part", ".gone"  # endings of the hidden names that a killed process may leave
+PART, GONE = ".part", ".gone"  # suffixes of the hidden names that a killed process may leave
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a whole file or nothing; what is written later comes after it on the disk, too.
+    """Writes a file atomically and durably, so later writes cannot reach the disk before it.
 
     >>> import tempfile
     >>> note = Path(tempfile.mkdtemp()) / "note.txt"
@@ -33,7 +33,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder under another name, so that a crash leaves no half of it under its own."""
+    """Renames a folder before removing it, so that a crash does not leave a part of it under its name."""
     gone = folder.with_name(f".{folder.name}{GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -41,7 +41,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of a folder where the file system can, is on the disk."""
+    """Waits until a file, or a directory entry if the file system supports it, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError) if path.is_dir() else nullcontext():

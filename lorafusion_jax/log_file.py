@@ -1,4 +1,4 @@
-"""One log of a run folder: a JSON object on each line, with a CRC so that a damaged line is noticed."""
+"""Log files of a run folder: one JSON object per line, with a CRC to detect damaged lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CRC = b', "crc": "'  # the row without its CRC stands before it; 8 hex digits and '"}' follow
+CRC = b', "crc": "'  # follows the row without its CRC; then 8 hex digits and '"}'
 
 
 def encode_row(row: dict[str, Any]) -> bytes:
-    """One line.
+    """Encodes a row as one line.
 
     >>> encode_row({"kind": "saved", "slot": 3})
     b'{"kind": "saved", "slot": 3, "crc": "37fa5b2f"}\\n'
@@ -22,7 +22,7 @@ def encode_row(row: dict[str, Any]) -> bytes:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line, or None where it is damaged or cut off. Lines of earlier versions have no CRC.
+    """Parses a line; None if it is damaged or truncated. Lines of earlier versions have no CRC.
 
     >>> parse_row(b'{"kind": "saved", "slot": 3, "crc": "37fa5b2f"}')
     {'kind': 'saved', 'slot': 3}
@@ -36,7 +36,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or not _is_whole(row.get("slot")):
         return None
-    named = row["kind"] in ("step", "eval")  # of one adapter
+    named = row["kind"] in ("step", "eval")  # rows of one adapter
     if named and not (isinstance(row.get("adapter"), str) and _is_whole(row.get("step"))):
         return None
     row.pop("crc", None)
@@ -44,7 +44,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def is_unchanged(line: bytes) -> bool:
-    """Whether a line matches its CRC, or has none."""
+    """Whether a line matches its CRC or has none."""
     plain, found, rest = line.rpartition(CRC)
     return not found or rest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
 
@@ -54,15 +54,15 @@ def has_crc(line: bytes) -> bool:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Reads the good rows of a log; damaged lines, and a last one cut off by a crash, are left out."""
+    """Reads the valid rows of a log; damaged and truncated lines are skipped."""
     return [row for line in _lines(path) if (row := parse_row(line)) is not None]
 
 
 def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
-    """Numbers of the lines that are not as they were written, also of a last one that a crash has cut off.
+    """Numbers of the damaged lines, including a truncated last line.
 
     Args:
-        all_have_crc: a line without one is damaged.
+        all_have_crc: a line without a CRC counts as damaged.
     """
     return [
         number
@@ -72,7 +72,7 @@ def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
 
 
 def split_lines(content: bytes) -> list[bytes]:
-    """Lines with their ends; only a line feed ends one."""
+    """Splits at line feeds only and keeps them."""
     lines = [line + b"\n" for line in content.split(b"\n")]
     return lines[:-1] + ([lines[-1][:-1]] if lines[-1] != b"\n" else [])
 

@@ -1,11 +1,11 @@
-"""Named things that other packages may add: looked up in a table first, then among installed entry points.
+"""Lookup of named extensions: first in a built-in table, then among installed entry points.
 
 An installed distribution adds one in its `pyproject.toml`; a job file then names it:
 
     [project.entry-points."lorafusion_jax.optimizers"]
     tiger = "my_package.tiger:TIGER"
 
-A job file can name only what is installed: it never holds a path or an import.
+A job file can only name installed extensions; it never contains a path or an import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
 
 
 def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | None:
-    """Says in a few words what a name should have been; None for a name that exists."""
+    """Explains an unknown name, with the known ones; None if the name exists."""
     names = known_names(group, builtin)
     if name in names:
         return None
@@ -32,17 +32,17 @@ def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | Non
 
 
 def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T:
-    """Finds what a name stands for.
+    """Finds an extension by name.
 
     Args:
-        group: of entry points, e.g. "lorafusion_jax.optimizers".
-        builtin: what this package brings; an installed entry point cannot replace it.
-        name: as a job file has it.
-        kind: what an entry point must load.
+        group: group of entry points, e.g. "lorafusion_jax.optimizers".
+        builtin: built-in table; installed entry points cannot replace its names.
+        name: name in a job file.
+        kind: required type of the loaded object.
 
     Raises:
-        ConfigError: `plugin.unknown` for a name that does not exist, `plugin.broken` for an entry point that does not
-            load or loads something else.
+        ConfigError: `plugin.unknown`, the name does not exist; `plugin.broken`, the entry point does not load, or loads
+            an object of another type.
     """
     if name in builtin:
         return builtin[name]
@@ -68,7 +68,7 @@ def _installed(group: str) -> dict[str, EntryPoint]:
 def _load(point: EntryPoint) -> object:
     try:
         return point.load()
-    except Exception as problem:  # whatever another package's import raises
+    except Exception as problem:  # code of another package may raise anything
         raise ConfigError(
             "plugin.broken",
             f"'{point.name}' of {point.group} does not load.",

@@ -1,6 +1,7 @@
-"""Which sample of which adapter runs when: plans for several LoRA adapters that share one base model.
+"""Plans and simulates the training of several LoRA adapters that share one base model.
 
-Knows only lengths; standard library and numpy (scipy inside one file). Five lines from lengths to a timeline:
+A plan says which sample of which adapter runs in which slot. Planning needs only sample lengths, the standard library
+and numpy (scipy in one file). From lengths to a timeline:
 
 >>> from scheduling import AdapterJob, default_cost_model, make_plan, simulate
 >>> jobs = [AdapterJob("law", [700, 300, 512] * 8, 4), AdapterJob("med", [900, 100] * 9, 2)]

@@ -1,4 +1,4 @@
-"""How few slots any plan must have."""
+"""Lower bounds on the number of slots of a plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def lower_bound(
     data_parallel: int = 1,
     tile_tokens: int = 128,
 ) -> int:
-    """Counts slots that no plan can do without: the largest of three relaxations.
+    """Computes a lower bound on the number of slots: the largest of three relaxations.
 
-    * chain: Σ_batches n + (S - 1)·(batches - 1) of one adapter alone, n = slots that its batch needs alone;
-    * long samples: those that cannot share a microbatch, plus what the room beside them cannot hold;
+    * chain: Σ_batches n + (S - 1)·(batches - 1) of a single adapter, where its batch needs n slots without the others;
+    * long samples: those that cannot share a microbatch, plus slots for what does not fit next to them;
     * one machine: min head + ⌈Σ tiles / tiles of a slot⌉ + min tail over every set of batches, where a batch's head and
       tail are the slots that its adapter needs before and after it (solved exactly, as a preemptive schedule).
       The set of all batches gives ⌈all tiles / tiles of a slot⌉.
@@ -36,7 +36,7 @@ def lower_bound(
 
 
 def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready: Sequence[int], limits: Limits) -> int:
-    """The same for the positions in `left` alone, when job k may not start before slot `ready[k]`."""
+    """Computes `lower_bound` for the positions in `left`, when job k may not start before slot `ready[k]`."""
     tiles: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     lengths = [np.zeros(0, np.int64)]
@@ -58,7 +58,7 @@ def bound_of_rest(jobs: Sequence[AdapterJob], left: Sequence[np.ndarray], ready:
 
 
 def formula_bound(jobs: Sequence[AdapterJob], *, capacity_tokens: int, num_stages: int) -> int:
-    """The plain bound, without tiles: max(⌈tokens / capacity⌉, longest adapter alone); never above `lower_bound`."""
+    """Computes max(⌈tokens / capacity⌉, longest single adapter), without tiles; never above `lower_bound`."""
     batches = [batch_tokens(job) for job in jobs]
     alone = [
         int(np.maximum(1, -(-tokens // capacity_tokens)).sum()) + (num_stages - 1) * (len(tokens) - 1)
@@ -73,7 +73,7 @@ def batch_tokens(job: AdapterJob) -> np.ndarray:
 
 
 def _bins_for(lengths: np.ndarray, room: int) -> int:
-    """Martello and Toth's bound L2: microbatches for these samples, whatever their order."""
+    """Martello and Toth's bin-packing bound L2: microbatches that these samples need in any order."""
     ordered = np.sort(lengths)
     prefix = np.r_[0, np.cumsum(ordered)]
     shortest = np.unique(ordered[ordered * 2 <= room])
@@ -83,9 +83,9 @@ def _bins_for(lengths: np.ndarray, room: int) -> int:
     for threshold in [0, *shortest.tolist()]:
         small = int(np.searchsorted(ordered, threshold))  # shorter than the threshold: left out
         half = int(np.searchsorted(ordered, room // 2, side="right"))
-        large = int(np.searchsorted(ordered, room - threshold, side="right"))  # these leave no room for a middle one
-        beside = (large - half) * room - (prefix[large] - prefix[half])
-        excess = int(prefix[half] - prefix[small] - beside)
+        large = int(np.searchsorted(ordered, room - threshold, side="right"))  # no room left for a middle one
+        room_left = (large - half) * room - (prefix[large] - prefix[half])
+        excess = int(prefix[half] - prefix[small] - room_left)
         best = max(best, int(len(ordered) - half) + max(0, -(-excess // room)))
     return best
 

@@ -1,4 +1,4 @@
-"""What cannot be planned, and why: every error names what to change."""
+"""Checks of the planner's inputs. Every error says what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduling.types import AdapterJob, Limits, as_whole
 
 
 def check_jobs(jobs: Sequence[AdapterJob], **limits: object) -> Limits:
-    """Refuses what cannot be planned; returns the limits as plain whole numbers."""
+    """Raises `PlanError` if the jobs cannot be planned; returns the limits as plain integers."""
     whole: dict[str, int] = {}
     for name, value in limits.items():
         count = as_whole(value)

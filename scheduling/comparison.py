@@ -1,4 +1,4 @@
-"""A measured run beside its prediction."""
+"""Comparison of a measured timeline with its prediction."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scheduling.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineComparison:
-    """What a measured run has in common with its prediction.
+    """A measured timeline relative to its prediction.
 
     Args:
-        wall_ratio: measured over predicted duration, pauses left out.
+        wall_ratio: measured over predicted duration, without pauses.
         bubble_shares: per stage (predicted, measured), between fill and drain.
-        busy_ratios: per stage, measured over predicted time in events: where the costs are wrong.
-        host_wait_s: per stage, idle time in which the input was there and only the host was late.
+        busy_ratios: per stage, measured over predicted time in events. It shows which costs are wrong.
+        host_wait_s: per stage, idle time in which the input was ready and the host was late.
     """
 
     wall_ratio: float
@@ -41,11 +41,11 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
     """Compares two timelines of the same slots.
 
     Args:
-        slots: compares this part of both; None: everything. Waiting for the host needs the whole measured timeline:
-            in a part of it, a stage at work on a slot that is left out looks idle.
+        slots: compares only these slots of both (None: all). `measured` must still be the whole timeline: in a part
+            of it, a stage that works on another slot looks idle.
 
     Raises:
-        PlanError: `plan.other-timeline`, other stages or slots.
+        PlanError: `plan.other-timeline`, the timelines have different stages or slots.
 
     >>> spans = (Span("forward", 0, 0, 0.0, 1.0), Span("backward", 0, 0, 1.0, 2.0))
     >>> compare_timelines(Timeline(spans=spans, num_stages=1), Timeline(spans=spans, num_stages=1)).wall_ratio
@@ -55,11 +55,11 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
     if slots is not None:
         predicted, measured = predicted.of_slots(slots), measured.of_slots(slots)
     here, there = ({(span.kind, span.stage, span.slot) for span in one.spans} for one in (predicted, measured))
-    passes = [event for event in here ^ there if event[0] != "update"]  # updates need not be measured
+    passes = [event for event in here ^ there if event[0] != "update"]  # measured runs may lack updates
     if predicted.num_stages != measured.num_stages or passes or not here:
         raise PlanError(
             "plan.other-timeline",
-            "these timelines are not of the same events",
+            "these timelines contain different events",
             where=f"{len(passes)} passes are in one of them only" if passes else "",
             fix="compare the same slots: compare_timelines(predicted, measured, slots=range(first, last + 1))",
         )
@@ -72,13 +72,13 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
 
 
 def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, ...]:
-    """Per stage, seconds between the moment an event could have started and the host's turning to it; no pauses.
+    """Per stage, seconds in which an event was ready and the host had not issued it yet; pauses are excluded.
 
-    An event can start when the one before it on its stage and those that make its input have ended.
+    An event is ready when the previous event of its stage and the events that produce its input have ended.
 
     Args:
-        timeline: not a part of one: of two events, the one between them may be of a slot that the part lacks.
-        slots: whose events count; None: all.
+        timeline: the whole timeline; a part may lack the event that ran between two others.
+        slots: counts only the events of these slots (None: all).
     """
     issued, done = _named(timeline.host), _named(timeline.spans)
     pause_ends = [pause.end_s for pause in timeline.pauses]
@@ -96,17 +96,17 @@ def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, 
 
 
 class _Name(NamedTuple):
-    """What tells a span from all others."""
+    """Identifies a span."""
 
     kind: Kind
     stage: int
     slot: int
-    adapters: tuple[str, ...]  # of updates
-    number: int  # an adapter's batch is closed first and stepped then; both are updates
+    adapters: tuple[str, ...]  # only for updates
+    number: int  # closing a batch and stepping its adapter are both updates
 
 
 def _named(spans: Sequence[Span]) -> dict[_Name, Span]:
-    """In order of time."""
+    """Spans by name, in order of time."""
     named: dict[_Name, Span] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         name = _Name(span.kind, span.stage, span.slot, span.adapters if span.kind == "update" else (), 0)
@@ -115,8 +115,8 @@ def _named(spans: Sequence[Span]) -> dict[_Name, Span]:
 
 
 def _needed(name: _Name, num_stages: int) -> list[_Name]:
-    """Whose results an event needs, besides those of its own stage."""
-    if name.kind == "update":  # all stages' verdicts on the gradient
+    """The events of other stages whose results this event needs."""
+    if name.kind == "update":  # needs the gradient norms of all stages
         return [name._replace(stage=stage, number=0) for stage in range(num_stages)] if name.number else []
     return [name._replace(stage=name.stage + (1 if name.kind == "backward" else -1))]
 

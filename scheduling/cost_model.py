@@ -1,4 +1,4 @@
-"""How long a stage takes: linear in tokens and squared sample lengths; measured, or from a device's rates."""
+"""Cost model of pipeline stages: linear in tokens and in squared sample lengths, measured or from device rates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ SCHEMA = "lorafusion.cost/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """Seconds of one forward or backward pass of one stage: fixed + token · tokens + square · Σ length², or the floor
-    (what something else needs meanwhile) if that is more."""
+    """Seconds of one forward or backward pass of one stage: max(floor, fixed + token · tokens + square · Σ length²).
+
+    The floor is the time of concurrent work, for example of gathering weights.
+    """
 
     fixed_s: float = 0.0
     token_s: float = 0.0
@@ -35,7 +37,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One pipeline stage: its two passes, and one adapter's optimizer step."""
+    """Costs of one pipeline stage: its two passes, and one adapter's optimizer step."""
 
     forward: PassCost
     backward: PassCost
@@ -46,25 +48,25 @@ class StageCost:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> StageCost:
-        """What `dataclasses.asdict` made; KeyError or TypeError for anything else."""
+        """Reads the output of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
         passes = {name: PassCost(**data[name]) for name in ("forward", "backward")}
         return StageCost(**passes, update_s=data["update_s"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What a run's events cost.
+    """Costs of the events of a run.
 
     Args:
-        stages: one entry per stage; a single entry serves any number of stages.
+        stages: one entry per stage. A single entry serves any number of stages.
         transfer_s: fixed part of sending activations to the next stage.
         transfer_token_s: part per token of the microbatch.
-        source: where the figures come from, shown with every prediction.
-        capacity_tokens: of the microbatches that were measured. What one costs at all and what each of its tokens costs
-            cannot be told apart when all are of one size, so the figures serve that size only; None: any.
-        layers: of each stage that was measured, e.g. (20, 20.5); None: any.
-        measured_with: what else the times depend on, e.g. {"mesh.fsdp": 2}; a name with a dot is a job's setting. What
-            is not in there may be anything.
+        source: origin of the figures, shown with every prediction.
+        capacity_tokens: size of the measured microbatches (None: any size). Measurements of one size cannot separate
+            fixed costs from costs per token, so they serve that size only.
+        layers: layers of each measured stage, e.g. (20, 20.5) (None: any).
+        measured_with: other settings that the times depend on, e.g. {"mesh.fsdp": 2}. A name with a dot is a setting of
+            the job file. Settings that are not listed may have any value.
     """
 
     stages: tuple[StageCost, ...]
@@ -73,7 +75,7 @@ class CostModel:
     source: str = ""
     capacity_tokens: int | None = None
     layers: tuple[float, ...] | None = None
-    measured_with: dict[str, str | int] = field(default_factory=dict[str, str | int], hash=False)  # a table has no hash
+    measured_with: dict[str, str | int] = field(default_factory=dict[str, str | int], hash=False)  # unhashable
 
     def __post_init__(self):
         _check_costs(self)
@@ -84,7 +86,7 @@ class CostModel:
         return self.stages[index % len(self.stages)]
 
     def check_stages(self, num_stages: int) -> None:
-        """Refuses a pipeline of other stages.
+        """Checks that the costs serve this number of stages.
 
         Raises:
             PlanError: `plan.cost`.
@@ -92,12 +94,12 @@ class CostModel:
         if len(self.stages) not in (1, num_stages):
             raise PlanError(
                 "plan.cost",
-                f"costs of {len(self.stages)} stages for a plan of {num_stages} stage{'s' if num_stages > 1 else ''}",
-                fix="measure again with this mesh.stages, or give costs of parts, which serve any mesh",
+                f"the costs are for {len(self.stages)} stages, the plan has {num_stages}",
+                fix="measure again with this mesh.stages, or use costs of parts, which serve any mesh",
             )
 
     def check_capacity(self, tokens: int) -> None:
-        """Refuses microbatches of another size than those measured.
+        """Checks that microbatches of this size were measured.
 
         Raises:
             PlanError: `plan.cost`.
@@ -105,12 +107,12 @@ class CostModel:
         if self.capacity_tokens not in (None, tokens):
             raise PlanError(
                 "plan.cost",
-                f"costs of microbatches of {self.capacity_tokens} tokens for a plan of {tokens}",
+                f"the costs are for microbatches of {self.capacity_tokens} tokens, the plan has {tokens}",
                 fix=f"measure again with batch.capacity_tokens={tokens}",
             )
 
     def check_layers(self, layers: Sequence[float]) -> None:
-        """Refuses stages of other layers than those measured.
+        """Checks that stages of these layers were measured.
 
         Raises:
             PlanError: `plan.cost`.
@@ -119,18 +121,18 @@ class CostModel:
             measured, wanted = ("[" + ",".join(f"{count:g}" for count in of) + "]" for of in (self.layers, layers))
             raise PlanError(
                 "plan.cost",
-                f"costs of stages of {measured} layers for stages of {wanted}",
+                f"the costs are for stages of {measured} layers, the plan has {wanted}",
                 fix=f"measure again with mesh.stages={len(layers)} 'mesh.layers={wanted}'",
             )
 
     def check_measured_with(self, wanted: Mapping[str, str | int]) -> None:
-        """Refuses times that were measured with something else than wanted.
+        """Checks that the times were measured with these settings.
 
         Args:
-            wanted: as in `measured_with`; what one of both does not name may be anything.
+            wanted: as `measured_with`. Settings that only one of the two names are not compared.
 
         Raises:
-            PlanError: `plan.cost`, with everything that differs.
+            PlanError: `plan.cost`, with every difference.
         """
         differing = [name for name in wanted if self.measured_with.get(name, wanted[name]) != wanted[name]]
         if differing:
@@ -138,7 +140,7 @@ class CostModel:
             settings = [f"{name}={wanted[name]}" for name in differing if "." in name]
             raise PlanError(
                 "plan.cost",
-                f"costs measured with {had} for {want}",
+                f"the costs were measured with {had}, the job has {want}",
                 fix=" ".join(["measure this job again: lorafusion profile JOBS", *settings]),
             )
 
@@ -147,10 +149,10 @@ class CostModel:
 
     @staticmethod
     def from_json(text: str) -> CostModel:
-        """Reads what `to_json` wrote.
+        """Reads the output of `to_json`.
 
         Raises:
-            PlanError: not a cost model of this version.
+            PlanError: `plan.cost-format`, not a cost model of this version.
         """
         try:
             data = json.loads(text)
@@ -184,7 +186,7 @@ def fit_cost_model(
     transfer_token_s: float = 0.0,
     source: str = "measured",
 ) -> CostModel:
-    """Fits each stage's passes to measurements by least squares, with coefficients that cannot be negative.
+    """Fits each stage's passes to measurements by non-negative least squares.
 
     >>> seconds = {n: 1e-3 + 2e-6 * n for n in (1, 50, 99)}
     >>> times = [Measurement(0, kind, n, n * n, s) for n, s in seconds.items() for kind in ("forward", "backward")]
@@ -213,8 +215,7 @@ def fit_cost_model(
 
 
 def fit_pass(measured: Sequence[tuple[int, int, float]]) -> PassCost:
-    """Non-negative least squares over (tokens, squares, seconds): the best subset of the three coefficients that comes
-    out non-negative."""
+    """Fits (tokens, squares, seconds) by non-negative least squares, over all subsets of the three coefficients."""
     features = np.array([(1.0, tokens, squares) for tokens, squares, _ in measured])
     seconds = np.array([second for _, _, second in measured])
     best, best_error = np.zeros(3), float(seconds @ seconds)

@@ -1,4 +1,4 @@
-"""Costs of a model's parts, measured or modelled once, and the stages of any layout made of them."""
+"""Costs of a model's parts (layer, embedding, head), from which the costs of any stages are added up."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ NOTHING = StageCost(forward=PassCost(), backward=PassCost())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostParts:
-    """What one layer and the two ends of a model cost on one device.
+    """Costs of one layer and of the two ends of a model on one device.
 
     Args:
-        layer: one of all the equal layers; its update is its share of one adapter's optimizer step.
-        embed, head: of the first and of the last stage; the head with final norm and loss.
-        call_s: a stage's pass costs that much more, whatever it holds.
-        update_s: the same of an optimizer step.
+        layer: one decoder layer; all are equal. Its update is the layer's share of one adapter's optimizer step.
+        embed, head: extra parts of the first and the last stage. The head includes final norm and loss.
+        call_s: fixed overhead of a stage's pass.
+        update_s: fixed overhead of a stage's optimizer step.
         transfer_s, transfer_token_s: as in `CostModel`.
-        source: where the figures come from.
+        source: origin of the figures.
     """
 
     layer: StageCost
@@ -45,10 +45,10 @@ class CostParts:
 
     @staticmethod
     def from_json(text: str) -> CostParts:
-        """Reads what `to_json` wrote.
+        """Reads the output of `to_json`.
 
         Raises:
-            PlanError: `plan.cost-format`, not costs of parts of this version.
+            PlanError: `plan.cost-format`, the text holds no costs of parts of this version.
         """
         try:
             data = json.loads(text)
@@ -63,13 +63,13 @@ class CostParts:
 
 
 def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: GatherCost | None = None) -> CostModel:
-    """Adds parts up to stages.
+    """Adds up the costs of stages from parts.
 
     pass(s) = call + layers(s) · layer + embed on the first + head on the last
 
     Args:
-        layers: of each stage; half a layer counts as what it costs, e.g. 20.2.
-        gather: frozen weights are split over devices (FSDP) and collected before use.
+        layers: layers of each stage. Half a layer counts by its cost, e.g. 20.2.
+        gather: costs of gathering frozen weights that are sharded over devices (FSDP).
 
     >>> one = StageCost(forward=PassCost(fixed_s=1), backward=PassCost(fixed_s=2))
     >>> [stage.forward.fixed_s for stage in stages_from_parts(CostParts(layer=one, head=one), [3, 2]).stages]
@@ -97,14 +97,14 @@ def stages_from_parts(parts: CostParts, layers: Sequence[float], *, gather: Gath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherCost:
-    """Collecting weights that are split over the devices of a stage: once in every pass.
+    """Cost of gathering sharded weights on the devices of a stage, once per pass.
 
     Args:
-        layer_bytes: of one layer's frozen weights.
-        table_bytes: of the embedding or of the head.
-        devices: that share them.
-        link_bytes: per second that one device receives (one copy of 4.3 GB: 369 GB/s over NVLink of an H200 host).
-        overlapped: while the layer before computes; a pass then takes the longer of both.
+        layer_bytes: bytes of one layer's frozen weights.
+        table_bytes: bytes of the embedding or of the head.
+        devices: number of devices that share the weights.
+        link_bytes: bytes per second that one device receives (default: measured over NVLink of an H200 host).
+        overlapped: gathering overlaps with the previous layer's compute, so a pass takes the longer of the two.
     """
 
     layer_bytes: float
@@ -122,10 +122,10 @@ class GatherCost:
 
 
 def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
-    """Reads a file of stages or of parts; parts are added up to these layers per stage.
+    """Reads costs of stages or costs of parts. Parts are added up for these layers per stage.
 
     Raises:
-        PlanError: `plan.cost-format`, or costs of another number of stages.
+        PlanError: `plan.cost-format`; `plan.cost` for another number of stages.
     """
     try:
         schema = json.loads(text).get("schema")
@@ -136,7 +136,7 @@ def read_cost_model(text: str, layers: Sequence[float]) -> CostModel:
     if schema != STAGES_SCHEMA:
         raise PlanError(
             "plan.cost-format",
-            f"this is no cost model, but {schema!r}",
+            f"this is not a cost model: its schema is {schema!r}",
             why=f"expected {STAGES_SCHEMA} or {SCHEMA}",
             fix="write one with lorafusion profile",
         )
@@ -157,7 +157,7 @@ class PartMeasurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """Figures beside the passes, as in `CostParts`."""
+    """Costs other than the passes, as in `CostParts`."""
 
     layer_update_s: float = 0.0
     call_s: float = 0.0
@@ -169,7 +169,7 @@ class Extras:
 def fit_cost_parts(
     measurements: Iterable[PartMeasurement], *, extras: Extras | None = None, source: str = "measured"
 ) -> CostParts:
-    """Fits each part's passes by least squares with coefficients that cannot be negative; ends may be left out.
+    """Fits each part's passes to measurements by non-negative least squares. The ends may be missing.
 
     >>> times = [PartMeasurement("layer", kind, n, n, 2e-6 * n) for n in (64, 128) for kind in ("forward", "backward")]
     >>> round(fit_cost_parts(times).layer.forward.seconds(1000, 0), 6)

@@ -1,18 +1,18 @@
-"""The one error of this package: what is wrong, where, why, and what to do about it."""
+"""The error of this package: what is wrong, where, why, and how to fix it."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """Jobs that cannot be planned, or a plan that breaks a rule.
+    """The jobs cannot be planned, or a plan breaks a rule.
 
     Args:
         code: stable, searchable name, `plan.problem`.
-        what: one sentence that names adapter, sample index and length where there are any.
+        what: one sentence. It names adapter, sample index and length where they apply.
         where: file, field, adapter or slot.
-        why: cause, if known.
+        why: the cause, if known.
         fix: what to change.
-        problems: every single problem, when there are several.
+        problems: every problem, when there are several.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From slots to what each stage does, in order: forward, backward and update events of a pipeline."""
+"""Pipeline schedules: the forward, backward and update events of each stage, in order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Kind = Literal["forward", "backward", "update"]
 
 
 class Event(NamedTuple):
-    """One thing that one stage does. A named tuple, because a long run has millions."""
+    """One forward, backward or update of one stage. A named tuple, because a long run has millions."""
 
     kind: Kind
     stage: int
     slot: int
-    adapters: tuple[str, ...] = ()  # whose optimizer steps, for updates
+    adapters: tuple[str, ...] = ()  # of an update: the adapters that step
 
 
 Program = tuple[tuple[Event, ...], ...]  # per stage, in order
-Order = Callable[[Sequence[int], int], Iterator[tuple[Kind, int]]]  # of a group's slots, on a stage
+Order = Callable[[Sequence[int], int], Iterator[tuple[Kind, int]]]  # (slots of a group, stages after this one)
 
 
 def one_forward_one_backward(plan: Plan, *, flush: bool = False) -> Program:
-    """Lists 1F1B events: stage s holds at most S - s microbatches; no-ops keep their place but do nothing.
+    """Lists 1F1B events. Stage s holds at most S - s microbatches; no-op slots take a place but have no events.
 
-    An adapter's update runs on a stage right after that stage's backward of its batch's last slot. The plan's
-    distance of S slots makes sure that it comes before the next batch's first forward, on every stage.
+    On each stage, an adapter's update follows the backward of its batch's last slot. The plan keeps a distance of S
+    slots, so the update precedes the first forward of the adapter's next batch on every stage.
 
     Args:
-        flush: drain the pipeline whenever no batch is open, as training one adapter with a plain pipeline does.
+        flush: drain the pipeline whenever no batch is open, as plain pipeline training of one adapter does.
     """
     groups = _groups(plan) if flush else [range(plan.num_slots)]
     return _program(plan, [(group, _interleaved) for group in groups])
@@ -43,18 +43,18 @@ def forward_then_backward(plan: Plan) -> Program:
 
 
 def issue_order(program: Program, num_stages: int) -> tuple[Event, ...]:
-    """Merges the stages' events into one order in which one host thread can issue them all.
+    """Merges the stages' events into one order in which a single host thread can issue them.
 
-    Every event comes after those that it needs: a forward after that of the stage before, a backward after that of
-    the stage after, and all after what precedes them on their stage. Otherwise the order is that in which devices
-    would start them if a forward and a backward took 1, and an update nothing: a frozen base has no weight gradients,
-    and one measured layer takes 5.9 and 5.8 ms. O(n log n).
+    Every event follows its inputs: a forward follows that of the previous stage, a backward that of the next stage,
+    and every event follows its predecessors on its own stage. Otherwise events are ordered by their start times, where
+    a forward and a backward take one unit each (a frozen base has no weight gradients) and an update takes none.
+    O(n log n).
 
-    An event needs only events of its own slot on other stages, so the events of slots up to m, in this order, are an
-    order by themselves: issue them first to drain the pipeline (for a checkpoint), and the rest afterwards.
+    An event depends on other stages only through its own slot. So the events of the slots up to m, in this order, can
+    be issued first to drain the pipeline (for a checkpoint), and the remaining events afterwards.
 
     Raises:
-        PlanError: `plan.deadlock` if the events wait for each other, `plan.setting` for another number of stages.
+        PlanError: `plan.deadlock` if events wait for each other, `plan.setting` for another number of stages.
 
     >>> from scheduling import AdapterJob, make_plan
     >>> plan = make_plan([AdapterJob("law", [128, 128], 2)], capacity_tokens=128, num_stages=2)
@@ -64,7 +64,7 @@ def issue_order(program: Program, num_stages: int) -> tuple[Event, ...]:
     if len(program) != num_stages:
         raise PlanError("plan.setting", f"a program of {len(program)} stages cannot run on {num_stages}")
     played = list(play(program, lambda event: _UNITS[event.kind]))
-    # Stable: events of one stage that start together (an update takes no time) stay in their order.
+    # The sort is stable: events of one stage that start together (an update takes no time) keep their order.
     return tuple(event for event, _, _ in sorted(played, key=lambda one: (one[1], one[0].stage)))
 
 
@@ -74,10 +74,10 @@ _UNITS = {"forward": 1.0, "backward": 1.0, "update": 0.0}
 def play(
     program: Program, seconds: Callable[[Event], float], transfer_s: float = 0.0
 ) -> Iterator[tuple[Event, float, float]]:
-    """Yields (event, start, end) when each stage runs its events as early as their inputs arrive.
+    """Yields (event, start, end), where each stage runs its events in order and as early as their inputs arrive.
 
     Raises:
-        PlanError: `plan.deadlock`, after what can run.
+        PlanError: `plan.deadlock`, after all events that can run.
     """
     num_stages = len(program)
     ends: dict[tuple[Kind, int, int], float] = {}
@@ -139,12 +139,12 @@ def _all_forward_first(slots: Sequence[int], ahead: int) -> Iterator[tuple[Kind,
 
 
 def _groups(plan: Plan) -> list[range]:
-    """Runs of slots after which no batch is open."""
+    """Splits the slots where no batch is open."""
     open_batches: set[tuple[str, int]] = set()
     ends: dict[int, list[tuple[str, int]]] = {}
     for slot, adapter, batch in plan.batches_ending():
         ends.setdefault(slot, []).append((adapter, batch))
-    complete = {batch for batches in ends.values() for batch in batches}  # those of stopped adapters may not be
+    complete = {batch for batches in ends.values() for batch in batches}  # stopped adapters may have others
     groups: list[range] = []
     start = 0
     for index, slot in enumerate(plan.slots):
@@ -159,7 +159,7 @@ def _groups(plan: Plan) -> list[range]:
 def _arrival(
     event: Event, num_stages: int, ends: dict[tuple[Kind, int, int], float], transfer_s: float
 ) -> float | None:
-    """When the event's input is there; None if it is not known yet."""
+    """Time at which the event's input arrives; None if it is not known yet."""
     if event.kind == "update":
         return 0.0
     if event.kind == "forward":

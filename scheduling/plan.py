@@ -1,4 +1,4 @@
-"""What comes out of planning."""
+"""The plan: slots of samples, with the jobs and limits that they were planned for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scheduling.types import AdapterJob, Layout, Limits, Slot
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class Plan:
-    """Which sample runs in which slot; carries its jobs, so that it can be simulated and drawn alone.
+    """Which sample runs in which slot. It holds its jobs, so it can be simulated and drawn without other input.
 
     Args:
-        jobs: everything that the plan trains, in the order given.
+        jobs: all jobs of the plan, in the order given.
         slots: in the order of execution.
         lower_bound: no plan for these jobs can have fewer slots.
-        stopped: (adapter, slot): nothing of that adapter runs from that slot on (cancelled or paused).
-        earlier: what slots ran on before the run moved to this number of stages and replicas, in order.
+        stopped: (adapter, slot) pairs. A cancelled or paused adapter has no samples from that slot on.
+        earlier: layouts that the run used before it moved to this number of stages and replicas, in order.
     """
 
     jobs: tuple[AdapterJob, ...]
@@ -48,11 +48,11 @@ class Plan:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """What every stretch of slots runs on, in order; one stretch unless the run has moved."""
+        """The layouts of the run, in order; more than one only if the run has moved."""
         return (*self.earlier, Layout(self.num_slots, self.num_stages, self.data_parallel))
 
     def layouts_before(self, slot: int) -> tuple[Layout, ...]:
-        """The stretches of the slots before `slot` alone."""
+        """The layouts of the slots before `slot`."""
         cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
         starts = [0, *(layout.end for layout in cut)]
         return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Tokens that the slots could hold: slots · replicas · capacity."""
+        """Tokens that the slots can hold: slots · replicas · capacity."""
         starts = [0, *(layout.end for layout in self.earlier)]
         microbatches = sum(
             (layout.end - start) * layout.data_parallel for start, layout in zip(starts, self.layouts, strict=True)
@@ -87,13 +87,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one: slots / lower bound - 1."""
+        """Upper bound on the distance to the shortest plan: slots / lower bound - 1."""
         return self.num_slots / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def batches_ending(self) -> Iterator[tuple[int, str, int]]:
         """Yields (slot, adapter, batch) for each batch that is complete after that slot, in order of slots.
 
-        A batch that a stopped adapter has begun does not end.
+        Incomplete batches of stopped adapters are not listed.
         """
         last: dict[tuple[str, int], int] = {}
         left = {(name, batch): size for name, _ in self.stopped for batch, size in self.job_of[name].batch_sizes()}
@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the content; equal digests mean equal plans."""
+        """sha256 of the content. Equal digests mean equal plans."""
         return content_digest(self._content())
 
     def to_json(self) -> str:
@@ -123,10 +123,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Reads what `to_json` wrote, exactly.
+        """Reads the output of `to_json`. The round trip is exact.
 
         Raises:
-            PlanError: broken JSON, another schema version, or a digest that does not match the content.
+            PlanError: invalid JSON, another schema version, or a digest that does not match the content.
         """
         content = content_from_json(text)
         return Plan(

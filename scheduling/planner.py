@@ -1,4 +1,4 @@
-"""Jobs in, verified plan out."""
+"""The planner: packs the samples of all jobs into slots and verifies the plan."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from scheduling.bounds import bound_of_rest
 from scheduling.checks import check_jobs, check_time_limit
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
+from scheduling.packing.balance_tokens import balance_tokens
+from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
-from scheduling.packing.even import even_out
 from scheduling.packing.greedy import greedy
 from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
-from scheduling.packing.swap import even_work
 from scheduling.plan import Plan
 from scheduling.types import AdapterJob, Limits
 from scheduling.verify import verify_plan
 
-EVALUATIONS_PER_S = 36_000  # half of what one quiet core does, so that the clock seldom decides
-SEARCH_SHARE = 0.88  # of the time limit; the rest is for naming the samples and verifying
-EVEN_SHARE = 0.2  # of the search's evaluations and time: evens out the work of what is packed, beside what it leaves
-AUTO_SAMPLES = 4_000  # capacities are compared on the first batches of long jobs
+EVALUATIONS_PER_S = 36_000  # half the speed of an idle core, so that the deadline rarely cuts in
+SEARCH_SHARE = 0.88  # of the time limit; the rest is for building and verifying the plan
+EVEN_SHARE = 0.2  # of the search's evaluations and time, for balancing work; unused evaluations are added
+AUTO_SAMPLES = 4_000  # "auto" compares capacities on the first batches of long jobs
 
 
 def make_plan(
@@ -45,31 +45,31 @@ def make_plan(
     cost_model: CostModel | None = None,
     max_capacity_tokens: int = 16384,
 ) -> Plan:
-    """Plans all samples of all jobs in as few slots as it can find, then with an even load; the plan is verified.
+    """Plans all samples of all jobs in few slots with an even load, and verifies the plan.
 
-    A first plan is made in one pass (about 15 µs per sample) and always returned; the search for a shorter one takes
-    the rest of the time limit. The search counts evaluations, so the plan depends on the inputs and the seed alone;
-    only on a machine so busy that the limit comes first does the clock cut it short.
+    A greedy pass always yields a plan; a search for a shorter one uses the rest of the time limit. The search counts
+    evaluations, so the plan depends only on the inputs and the seed, unless a busy machine reaches the time limit
+    first.
 
-    Jobs with equal weights share the machine so that the run is shortest. Unequal weights are kept as shares of the
-    tokens per slot while the jobs are active, as far as the distance between batches lets a job take its share; such a
-    plan is made in one pass, without a search.
+    With equal weights the planner minimises the length of the run. Unequal weights are shares of the tokens per slot
+    while the jobs are active, as far as the distance between batches lets a job take its share. Such a plan is made
+    by the greedy pass, without a search.
 
     Args:
         capacity_tokens: rows of a microbatch; "auto" takes the one with the shortest predicted time.
         num_stages: S; batch j+1 of an adapter starts at least S slots after the last slot of batch j.
         data_parallel: microbatches per slot.
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
-        time_limit_s: for the search; 0 takes the first plan.
-        search_evaluations: partial plans to look at, and as many exchanges of samples that even out their work (None:
-            36 000 per second of the limit, and a fifth of that).
-        exact_time_limit_s: for an exact solver that polishes the plan afterwards, per slot saved (0: none). It needs
-            scipy, and proves something only for small instances, up to about 40 samples.
+        time_limit_s: for the search; 0 returns the greedy plan.
+        search_evaluations: number of partial plans that the search evaluates, and of sample exchanges that balance
+            their work (None: from the time limit).
+        exact_time_limit_s: time of an exact solver that improves the plan afterwards, per slot saved (0: off). It needs
+            scipy and proves optimality only for small instances, up to about 40 samples.
         cost_model: predicts times for `capacity_tokens="auto"`.
-        max_capacity_tokens: largest capacity that "auto" may take.
+        max_capacity_tokens: largest capacity that "auto" tries.
 
     Raises:
-        PlanError: jobs or settings that cannot be planned; names adapter, sample index and length.
+        PlanError: jobs or settings cannot be planned. The message names adapter, sample index and length.
 
     >>> jobs = [AdapterJob("law", [700, 300, 512], 1), AdapterJob("med", [900, 100], 2)]
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
@@ -99,14 +99,14 @@ def make_plan(
 
 
 class Effort(NamedTuple):
-    """What may be spent on a plan: looking for fewer slots, then evening out the work of what is packed."""
+    """Budgets of a plan: for the search for fewer slots, then for balancing the work of the microbatches."""
 
     search: Budget
     even: Budget
 
 
 def effort_within(began: float, time_limit_s: float, search_evaluations: int | None) -> Effort:
-    """Shares of a time limit; evaluations that were asked for are all for the search, and as many even out."""
+    """Splits a time limit between search and balancing. A given number of evaluations applies to each of them."""
     seconds = SEARCH_SHARE * check_time_limit(time_limit_s)
     if search_evaluations is None:
         evaluations = EVALUATIONS_PER_S * time_limit_s
@@ -122,11 +122,11 @@ def effort_within(began: float, time_limit_s: float, search_evaluations: int | N
 def fill(
     problem: Problem, left: Sequence[np.ndarray], effort: Effort, seed: int, *, exact_time_limit_s: float = 0.0
 ) -> tuple[int, Filling]:
-    """The lower bound of a problem, and the best filling found."""
+    """Returns the lower bound of a problem and the best filling found."""
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
     budget, even = effort.search, effort.even
     if not problem.waits:
-        budget.deadline = even.deadline  # nothing will be evened out
+        budget.deadline = even.deadline  # there is nothing to balance
     filling = greedy(problem)
     if not problem.weighted:
         filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
@@ -134,17 +134,17 @@ def fill(
     if check_time_limit(exact_time_limit_s):
         began = time.monotonic()
         filling = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s).filling
-        even.deadline += time.monotonic() - began  # it has a limit of its own
-    if not problem.weighted or exact_time_limit_s:  # the exact solver knows no weights: its load is as it comes
-        filling = even_out(problem, filling)
+        even.deadline += time.monotonic() - began  # the exact solver has its own limit
+    if not problem.weighted or exact_time_limit_s:  # the exact solver ignores weights and load
+        filling = balance_tokens(problem, filling)
     even.evaluations += max(0.0, budget.evaluations)
-    return bound, even_work(problem, filling, even)
+    return bound, balance_work(problem, filling, even)
 
 
 def _best_capacity(
     jobs: tuple[AdapterJob, ...], shape: dict[str, int], cost_model: CostModel | None, largest: int
 ) -> int:
-    """The capacity with the shortest predicted time, from one-pass plans for a ladder of capacities."""
+    """Returns the capacity with the shortest predicted time, from greedy plans for a ladder of capacities."""
     if cost_model is None:
         raise PlanError(
             "plan.no-costs", 'capacity_tokens="auto" needs a cost model', fix="cost_model=default_cost_model(…)"
@@ -162,7 +162,7 @@ def _best_capacity(
 
 
 def _predicted_s(jobs: tuple[AdapterJob, ...], limits: Limits, cost_model: CostModel) -> float:
-    from scheduling.simulate import simulate  # "auto" only
+    from scheduling.simulate import simulate  # needed for "auto" only
 
     plan = make_plan(
         jobs,

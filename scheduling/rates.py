@@ -1,4 +1,4 @@
-"""Costs from a device's rates, where nobody has measured."""
+"""Default costs from a device's rates, for use without measurements."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from scheduling.errors import PlanError
 
 class _Rates(NamedTuple):
     gemm_flops: float  # sustained by large bf16 matrix products
-    width_s: float  # all that is not a product, in forward and backward: per token and column of a layer's width
+    width_s: float  # everything but matrix products, forward plus backward: per token and column of a layer's width
     attention_flops: float
     link_bytes: float  # between stages, per second
-    fixed_tokens: float  # a pass costs as much as if it had that many more tokens
+    fixed_tokens: float  # fixed cost of a pass, in tokens
 
 
-# H200: products of the head at 716 TFLOP/s in whole training runs; what an 8B layer of 8192 tokens takes above that and
-# attention, for LoRA's passes, norms, gate and lower clocks, is 2.7 ms: 18 ps a token and column of D + F. Packed
-# attention at 600 TFLOP/s (counted causal); device_put over NVLink 112 GB/s; a GEMM of 4096 rows takes 1/1.95 of one of
-# 8192. So whole runs of 8B are predicted to 1 % (five workloads), of 32B and 70B in stages to 3 % too slow. H100: same
-# chip, 5 % lower clocks under load, 0.7 of the memory bandwidth. CPU: order of magnitude of two cores in float32.
+# H200: fitted to whole training runs. The GEMM rate is that of the head. The width rate covers LoRA's passes, norms,
+# gate and lower clocks of an 8B layer at 8192 tokens. Attention counts causal FLOPs. The link rate is device_put over
+# NVLink. H100: same chip, 5 % lower clocks under load, 0.7 of the memory bandwidth. CPU: order of magnitude of two
+# cores in float32.
 _RATES = {
     "h200": _Rates(716e12, 18e-12, 600e12, 112e9, 200),
     "h100": _Rates(680e12, 26e-12, 570e12, 112e9, 200),
@@ -38,12 +37,14 @@ def default_cost_model(
     num_layers: int = 32,
     hidden_size: int = 4096,
 ) -> CostModel:
-    """Predicts from the device's rates: forward and backward take 2·P FLOPs a token each (a frozen base has no dW).
+    """Predicts stage costs from the device's rates.
+
+    Forward and backward take 2·P FLOPs per token each, because a frozen base has no dW.
 
     Raises:
-        PlanError: an unknown device; the message lists the known ones.
+        PlanError: unknown device; the message lists the known ones.
 
-    >>> costs = default_cost_model("h200").stages[0]
+        >>> costs = default_cost_model("h200").stages[0]
     >>> round(8192 / (costs.forward.seconds(8192, 13 * 630**2) + costs.backward.seconds(8192, 13 * 630**2)), -3)
     17000.0
     """
@@ -71,21 +72,21 @@ def default_cost_parts(
     mlp_width: int | None = None,
     loss_share: float = 1.0,
 ) -> CostParts:
-    """Predicts a layer and the head from the device's rates.
+    """Predicts the costs of a layer and of the head from the device's rates.
 
-    layer: 2 · P FLOPs a token in each pass, attention and passes over D + F columns beside it;  head: 4 · D · V in
-    forward, which makes the gradient of the loss while the logits are there, and nothing in backward;  embedding:
-    nothing.
+    layer: 2 · P FLOPs per token in each pass, plus attention and elementwise passes over D + F columns.
+    head: 4 · D · V FLOPs in forward, which also computes the gradient from the logits; nothing in backward.
+    embedding: nothing.
 
     Args:
-        layer_parameters: of one layer's linears.
+        layer_parameters: parameters of one layer's linears.
         table_parameters: D · V.
-        attention_width: heads · width of a head (None: hidden_size).
+        attention_width: heads · head width (None: hidden_size).
         mlp_width: F (None: 3.5 · hidden_size).
-        loss_share: rows that have a target; the others skip the head.
+        loss_share: share of rows that have a target; the others skip the head.
 
     Raises:
-        PlanError: an unknown device; the message lists the known ones.
+        PlanError: unknown device; the message lists the known ones.
 
     >>> parts = default_cost_parts("h200", layer_parameters=218e6, table_parameters=525e6, hidden_size=4096)
     >>> round(1e3 * parts.layer.forward.seconds(8192, 13 * 630**2), 1)  # ms

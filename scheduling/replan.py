@@ -1,4 +1,4 @@
-"""Changing one's mind while a plan runs, or the devices: what has run stays, the rest is planned again."""
+"""Replanning: the slots that have run stay, the rest is planned again for other adapters or devices."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def replan(
     seed: int = 0,
     search_evaluations: int | None = None,
 ) -> Plan:
-    """Keeps slots [0, at_slot) and plans the rest again; the distance to what has run is kept, and all is verified.
+    """Keeps slots [0, at_slot), plans the rest again at the required distance to them, and verifies the new plan.
 
     Args:
-        at_slot: first slot that has not been started.
+        at_slot: first slot that has not started.
         add: new adapters.
         extend: adapters with a longer stream, cut where it ended before.
         cancel: adapters that stop at once; a begun batch is left without its step.
@@ -45,11 +45,11 @@ def replan(
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
         resume: adapters that go on where they were paused.
         weights: new weights of adapters.
-        num_stages: of the devices that the rest runs on, if the run moves there. It stops for that: all steps of slots
-            [0, at_slot) have been taken, so nothing that follows needs to keep a distance to them.
-        data_parallel: as `num_stages`.
+        num_stages: number of stages that the rest runs on, if the run moves to another mesh. The pipeline drains for a
+        move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
+        data_parallel: as `num_stages`, for the replicas.
         time_limit_s: for the search.
-        search_evaluations: where the search ends, however fast the machine is.
+        search_evaluations: as in `make_plan`.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -83,7 +83,7 @@ def replan(
     )
     left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
     moves = (limits.num_stages, limits.data_parallel) != (plan.num_stages, plan.data_parallel)
-    moves |= any(layout.end > at_slot for layout in plan.earlier)  # back to before a move
+    moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
     bound, slots = at_slot, plan.slots[:at_slot]
     if any(len(positions) for positions in left):
@@ -106,11 +106,11 @@ def replan(
 
 
 class _Progress:
-    """What of a job has run before a slot.
+    """Progress of a job before a slot.
 
     Attributes:
         done: per position of the stream, whether it has run.
-        batches: how many batches have begun.
+        batches: number of batches that have begun.
         ready: first slot, counted from `at_slot`, in which the next sample may run.
     """
 
@@ -164,4 +164,4 @@ def _check_request(plan: Plan, at_slot: object, names: Sequence[str], resume: Se
             raise PlanError("plan.unknown-adapter", f"the plan has no adapter {name!r}", fix=f"one of: {known}")
     for name in resume:
         if name not in dict(plan.stopped):
-            raise PlanError("plan.not-paused", f"{name} is not paused", fix="resume only what was paused")
+            raise PlanError("plan.not-paused", f"{name} is not paused", fix="resume only paused adapters")

@@ -1,4 +1,4 @@
-"""A plan as readable JSON: one line per slot, schema version, digest, statistics; the round trip is exact."""
+"""Plans as readable JSON with one line per slot, schema version, digest and statistics. The round trip is exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "se
 
 
 class PlanContent(NamedTuple):
-    """Everything that the file of a plan says; statistics follow from it."""
+    """The content of a plan file. Its statistics are derived."""
 
     settings: dict[str, int]
     jobs: tuple[AdapterJob, ...]
@@ -26,7 +26,7 @@ class PlanContent(NamedTuple):
 
 
 def content_to_json(content: PlanContent, digest: str, statistics: dict[str, float]) -> str:
-    """Writes a plan, with numbers for whoever opens the file."""
+    """Writes a plan, with its statistics for readers of the file."""
     head = [
         "{",
         f'"schema": {_dump(SCHEMA)},',
@@ -37,7 +37,7 @@ def content_to_json(content: PlanContent, digest: str, statistics: dict[str, flo
 
 
 def content_digest(content: PlanContent) -> str:
-    """sha256 over the lines of the file that carry content (not the statistics, which follow from them)."""
+    """sha256 of the lines of the file that hold content; the derived statistics are excluded."""
     return hashlib.sha256("\n".join([SCHEMA, *_content_lines(content)]).encode()).hexdigest()
 
 
@@ -45,7 +45,7 @@ def content_from_json(text: str) -> PlanContent:
     """Reads a plan.
 
     Raises:
-        PlanError: `plan.format`, `plan.schema`; `plan.digest`, it was changed after it was written.
+        PlanError: `plan.format`; `plan.schema`; `plan.digest`, the file was edited after it was written.
     """
     try:
         data: Any = json.loads(text)
@@ -53,7 +53,9 @@ def content_from_json(text: str) -> PlanContent:
         raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
     found = _schema_of(data)
     if found != SCHEMA:
-        raise PlanError("plan.schema", f"this is not a plan of version {SCHEMA}, but {found!r}", fix="plan again")
+        raise PlanError(
+            "plan.schema", f"this is not a plan of version {SCHEMA}: its schema is {found!r}", fix="plan again"
+        )
     try:
         content = PlanContent(
             settings={name: _setting(data["settings"], name) for name in SETTINGS},
@@ -85,7 +87,7 @@ def _content_lines(content: PlanContent) -> list[str]:
         for job in content.jobs
     ]
     lines = [f'"settings": {_dump({name: content.settings[name] for name in SETTINGS})},']
-    lines += [f'"earlier": {_dump(content.earlier)},'] if content.earlier else []  # few runs move
+    lines += [f'"earlier": {_dump(content.earlier)},'] if content.earlier else []  # usually empty
     lines += [f'"stopped": {_dump(content.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
     lines += ["],", '"slots": [']
@@ -94,7 +96,7 @@ def _content_lines(content: PlanContent) -> list[str]:
 
 
 def _runs(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
-    """[adapter, epoch, batch, [samples]] for each run of samples that share the first three."""
+    """Groups consecutive samples of one batch: [adapter, epoch, batch, [samples]]."""
     runs = groupby(samples, key=lambda ref: ref[:3])
     return [[*key, [ref.sample for ref in refs]] for key, refs in runs]
 

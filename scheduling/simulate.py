@@ -1,4 +1,4 @@
-"""Plays a plan's events against a cost model."""
+"""Simulates a plan's events with a cost model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scheduling.timeline import Timeline
 
 
 def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = None) -> Timeline:
-    """Predicts when each stage does what.
+    """Predicts the timeline of a plan.
 
-    A forward waits for the activations of the stage before, a backward for the gradients of the stage after, and every
-    event for the one before it on its stage. Shapes are static: a microbatch costs its capacity, however full. Replicas
-    wait for the slowest.
+    A forward waits for the activations of the previous stage, a backward for the gradients of the next stage, and every
+    event for its predecessor on its stage. Shapes are static, so a microbatch costs as much as a full one. Replicas
+    wait for the slowest of them.
 
     Args:
-        program: the events in order (None: 1F1B of this plan).
+        program: events of each stage, in order (None: 1F1B of this plan).
 
     >>> from scheduling import AdapterJob, default_cost_model, make_plan
     >>> plan = make_plan([AdapterJob("law", [700] * 64, 8)], capacity_tokens=1024, num_stages=2)
@@ -45,7 +45,7 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
 
 
 class _Load(NamedTuple):
-    """What a slot's slowest replica computes."""
+    """Work of a slot's slowest replica."""
 
     tokens: int
     squares: int
@@ -53,7 +53,7 @@ class _Load(NamedTuple):
 
 
 def slot_squares(plan: Plan) -> list[int]:
-    """Σ length² over the segments of every slot, padding included, of its slowest replica: attention's share of a pass.
+    """Per slot, Σ length² over the segments (padding included) of its slowest replica; attention's cost scales with it.
 
     >>> from scheduling import AdapterJob, make_plan
     >>> job = AdapterJob(name="law", sample_tokens=(64, 32), global_batch=2)
@@ -66,7 +66,7 @@ def slot_squares(plan: Plan) -> list[int]:
         squares = 0
         for part in slot.replicas:
             sizes = [lengths[ref.adapter][ref.sample] for ref in part]
-            padding = plan.capacity_tokens - sum(sizes)  # the tail is a segment of its own
+            padding = plan.capacity_tokens - sum(sizes)  # the padding is its own segment
             squares = max(squares, sum(size * size for size in sizes) + padding * padding)
         found.append(squares)
     return found

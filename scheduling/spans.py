@@ -1,4 +1,4 @@
-"""What a timeline consists of: when something ran, and when training stood still."""
+"""Elements of a timeline: spans of events, and pauses of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Training stood still for something else: an evaluation, a checkpoint. Everything begun before ends in it."""
+    """Training waits for an evaluation or a checkpoint. Events that started earlier end within the pause."""
 
     start_s: float
     end_s: float

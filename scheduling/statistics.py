@@ -1,4 +1,4 @@
-"""What a plan is worth, in figures and in one sentence about what limits it."""
+"""Statistics of a plan, and what limits its speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduling.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStatistics:
-    """One adapter in a plan; `finish_s` and `finish_slot` are the end of its last batch."""
+    """Statistics of one adapter. `finish_s` and `finish_slot` are the end of its last batch."""
 
     name: str
     samples: int
@@ -27,17 +27,17 @@ class AdapterStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """A plan in figures.
+    """Statistics of a plan.
 
     Args:
         microbatches: slots that are not no-ops.
         density: real tokens / room of all slots.
-        tile_share: share of the room that is padding of adapters to whole tiles.
-        gap: slots over the lower bound.
-        duration_s: predicted, with the rest, from the cost model.
+        tile_share: share of the room that pads adapters to whole tiles.
+        gap: slots / lower bound - 1.
+        duration_s: predicted by the cost model, as are the times below.
         bubble_share: idle share between fill and drain.
         fill_drain_s: idle time at both ends of the run, mean over stages.
-        limits: what costs most, worst first.
+        limits: causes of lost time, largest first.
     """
 
     slots: int
@@ -57,16 +57,16 @@ class PlanStatistics:
 
     @property
     def hint(self) -> str:
-        """The worst limit, in one sentence."""
+        """The largest limit, in one sentence."""
         return str(self.limits[0]) if self.limits else "nothing: the plan is full and has no bubbles"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Something that costs time.
+    """A cause of lost time.
 
     Args:
-        share: of the machine's time.
+        share: lost share of the devices' time.
     """
 
     share: float
@@ -78,7 +78,7 @@ class Limit:
 
 
 def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | None = None) -> PlanStatistics:
-    """Counts a plan, and predicts it with the cost model (or takes a timeline made before)."""
+    """Computes the statistics of a plan. Times come from the cost model, or from `timeline` if given."""
     timeline = simulate(plan, cost_model) if timeline is None else timeline
     return PlanStatistics(
         slots=plan.num_slots,
@@ -99,7 +99,7 @@ def plan_statistics(plan: Plan, cost_model: CostModel, *, timeline: Timeline | N
 
 
 def speed_up_over_one_after_another(plan: Plan, cost_model: CostModel) -> tuple[float, float]:
-    """Predicted seconds of the same jobs one adapter after another with a flush per batch (1F1B), and of the plan."""
+    """Predicted seconds of the same jobs one adapter after another (1F1B, a flush per batch), and of the plan."""
     alone = one_after_another(
         plan.jobs,
         capacity_tokens=plan.capacity_tokens,
@@ -128,7 +128,7 @@ def _adapters(plan: Plan, timeline: Timeline) -> tuple[AdapterStatistics, ...]:
 
 
 def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
-    """Shares of stages · duration that do no useful work, worst first; below half a percent is not worth a word."""
+    """Shares of stages · duration that do no useful work, largest first; shares below half a percent are dropped."""
     whole = plan.num_stages * timeline.duration_s
     if not whole:
         return ()

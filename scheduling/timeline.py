@@ -1,4 +1,4 @@
-"""When each stage did what, and what follows from it; the same for predicted and for measured runs."""
+"""Timelines of predicted and measured runs: spans per stage, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduling.timeline_json import TimelineFields, fields_from_json, fields_to
 class Timeline:
     """All spans of a run, in order per stage.
 
-    A pause divides a run: like a run, each part of it has a fill and a drain, which are no bubbles.
+    Pauses divide a run into parts. Each part has its own fill and drain, which do not count as bubbles.
 
     Args:
         spans: of all stages.
@@ -25,8 +25,8 @@ class Timeline:
         title: shown above drawings.
         slot_adapters: adapters in each slot, for colours and labels.
         tokens: real tokens of the run.
-        host: when the host was busy handing an event to its stage; measured runs have it.
-        pauses: in order; measured runs have them.
+        host: spans in which the host issued an event to its stage; measured runs only.
+        pauses: in order; measured runs only.
     """
 
     spans: tuple[Span, ...]
@@ -39,7 +39,7 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """The first forward; drawings start here, so that timelines of one plan lie under each other."""
+        """Start of the first forward. Drawings start here, so that timelines of one plan align."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
@@ -52,12 +52,12 @@ class Timeline:
 
     @property
     def working_s(self) -> float:
-        """Duration without what pauses cost: the idle time around them of the stage that had least."""
+        """Duration without the cost of pauses, which is the smallest idle time around them of any stage."""
         return self.duration_s - min(self.paused_s, default=0.0)
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens per second, pauses left out."""
+        """Real tokens per second, without pauses."""
         return self.tokens / self.working_s if self.working_s else 0.0
 
     @cached_property
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> tuple[float, ...]:
-        """Per stage, idle time / duration, with fill and drain of the whole run and pauses."""
+        """Per stage, idle time / duration, including fill, drain and pauses."""
         return tuple(1 - busy / self.duration_s if self.duration_s else 0.0 for busy in self.busy_s)
 
     @cached_property
@@ -84,7 +84,7 @@ class Timeline:
 
     @cached_property
     def steady_s(self) -> tuple[float, ...]:
-        """Per stage, time between first backward and the end of the last forward of each part: no fill, no drain."""
+        """Per stage, time from the first backward to the end of the last forward of each part (no fill, no drain)."""
         return tuple(sum(part.steady_s for part in parts) for parts in self._parts)
 
     @cached_property
@@ -115,10 +115,10 @@ class Timeline:
         return idle / self.num_stages
 
     def of_slots(self, slots: range) -> Timeline:
-        """The part that belongs to some slots, for example those after a warm-up; tokens in proportion to slots.
+        """The timeline of some slots, for example those after a warm-up; tokens are in proportion to slots.
 
-        A stage works in order, so nothing of other slots lies between its first backward and its last forward: bubbles
-        of the part are right. `host_wait_s` is not: before the first backward, work on other slots looks idle.
+        A stage works in order, so no other slot runs between its first backward and its last forward, and bubbles are
+        exact. `host_wait_s` is not: before the first backward, work on other slots looks idle.
         """
         spans, host = (tuple(one for one in of if one.slot in slots) for of in (self.spans, self.host))
         whole, part = (len({span.slot for span in of}) for of in (self.spans, spans))
@@ -126,20 +126,20 @@ class Timeline:
         return replace(self, spans=spans, host=host, tokens=tokens).with_pauses(self.pauses)
 
     def with_pauses(self, pauses: Sequence[Pause]) -> Timeline:
-        """The same with those pauses that were between its start and its end."""
+        """The same timeline with those pauses that lie between its start and its end."""
         inside = (pause for pause in pauses if pause.end_s > self.start_s and pause.start_s < self.end_s)
         return replace(self, pauses=tuple(inside))
 
     def to_json(self) -> str:
-        """Writes the timeline as JSON, a line per span; `from_json` reads it back exactly."""
+        """Writes the timeline as JSON with one line per span; `from_json` reads it back exactly."""
         return fields_to_json(TimelineFields(*(getattr(self, name) for name in TimelineFields._fields)))
 
     @staticmethod
     def from_json(text: str) -> Timeline:
-        """Reads what `to_json` wrote.
+        """Reads the output of `to_json`.
 
         Raises:
-            PlanError: `plan.timeline-format`, no timeline of this version.
+            PlanError: `plan.timeline-format`, not a timeline of this version.
         """
         return Timeline(**fields_from_json(text)._asdict())
 
@@ -154,7 +154,7 @@ class Timeline:
 
 
 class _Part(NamedTuple):
-    """What a stage did between two pauses."""
+    """A stage's work between two pauses."""
 
     last_forward_s: float  # its end
     first_backward_s: float  # its start
@@ -166,13 +166,13 @@ class _Part(NamedTuple):
 
 
 def _parts(spans: Sequence[Span], pause_ends: Sequence[float]) -> tuple[_Part, ...]:
-    # What starts during a pause was begun before it: the host waits for it, or has it queued ahead of an evaluation.
+    # Events that start during a pause were issued before it: the host waits for them or has queued them.
     parts = groupby(spans, key=lambda span: bisect_right(pause_ends, span.start_s))
     return tuple(_part(tuple(part)) for _, part in parts)
 
 
 def _part(spans: Sequence[Span]) -> _Part:
-    # A part in which nothing goes forward is still draining; one in which nothing goes backward still fills.
+    # A part without forwards is only drain; a part without backwards is only fill.
     forward = next((span.end_s for span in reversed(spans) if span.kind == "forward"), spans[0].start_s)
     backward = next((span.start_s for span in spans if span.kind == "backward"), spans[-1].end_s)
     return _Part(forward, backward, _idle(spans, backward, forward))
@@ -185,7 +185,7 @@ def _paused(spans: Sequence[Span], parts: Sequence[_Part]) -> float:
 
 
 def _idle(spans: Sequence[Span], start: float, end: float) -> float:
-    """Idle time between two moments; no event lies across them."""
+    """Idle time between two times that no event crosses."""
     idle, now = 0.0, start
     for span in spans:
         if span.start_s >= start and span.end_s <= end:

@@ -1,4 +1,4 @@
-"""A timeline as JSON, one line per span; the round trip is exact."""
+"""Timelines as JSON with one line per span. The round trip is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = ("forward", "backward", "update")
 
 
 class TimelineFields(NamedTuple):
-    """Everything that the file of a timeline says."""
+    """The content of a timeline file."""
 
     spans: tuple[Span, ...]
     num_stages: int
@@ -26,7 +26,7 @@ class TimelineFields(NamedTuple):
 
 
 def fields_to_json(timeline: TimelineFields) -> str:
-    """Writes a timeline, a line per span."""
+    """Writes a timeline with one line per span."""
     head = {
         "schema": SCHEMA,
         "title": timeline.title,

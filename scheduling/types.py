@@ -1,4 +1,4 @@
-"""What is planned (jobs) and what a plan is made of (slots): frozen data, nothing else."""
+"""Data types of jobs and plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdapterJob:
         cuts: positions of the stream that begin a batch, ascending: where it ended before it was extended.
 
     Raises:
-        PlanError: a value that cannot be planned; the message names adapter, index and length.
+        PlanError: a value cannot be planned. The message names adapter, index and length.
 
     >>> AdapterJob("law", [700, 300, 512], global_batch=2).num_batches
     2
@@ -41,7 +41,7 @@ class AdapterJob:
     """
 
     name: str
-    sample_tokens: Sequence[int]  # any sequence or array of whole numbers; kept as a tuple
+    sample_tokens: Sequence[int]  # any sequence or array of whole numbers; stored as a tuple
     global_batch: int
     epochs: int = 1
     weight: float = 1.0
@@ -94,7 +94,7 @@ class AdapterJob:
         return np.resize(np.asarray(self.sample_tokens, np.int64), self.num_samples)
 
     def ref(self, position: int) -> SampleRef:
-        """Names the sample at a position of the stream."""
+        """The sample at a position of the stream."""
         epoch, sample = divmod(position, len(self.sample_tokens))
         return SampleRef(self.name, epoch, self.batch_of(position), sample)
 
@@ -109,7 +109,7 @@ class AdapterJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a microbatch holds and how far batches must be apart."""
+    """Capacity of a microbatch, and the distance between batches of an adapter."""
 
     capacity_tokens: int
     num_stages: int
@@ -152,9 +152,9 @@ class Slot:
 
 
 class Layout(NamedTuple):
-    """What a stretch of slots runs on. Between two stretches the pipeline is empty: every step has been taken."""
+    """Stages and replicas of a range of slots. Between two layouts the pipeline is empty and every step is taken."""
 
-    end: int  # first slot that is not part of it
+    end: int  # first slot after it
     num_stages: int
     data_parallel: int
 
@@ -205,7 +205,7 @@ def _checked_cuts(name: str, cuts: Sequence[object], end: int) -> tuple[int, ...
 
 
 def as_whole(value: object) -> int | None:
-    """Returns a whole number as int; None for anything else, true and false included."""
+    """Returns a whole number as int; None for anything else, booleans included."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Every rule that a plan must keep, checked after the fact and independently of how the plan was made."""
+"""Verification of plans, independent of the planner."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ class Violation:
 
 
 def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
-    """Checks that the plan trains exactly these jobs and keeps every rule.
+    """Checks that the plan trains exactly these jobs and follows every rule.
 
-    Each sample exactly once; batches in order; first slot of batch j+1 ≥ last slot of batch j + S, unless the run moved
-    to another layout between them, which empties the pipeline;
-    Σ over adapters of ⌈tokens / tile⌉ · tile ≤ capacity in every microbatch; an adapter's samples side by side.
+    * Each sample runs exactly once.
+    * Batches run in order: first slot of batch j+1 ≥ last slot of batch j + S, unless the run moved to another layout
+      between them, which empties the pipeline.
+    * Σ over adapters of ⌈tokens / tile⌉ · tile ≤ capacity in every microbatch.
+    * The samples of an adapter are contiguous in a microbatch.
 
     Raises:
-        PlanError: code `plan.invalid`, with every violation in `problems`.
+        PlanError: `plan.invalid`, with every violation in `problems`.
 
     >>> from scheduling import make_plan
     >>> job = AdapterJob("law", [700, 300, 512], global_batch=2)
@@ -64,7 +66,7 @@ def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """All sample references as columns, in order of execution; references to unknown adapters left out."""
+    """All sample references as columns, in order of execution, without references to unknown adapters."""
 
     job: np.ndarray
     epoch: np.ndarray
@@ -100,12 +102,14 @@ class _Table:
 
 
 def _layouts(plan: Plan) -> list[Violation]:
-    """Stretches that do not follow each other, and slots that have not one microbatch for each of their replicas."""
+    """Layouts that are out of order, and slots without one microbatch per replica."""
     found: list[Violation] = []
     start = 0
     for end, _, replicas in plan.layouts:
         if end < start or (end == start and end < plan.num_slots):
-            found.append(Violation(code="plan.layouts", what=f"a layout ends at slot {end}, the one before at {start}"))
+            found.append(
+                Violation(code="plan.layouts", what=f"a layout ends at slot {end}, the previous one at {start}")
+            )
         found += [
             Violation(code="plan.replicas", what=f"slot {at} has {len(slot.replicas)} microbatches, not {replicas}")
             for at, slot in enumerate(plan.slots[start:end], start)
@@ -116,7 +120,7 @@ def _layouts(plan: Plan) -> list[Violation]:
 
 
 def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
-    """Over-full microbatches, and adapters whose samples are not side by side."""
+    """Microbatches over capacity, and adapters whose samples are not contiguous."""
     found: list[Violation] = []
     if table.job.size == 0:
         return found
@@ -133,7 +137,7 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
     for at, job in runs[:, counts > 1].T:
         where = f"slot {at // width}"
         found.append(
-            Violation(code="plan.scattered", what=f"{where}: samples of {jobs[int(job)].name} are not side by side")
+            Violation(code="plan.scattered", what=f"{where}: samples of {jobs[int(job)].name} are not contiguous")
         )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
     rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
@@ -172,7 +176,7 @@ def _counts(plan: Plan, job: AdapterJob, position: np.ndarray) -> list[Violation
 
 
 def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> list[Violation]:
-    """Batches in order, as many slots apart as there are stages; nothing after a stop."""
+    """Checks that batches are in order and at least S slots apart, and that nothing runs after a stop."""
     found: list[Violation] = []
     stop = dict(plan.stopped).get(job.name)
     if stop is not None and slot.size and slot.max() >= stop:
@@ -187,7 +191,7 @@ def _order(plan: Plan, job: AdapterJob, batch: np.ndarray, slot: np.ndarray) -> 
     np.maximum.at(last, batch, slot)
     present = np.flatnonzero(last >= 0)
     ends, stages = [layout.end for layout in plan.layouts], [layout.num_stages for layout in plan.layouts]
-    here, there = (np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first))  # of which stretch
+    here, there = (np.searchsorted(ends[:-1], slots, side="right") for slots in (last, first))  # index of the layout
     for earlier, later in pairwise(present):
         distance = first[later] - last[earlier]
         needed = stages[int(here[earlier])] if here[earlier] == there[later] else 1

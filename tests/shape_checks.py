@@ -1,4 +1,4 @@
-"""Checks shapes and types in signatures while tests run; in production the annotations cost nothing."""
+"""Checks shapes and types of signatures during tests; the annotations cost nothing in production."""
 
 from __future__ import annotations
 

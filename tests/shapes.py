@@ -1,4 +1,4 @@
-"""Shapes of published models, for what is counted and never run."""
+"""Shapes of published models, for counts without running them."""
 
 from dataclasses import replace
 

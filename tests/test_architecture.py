@@ -1,4 +1,4 @@
-"""The rules that hold the three packages apart, read from their sources and tried in fresh interpreters."""
+"""The import rules of the three packages, checked in their sources and in fresh interpreters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and the docs show runs as it stands, and what they name exists."""
+"""Snippets in the README and the docs run, and the files, links and commands in them exist."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_commands_and_their_options_exist(page, line):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     text = page.read_text(encoding="utf-8")
     targets = [target for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
@@ -83,5 +83,5 @@ def test_named_files_exist(page):
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_readme_is_for_the_first_five_minutes():
+def test_the_readme_is_short():
     assert (ROOT / "README.md").stat().st_size <= 9_000

@@ -1,4 +1,4 @@
-"""Errors: readable, complete, and able to cross a process border."""
+"""Errors: readable, complete, and picklable."""
 
 import pickle
 
@@ -25,7 +25,7 @@ def test_an_error_says_what_where_why_and_what_to_do():
     ]
 
 
-def test_several_errors_are_shown_together_and_the_gravest_decides_the_exit_code():
+def test_error_lists_show_all_and_have_the_gravest_exit_code():
     with pytest.raises(ErrorList) as caught:
         raise_all([ConfigError("a.b", "one."), DataError("c.d", "two.")])
     assert "one." in str(caught.value)

@@ -1,4 +1,4 @@
-"""The order in which rooms may import each other: no circle at any level, and a tower whose floors are written here."""
+"""The order in which rooms may import each other, without cycles at any level."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def circle(edges: Iterable[tuple[str, str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", sorted({module[:-1] for module in MODULES}), ids=".".join)
-def test_nothing_in_a_folder_imports_in_a_circle(folder):
+def test_no_import_cycles(folder):
     assert circle(siblings(folder)) == []
 
 
-def test_rooms_import_lower_floors_only():
+def test_rooms_import_only_lower_rooms():
     floor_of = {room: floor for floor, rooms in enumerate(TOWER) for room in rooms}
     edges = siblings(("lorafusion_jax",))
     unknown = {room for edge in edges for room in edge} - floor_of.keys()
@@ -98,7 +98,7 @@ def test_packages_import_each_other_one_way():
     }
 
 
-def test_a_circle_is_found():
+def test_cycles_are_detected():
     assert circle({("a", "b"), ("b", "c"), ("c", "a"), ("d", "a"), ("c", "e")}) == ["a", "b", "c"]
     assert circle({("a", "b"), ("b", "c"), ("a", "c")}) == []
     assert circle({("a", "a")}) == ["a"]

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom; errors in it are errors here."""
+"""Every notebook runs from top to bottom without errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where the sources are not."""
+"""The wheel: its content, and that it works without the sources."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_the_wheel_holds_packages_types_licence_and_examples(wheel):
+def test_wheel_contains_packages_types_licence_and_examples(wheel):
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
     tops = {name.split("/")[0] for name in sizes if ".dist-info" not in name}

@@ -1,7 +1,7 @@
-"""Adapter kinds: which trainable tensors a projection gets, and the low-rank pair that they make.
+"""Adapter kinds: the trainable tensors of a projection, and the low-rank pair that they form.
 
-To add one, add a row to `KINDS`; from another package, install an entry point of the group
-`lorafusion_jax.adapter_kinds` that loads an `AdapterKind`. Never imports jax: planning asks for sizes.
+To add one, add a row to `KINDS`. Other packages can install an entry point of the group
+`lorafusion_jax.adapter_kinds` that loads an `AdapterKind`. Never imports jax, because planning needs sizes.
 
 Axes: `K` in features · `N` out features · `R` rank
 """
@@ -31,11 +31,11 @@ class Leaf:
     beyond an adapter's own rank is zero there and stays zero.
 
     Args:
-        name: of the leaf, one meaning in all kinds: "lora_a".
-        axes: its own, by letter; R at most once.
-        init: (draw, shape) → initial values. `draw(n)` gives n float32 numbers, uniform in [0, 1), that depend on the
-            adapter's seed, the projection and the leaf only.
-        peft_key: the name in a PEFT folder, "lora_A.weight"; tensors of two axes are stored transposed there. None:
+        name: name of the leaf, e.g. "lora_a". A name has the same meaning in all kinds.
+        axes: letters of its axes; R at most once.
+        init: (draw, shape) → initial values. `draw(n)` returns n float32 numbers, uniform in [0, 1), that depend only
+            on the adapter's seed, the projection and the leaf.
+        peft_key: name in a PEFT folder, e.g. "lora_A.weight"; tensors of two axes are stored transposed there. None:
             PEFT has no such tensor, and an export folds it into A and B.
     """
 
@@ -62,9 +62,9 @@ class AdapterKind:
 
     Args:
         leaves: its trainable tensors.
-        low_rank: leaves by name, each [n, *axes] → (A [n, K, R], B [n, R, N]). Traced by jax for training and called
-            with numpy arrays for exports: use operators and indexing only. Zero columns of A and rows of B beyond an
-            adapter's rank must stay zero.
+        low_rank: leaves by name, each [n, *axes] → (A [n, K, R], B [n, R, N]). It is traced by jax for training and
+            called with numpy arrays for exports, so use only operators and indexing. Zero columns of A and rows of B
+            beyond an adapter's rank must stay zero.
 
     Example:
         >>> LORA.num_parameters(in_features=8, out_features=4, rank=2)
@@ -80,14 +80,14 @@ class AdapterKind:
 
     @property
     def in_peft(self) -> bool:
-        """Whether a PEFT folder holds every tensor of it, so that training can go on from one."""
+        """Whether a PEFT folder holds all its tensors, so that training can continue from one."""
         return all(leaf.peft_key for leaf in self.leaves)
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.leaves if leaf.name == name)
 
     def num_parameters(self, *, in_features: int, out_features: int, rank: int) -> int:
-        """Trainable numbers of one adapter in one projection."""
+        """Number of trainable parameters of one adapter in one projection."""
         return sum(math.prod(leaf.shape(in_features, out_features, rank)) for leaf in self.leaves)
 
 
@@ -110,7 +110,7 @@ KINDS: Mapping[str, AdapterKind] = {"lora": LORA}
 
 
 def adapter_kind(name: str) -> AdapterKind:
-    """Finds a kind by the name that a job file gives it.
+    """Finds a kind by its name in a job file.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -119,11 +119,11 @@ def adapter_kind(name: str) -> AdapterKind:
 
 
 def unknown_kind(name: str) -> str | None:
-    """What `lora.kind` should have been; None for a name that exists."""
+    """Explains an unknown `lora.kind`; None if the name exists."""
     return not_known(GROUP, KINDS, name)
 
 
 def leaves_of(kinds: tuple[str, ...]) -> tuple[Leaf, ...]:
-    """The tensors of all these kinds, each name once, in order."""
+    """The tensors of all these kinds in order, each name once."""
     found = {leaf.name: leaf for name in kinds for leaf in adapter_kind(name).leaves}
     return tuple(found.values())

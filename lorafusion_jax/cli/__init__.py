@@ -1,3 +1,3 @@
-"""The command line: one file per command."""
+"""The command line, with one file per command."""
 
 from lorafusion_jax.cli.main import main as main

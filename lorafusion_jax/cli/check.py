@@ -1,4 +1,4 @@
-"""lorafusion check: job file, data and layers of the stages, every mistake at once."""
+"""lorafusion check: reports all errors of the job file, the data and the layers of the stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "check"
 
 
 def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Checks a job file and its data, without touching a device.
+    """Checks a job file and its data, without using a device.
 
     Example: lorafusion check jobs.yaml
     """

@@ -1,4 +1,4 @@
-"""What several commands share: options, consoles, the last line."""
+"""Shared parts of the commands: options, consoles, output, machine settings."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="settings that replace those of the file, e.g. train.max_steps=20; optim.lr=1e-4 is for all adapters "
-        "without their own, adapters.NAME.optim.lr=1e-4 for one",
+        help="settings that override those of the file, e.g. train.max_steps=20; optim.lr=1e-4 applies to adapters "
+        "without their own value, adapters.NAME.optim.lr=1e-4 to one adapter",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 def out() -> Console:
-    """Console of standard output; wide when it is not a terminal, so that tables are not cut in logs."""
+    """Console of standard output. It is wide outside a terminal, so that tables in logs are not truncated."""
     console = Console()
     return console if console.is_terminal else Console(width=160)
 
 
 def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
-    """A table without lines: some columns to the left, then numbers to the right; no cell is ever folded."""
+    """A table without lines: text columns on the left, number columns on the right; cells are not wrapped."""
     table = Table(box=None, header_style="bold", pad_edge=False, **options)
     for title in left:
         table.add_column(title, no_wrap=True)
@@ -57,12 +57,12 @@ def errors_to() -> Console:
 
 
 def typed(jobs: Path, overrides: Sequence[str] | None) -> str:
-    """Job file and settings as one types them."""
+    """Job file and settings as typed on a command line."""
     return shlex.join([str(jobs), *(overrides or ())])
 
 
 def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) -> tuple[JobConfig, Prepared]:
-    """Reads the data of a job and the adapters that it goes on from; what is wrong there comes in one go with `errors`.
+    """Reads the data and warm starts of a job. Raises their errors together with `errors`.
 
     Args:
         config, errors: from `examine_config`.
@@ -101,7 +101,7 @@ def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]
 
 
 def ends_in(path: Path, *endings: str) -> None:
-    """Refuses a file whose ending promises something else than what would be written into it.
+    """Checks that the suffix of an output file fits its content.
 
     Raises:
         ConfigError: `output.ending`.
@@ -120,7 +120,7 @@ def next_command(console: Console, command: str) -> None:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Prints a text, broken at words on a terminal and in one line elsewhere."""
+    """Prints a text, wrapped on a terminal and in one line elsewhere."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -131,9 +131,9 @@ def warn(console: Console, texts: list[str]) -> None:
             say(console, f"  {text}")
 
 
-MEMORY_FRACTION = 0.95  # of a GPU; CUDA, cuDNN and NCCL want about 1 GiB beside it
-# Where one of several GPUs runs out of memory inside a program, XLA lets the others wait for it forever (four H200s,
-# jax 0.11.2). Longer than processes may differ in what they have left to compile.
+MEMORY_FRACTION = 0.95  # of a GPU; CUDA, cuDNN and NCCL need about 1 GiB of the rest
+# If one of several GPUs runs out of memory inside a program, XLA lets the others wait forever (jax 0.11.2). The limit
+# is longer than the differences in compile time between processes.
 GPUS_WAIT = "--xla_gpu_nccl_termination_timeout_seconds=600"
 
 
@@ -166,9 +166,9 @@ def prepare_machine(*, cache: bool = True) -> None:
     """
     import jax
 
-    told = os.environ.get("XLA_FLAGS", "")
-    if GPUS_WAIT.partition("=")[0] not in told:
-        os.environ["XLA_FLAGS"] = f"{told} {GPUS_WAIT}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if GPUS_WAIT.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {GPUS_WAIT}".strip()
     if jax.config.jax_pjrt_client_create_options is None:
         jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": MEMORY_FRACTION})
     if not cache:

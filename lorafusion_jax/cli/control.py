@@ -23,7 +23,7 @@ Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the ada
 
 
 def cancel(run: RunPath, adapter: Adapter) -> None:
-    """Ends an adapter at once; its last step stays as a PEFT folder, and the others get its slots.
+    """Ends an adapter at once. Its last step stays as a PEFT folder; the others get its slots.
 
     Example: lorafusion cancel runs/exp1 law
     """
@@ -31,7 +31,7 @@ def cancel(run: RunPath, adapter: Adapter) -> None:
 
 
 def pause(run: RunPath, adapter: Adapter) -> None:
-    """Leaves an adapter out until it is continued; the others get its slots.
+    """Pauses an adapter until it is continued. The others get its slots.
 
     Example: lorafusion pause runs/exp1 law
     """
@@ -39,7 +39,7 @@ def pause(run: RunPath, adapter: Adapter) -> None:
 
 
 def go_on(run: RunPath, adapter: Adapter) -> None:
-    """Lets a paused adapter train again from where it was.
+    """Continues a paused adapter where it stopped.
 
     Example: lorafusion continue runs/exp1 law
     """
@@ -47,7 +47,7 @@ def go_on(run: RunPath, adapter: Adapter) -> None:
 
 
 def finish(run: RunPath, adapter: Adapter) -> None:
-    """Ends an adapter after the optimizer step whose samples it has begun.
+    """Ends an adapter after its optimizer step in progress.
 
     Example: lorafusion finish runs/exp1 law
     """
@@ -57,12 +57,12 @@ def finish(run: RunPath, adapter: Adapter) -> None:
 def weight(
     run: RunPath, adapter: Adapter, value: Annotated[float, typer.Argument(metavar="WEIGHT", help="above 0")]
 ) -> None:
-    """Changes an adapter's share of the machine relative to the others.
+    """Changes an adapter's share of the devices relative to the others.
 
     Example: lorafusion weight runs/exp1 law 2
     """
     if not is_weight(value):
-        raise ConfigError("control.weight", f"{value:g} is no weight.", why="a weight is a finite number above 0")
+        raise ConfigError("control.weight", f"{value:g} is not a weight.", why="a weight is a finite number above 0")
     _ask(run, "weight", adapter, value)
 
 

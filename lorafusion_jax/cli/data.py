@@ -1,4 +1,4 @@
-"""lorafusion data preview: what an adapter will learn, token by token."""
+"""lorafusion data preview: the tokens of samples and their loss mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _group() -> None:
 def preview(
     jobs: JobFile,
     overrides: Overrides = None,
-    adapter: Annotated[str | None, typer.Option(help="which adapter; all when absent")] = None,
+    adapter: Annotated[str | None, typer.Option(help="name of the adapter; default all")] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows per adapter")] = 3,
     as_json: Json = False,
 ) -> None:
@@ -64,7 +64,7 @@ def preview(
 
 
 def _numbers(samples: TokenizedSet, tokenizer: Tokenizer, rows: int) -> list[dict]:
-    """Tokens of the first samples, as plain values."""
+    """Tokens of the first samples as plain values."""
     result = []
     for index in range(min(rows, len(samples))):
         tokens, learned = samples.sample(index)

@@ -1,4 +1,4 @@
-"""lorafusion demo: the main job on data and a tiny model that come with the package."""
+"""lorafusion demo: trains on example data and a tiny model from the package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ NAME = "demo"
 
 
 def command(
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", help="run folder; runs/demo, runs/demo-2, … when absent")
-    ] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="run folder; default runs/demo, runs/demo-2, …")] = None,
 ) -> int:
     """Trains four adapters of a tiny model on the CPU: plan, train, evaluate, export, verify.
 

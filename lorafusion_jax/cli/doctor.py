@@ -1,4 +1,4 @@
-"""lorafusion doctor: what is installed, what it runs on, and what will be used."""
+"""lorafusion doctor: versions, devices, and the kernels that will be used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(as_json: Json = False) -> None:
 
 
 def diagnosis() -> dict[str, dict[str, str]]:
-    """Versions, devices, kernels per device, extras and disk."""
+    """Returns versions, devices, kernels per device, extras and disk space."""
     import jax
 
     devices = {
@@ -57,7 +57,7 @@ def diagnosis() -> dict[str, dict[str, str]]:
 
 
 def _kernels() -> dict[str, str]:
-    """Which implementations serve a usual layer here, and what they ask of the compiler; nothing is compiled."""
+    """Implementations that support a typical layer here, and their compiler options; compiles nothing."""
     import jax
     import jax.numpy as jnp
 

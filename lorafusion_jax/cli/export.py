@@ -27,9 +27,9 @@ def command(
     adapter: Annotated[str, typer.Argument(help="name of the adapter")],
     to: Annotated[Path, typer.Option("--to", help="folder to write, new or empty")],
     merge: Annotated[bool, typer.Option("--merge", help="write the full model with the adapter merged in")] = False,
-    step: Annotated[int | None, typer.Option(help="which exported step; the newest when absent")] = None,
+    step: Annotated[int | None, typer.Option(help="exported step; default the newest")] = None,
 ) -> None:
-    """Writes an adapter for the Hugging Face ecosystem.
+    """Writes an adapter as a PEFT folder or merged into a full model.
 
     Example: lorafusion export runs/exp1 law --to out/law
     """
@@ -45,7 +45,7 @@ def command(
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
         base, noted = base_directory(config), folder.read_record().get("base_files")
-        if noted is not None:  # runs of earlier versions did not note it
+        if noted is not None:  # earlier versions did not record it
             check_base(noted, base_digests(base), base)
         report = merge_adapter(base, source, to)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
@@ -86,7 +86,7 @@ def _source(folder: RunFolder, names: list[str], adapter: str, step: int | None)
 
 
 def _failure(folder: RunFolder, adapter: str) -> str | None:
-    """Why the adapter failed, if it did."""
+    """The reason of the adapter's failure, if it failed."""
     ends = [
         event
         for event in read_rows(folder.path / "events.jsonl")
@@ -96,7 +96,7 @@ def _failure(folder: RunFolder, adapter: str) -> str | None:
 
 
 def _copy(source: Path, draft: Path) -> None:
-    """Copies an exported folder and compares the copy with the digests that came along."""
+    """Copies an exported folder and compares the copy with its digests."""
     for file in sorted(source.rglob("*")):
         place = draft / file.relative_to(source)
         if file.is_dir() and not file.is_symlink():
@@ -109,7 +109,7 @@ def _copy(source: Path, draft: Path) -> None:
 
 
 def _no_link(source: Path) -> None:
-    """Refuses links inside a run folder: they may point to any file of this machine.
+    """Raises on links inside a run folder, which could point to any file of this machine.
 
     Raises:
         CheckpointError: `export.link`.
@@ -120,5 +120,5 @@ def _no_link(source: Path) -> None:
             "export.link",
             f"{links[0].name} is a link, which is not followed.",
             where=str(links[0]),
-            fix="replace it by the file that it should be, or export another --step",
+            fix="replace it by a regular file, or export another --step",
         )

@@ -12,9 +12,9 @@ from lorafusion_jax.config.reference import reference
 NAME = "init"
 
 TEXT = """\
-# lorafusion job file. Every key but base.model, adapters[].name and data.train has a default; these are the defaults
-# of the usual ones: lorafusion init --all shows every key that there is.
-# PEFT's words: rank = r, alpha = lora_alpha, dropout = lora_dropout, targets = target_modules, rslora = use_rslora.
+# lorafusion job file. Every key except base.model, adapters[].name and data.train has a default. Common keys are shown
+# with their defaults; lorafusion init --all shows all keys.
+# PEFT names: rank = r, alpha = lora_alpha, dropout = lora_dropout, targets = target_modules, rslora = use_rslora.
 
 base:    {model: path/to/model, dtype: bfloat16}   # HF directory, or org/name of a hub (hf extra)
 
@@ -49,7 +49,7 @@ adapters:
 """
 
 
-def command(everything: Annotated[bool, typer.Option("--all", help="every key that there is")] = False) -> None:
+def command(everything: Annotated[bool, typer.Option("--all", help="show all keys")] = False) -> None:
     """Prints a commented job file.
 
     Example: lorafusion init > jobs.yaml

@@ -1,4 +1,4 @@
-"""Entry point: collects the commands and turns errors into one clear message and an exit code.
+"""Entry point: collects the commands, and converts errors to a message and an exit code.
 
 0 all adapters done · 1 run error · 2 config or data error · 3 some adapters failed · 130 interrupted, state saved
 """
@@ -67,7 +67,7 @@ app.add_typer(data.app, name="data")
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="print the version and end", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"lorafusion-jax {versions()['lorafusion-jax']}")
@@ -112,14 +112,14 @@ def _say(problem: Exception) -> None:
 
 
 def _system_error(problem: OSError) -> RunError:
-    """A file or disk that the system refuses; the program is not to blame, so there is no traceback."""
+    """Converts an error of the file system to a message without traceback."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunError(
             "save.no-space",
             "the disk is full.",
             where=str(problem.filename or ""),
             why=str(problem),
-            fix="free some space and repeat the command; a run goes on with lorafusion resume",
+            fix="free some space and repeat the command; continue a run with lorafusion resume",
         )
     if problem.filename is None:
         raise problem

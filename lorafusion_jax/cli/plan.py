@@ -1,4 +1,4 @@
-"""lorafusion plan: the whole run before any device is touched."""
+"""lorafusion plan: plans and predicts a run without using a device."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def command(
     jobs: JobFile,
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="also plan the adapters one after another")] = False,
-    timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline, an .html page")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="compare with one adapter after another")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
     device: Annotated[
         Literal["h200", "h100", "cpu"] | None,
-        typer.Option(help="whose rates and memory count; what this machine has when absent"),
+        typer.Option(help="device for predictions; default that of this machine"),
     ] = None,
-    device_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each device, if not the usual")] = None,
+    device_memory: Annotated[float | None, typer.Option(min=0, help="GiB per device; default by device")] = None,
     cost_model: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="measured costs, from lorafusion profile")
     ] = None,
@@ -78,7 +78,7 @@ def command(
     if timeline:
         ends_in(timeline, ".html")
     config, errors = examine_config(jobs, overrides or ())
-    layers = layer_problems(config)[1] if config else []  # before it plans for stages that there cannot be
+    layers = layer_problems(config)[1] if config else []  # checks before planning
     config, prepared = checked_data(config, [*errors, *layers])
     planned = make_planned(
         config, prepared, device=device, device_memory=device_memory, cost_model=cost_model, compare=compare
@@ -161,7 +161,7 @@ def make_planned(
 
 
 def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
-    """The base model's shape, or why there are no predictions: planning works without."""
+    """The configuration of the base model, or why there are no predictions. Planning does not need it."""
     try:
         return ModelConfig.from_hf(base_directory(config)), []
     except CheckpointError as problem:
@@ -169,7 +169,7 @@ def _model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
 
 
 def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostModel | None) -> dict:
-    """Everything that the plan screen shows, as plain numbers; predictions are None without costs."""
+    """The content of the plan screen as plain numbers; predictions are None without costs."""
     statistics = plan_statistics(plan, costs) if costs else None
     finish_s = {adapter.name: adapter.finish_s for adapter in statistics.adapters} if statistics else {}
     last = {name: slot for slot, name, _ in plan.batches_ending()}
@@ -233,7 +233,7 @@ def _pause_numbers(
 
 
 def comparison(plan: Plan, costs: CostModel | None) -> dict:
-    """The same jobs one adapter after another, each planned alone as well as we can: slots and predicted seconds."""
+    """Slots and predicted seconds of the same adapters one after another, each with its best plan."""
     alone = plans_one_after_another(plan)
     return {
         "slots_one_after_another": sum(one.num_slots for one in alone),
@@ -281,7 +281,7 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     elif predicted:
         takes = f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s"
         say(console, f"{takes}, {least}" if least else takes)
-    limit = f"; what limits it: {predicted['limit']}" if predicted else ""
+    limit = f"; limited by: {predicted['limit']}" if predicted else ""
     say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
     if predicted:
         if "wall_s" in predicted:

@@ -1,4 +1,4 @@
-"""The part of the plan screen that is about memory."""
+"""The memory section of the plan screen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def show_memory(console: Console, memory: dict[str, Any]) -> None:
-    """Prints the bytes of every stage, whether they fit, and what to change where they do not."""
+    """Prints the memory of every stage, whether it fits, and what to change if it does not."""
     size, unit = _unit(max(row["total"] for row in memory["stages"]))
     each = "  ".join(f"s{stage} {row['total'] / size:.1f}" for stage, row in enumerate(memory["stages"]))
     of = "" if memory["device_bytes"] is None else _of(memory["device_bytes"], unit)
@@ -24,7 +24,7 @@ def show_memory(console: Console, memory: dict[str, Any]) -> None:
         say(console, f"  to make it fit: {memory['advice']}", "bold red")
     layers = " + ".join(map(str, memory["layers"]))
     stored = "" if memory["quantize"] == NONE else f", projections stored as {memory['quantize']}"
-    say(console, f"  layers {layers}, kept for backward: {memory['remat']}{stored}")
+    say(console, f"  layers {layers}, saved for backward: {memory['remat']}{stored}")
     say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
 
 
@@ -33,14 +33,14 @@ def _unit(size: int) -> tuple[int, str]:
 
 
 def _of(device_bytes: int, unit: str) -> str:
-    """Size of a device, with its unit where the stages have another."""
+    """Size of a device, with its unit if it differs from that of the stages."""
     size, own = _unit(device_bytes)
     number = device_bytes / size
     return f" of {number:.{0 if number >= 10 else 1}f}" + f" {own}" * (own != unit)
 
 
 def remedy(config: JobConfig, memory: dict[str, Any]) -> str:
-    """The setting to try next where a plan does not fit: what keeps the capacity, if anything does."""
+    """The setting to try next if a plan does not fit, preferably at the same capacity."""
     if memory["advice"].startswith("more"):
         stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
         return f"mesh.stages={stages}" if stages <= sum(memory["layers"]) else f"mesh.fsdp={fsdp}"

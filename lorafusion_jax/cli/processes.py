@@ -1,4 +1,4 @@
-"""Options of a command that may be one of several processes."""
+"""Options for commands that run as several processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lorafusion_jax.errors import ConfigError
 
 Distributed = Annotated[
     bool,
-    typer.Option("--distributed", help="one of several processes; SLURM, Open MPI or the options below tell which"),
+    typer.Option("--distributed", help="join several processes, given by SLURM, Open MPI or the options below"),
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="where the first process listens"),
+    typer.Option(metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS", help="address of the first process"),
 ]
-NumProcesses = Annotated[int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="processes of the run")]
-STARTED = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"]  # what srun and mpirun tell each process they start
+NumProcesses = Annotated[int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="number of processes")]
+STARTED = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"]  # set by srun and mpirun
 Started = Annotated[int | None, typer.Option(envvar=STARTED, hidden=True, help="processes that a launcher started")]
-ProcessId = Annotated[int | None, typer.Option(envvar="JAX_PROCESS_ID", help="number of this process, from 0")]
+ProcessId = Annotated[int | None, typer.Option(envvar="JAX_PROCESS_ID", help="index of this process, from 0")]
 
 
 def join_processes(
@@ -32,14 +32,14 @@ def join_processes(
     process_id: int | None,
     started: int | None,
 ) -> None:
-    """Joins the other processes of a run, before anything touches a device.
+    """Joins the other processes of a run, before any device is used.
 
     Args:
-        started: processes that a launcher started; without --distributed none may be several.
+        started: number of processes that a launcher started; more than one needs --distributed.
 
     Raises:
-        ConfigError: `processes.not-distributed`, there are several, and each would train by itself.
-        RunError: `processes.join`, they do not find each other.
+        ConfigError: `processes.not-distributed`, there are several processes, and each would train the whole run.
+        RunError: `processes.join`, the processes do not find each other.
     """
     if not distributed:
         counts = {"--num-processes or JAX_NUM_PROCESSES": num_processes or 1, " or ".join(STARTED): started or 1}
@@ -49,7 +49,7 @@ def join_processes(
                 "processes.not-distributed",
                 f"this is one of {count} processes, but --distributed is not given.",
                 where=where,
-                why="each of them would train the whole run by itself",
+                why="each of them would train the whole run",
                 fix="--distributed, or start a single process",
             )
         return

@@ -1,4 +1,4 @@
-"""lorafusion profile: times the stages of a job on this machine and saves the cost model that plan uses."""
+"""lorafusion profile: measures the stages of a job on this machine and saves a cost model for plan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def command(
     jobs: JobFile,
     overrides: Overrides = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="cost model, a .json file")] = Path("costs.json"),
-    repeats: Annotated[int, typer.Option(min=1, help="measurements of each pass")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="number of measurements of each pass")] = 3,
 ) -> None:
-    """Measures forward, backward, step and transfer of every stage on this machine.
+    """Measures forward, backward, update and transfer of every stage on this machine.
 
-    Where stages take unequal times it says how their layers should lie.
+    If stages take unequal times, it suggests other layers per stage.
 
     Example: lorafusion profile jobs.yaml -o costs.json
     """
@@ -33,7 +33,7 @@ def command(
     from scheduling import simulate
     from scheduling.simulate import slot_squares
 
-    if to.is_dir():  # before minutes are spent on what cannot be written
+    if to.is_dir():  # checks before the long measurement
         raise ConfigError("output.folder", f"{to} is a folder.", fix=f"-o {to / 'costs.json'}")
     to.parent.mkdir(parents=True, exist_ok=True)
     prepare_machine()

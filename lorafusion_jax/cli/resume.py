@@ -1,4 +1,4 @@
-"""lorafusion resume: a run folder from its newest checkpoint to the end."""
+"""lorafusion resume: continues a run from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Where = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="where it goes on: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, save.*",
+        help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, save.*",
     ),
 ]
 
@@ -26,7 +26,7 @@ def command(
     overrides: Where = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="leave an adapter out of what is left; its last good step stays; repeatable"),
+        typer.Option(metavar="NAME", help="drop an adapter from the rest; its last good step stays; repeatable"),
     ] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,
@@ -34,14 +34,14 @@ def command(
     process_id: ProcessId = None,
     started: Started = None,
     verify_base: Annotated[
-        bool, typer.Option("--verify-base", help="compare every byte of the base model, also of one above 4 GB")
+        bool, typer.Option("--verify-base", help="compare every byte of the base model, even above 4 GB")
     ] = False,
     cache: ProgramCache = True,
 ) -> int:
-    """Continues an interrupted run: bitwise as if it had never stopped, on another mesh equal to rounding.
+    """Continues an interrupted run: bitwise as if it had not stopped, on another mesh equal to rounding.
 
-    What is left is planned again for another number of stages or replicas (mesh.data · mesh.fsdp), and without the
-    adapters that are dropped. An adapter that failed needs not be dropped: the others go on either way.
+    The rest is planned again for another number of stages or replicas (mesh.data · mesh.fsdp), and without dropped
+    adapters. Failed adapters need not be dropped: the others continue anyway.
 
     Example: lorafusion resume runs/exp1
 

@@ -1,4 +1,4 @@
-"""Runs something that trains, with live view, trackers, and the table at the end."""
+"""Runs training with live view and trackers, and prints the results."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ COLOURS = {"running": "bold", "done": "green", "failed": "bold red", "paused": "
 
 
 def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Sequence[Listener]], RunResult]) -> int:
-    """Runs `work` under the live view and shows what came of it; returns the exit code."""
+    """Runs `work` under the live view and shows its result; returns the exit code."""
     try:
         result = watch(console, folder, config, work)
     except Interrupted:
         errors_to().print("interrupted: the state is saved.")
         next_command(console, f"lorafusion resume {folder}")
         return INTERRUPTED
-    except KeyboardInterrupt:  # a second signal, or one before the first microbatch
+    except KeyboardInterrupt:  # second signal, or a signal before the first microbatch
         begun = RunFolder(folder).plan_file.exists()
         errors_to().print(
-            "stopped at once: what was done since the last checkpoint is done again when the run goes on."
+            "stopped at once: the work since the last checkpoint is repeated when the run is resumed."
             if begun
-            else "stopped before the run had begun."
+            else "stopped before the run started."
         )
         next_command(console, f"lorafusion resume {folder}" if begun else "lorafusion train JOBS --out RUN")
         return INTERRUPTED
@@ -47,7 +47,7 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
         leave = exit_after_peer_loss if problem.code == PROCESS_LOST else exit_after_failure
         leave(problem.exit_code)
         raise
-    except LoraFusionError:  # of job, data or folder: all processes meet it alike
+    except LoraFusionError:  # errors of job, data or folder occur in all processes
         raise
     except Exception:
         exit_after_failure(1)

@@ -1,4 +1,4 @@
-"""lorafusion simulate: plays a trace of jobs on a cluster, under one policy or several."""
+"""lorafusion simulate: simulates a trace of jobs on a cluster under one or more policies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def command(
         Path, typer.Argument(exists=True, dir_okay=False, help="CSV: our columns, or those of Philly, Helios or ACME")
     ],
     also: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", help="further policies")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the cluster, in hosts of eight")] = 64,
-    memory_gib: Annotated[float, typer.Option(help="of each GPU")] = 140.0,
+    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of the cluster, in hosts of eight")] = 64,
+    memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
     policy: Annotated[list[str] | None, typer.Option(help=f"some of {', '.join(POLICIES)}")] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="an .html page to replay the runs")] = Path("simulate.html"),
-    seed: Annotated[int, typer.Option(help="for bases and data, which public traces do not name")] = 0,
+    seed: Annotated[int, typer.Option(help="seed for bases and data, which public traces do not contain")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Plays jobs that arrive over time on a cluster, and compares policies: a table, a plot and a page to replay.
+    """Simulates jobs that arrive over time on a cluster, and compares policies in a table, a plot and a replay page.
 
     Example: lorafusion simulate trace.csv --gpus 64 --policy ours fifo
     """

@@ -1,4 +1,4 @@
-"""lorafusion status: where a run stands, read from its folder."""
+"""lorafusion status: progress of a run, from its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lorafusion_jax.report.format import count, duration, layout, waits, whole, 
 from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary, remat_of
 
 NAME = "status"
-SILENT_S = 120.0  # where nobody can tell: a run silent for so long compiles something large, or is no more
+SILENT_S = 120.0  # a run of another host that is silent for this long may have ended
 ENDS = ("adapter-done", "adapter-failed", "adapter-changed")
 COLOURS = {"done": "green", "failed": "bold red", "paused": "yellow", "cancelled": "yellow"}
 STATES = {"finished": "green", "interrupted": "yellow", "stopped": "red"}
@@ -31,7 +31,7 @@ def command(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="redraw every two seconds until the run ends")] = False,
 ) -> None:
-    """Shows how far every adapter of a run is.
+    """Shows the progress of every adapter of a run.
 
     Example: lorafusion status runs/exp1 --watch
     """
@@ -47,17 +47,17 @@ def command(
                 numbers = run_numbers(run)
                 live.update(status_screen(numbers))
         if not console.is_terminal:
-            console.print()  # Live ends within a line there
+            console.print()  # Live does not end its last line there
     else:
         console.print(status_screen(numbers))
     next_command(console, _next(run, numbers))
 
 
 def run_numbers(run: Path) -> dict:
-    """Everything that the status screen shows, read from the files of a run folder."""
+    """The content of the status screen, from the files of a run folder."""
     folder = RunFolder(run)
     plan = folder.read_plan()
-    holder = held_by(run)  # before the events: who lets go has told its end
+    holder = held_by(run)  # read before the events: a process writes its last event before it releases the folder
     events, metrics = read_rows(run / "events.jsonl"), read_summary(run)
     ends = {event.get("adapter"): event for event in events if event["kind"] in ENDS}
     last = metrics.slots[-1] if metrics.slots else {}
@@ -111,21 +111,21 @@ def _parameters(began: dict) -> dict:
 
 
 def _status(last: dict | None) -> str:
-    """Where an adapter stands by the last news of its end or of a request."""
+    """Status of an adapter from its last event about its end or a request."""
     if last is None:
         return "running"
     return last["status"] if "status" in last else last["kind"].removeprefix("adapter-")
 
 
 def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
-    """State of a run and the reason for it, from what it told last and who holds it."""
+    """State of a run and the reason for it, from its last events and the process that holds its folder."""
     last = changes[-1] if changes else {"kind": "started"}
     if holder["alive"] and last["kind"] != "finished":
-        return "running", ""  # also one that is about to go on
+        return "running", ""  # includes a run that is just being resumed
     if last["kind"] != "started":
         return last["kind"], last.get("what", "")
     if holder["alive"] is False:
-        return "stopped", f"without notice: process {holder.get('process')} is no more"
+        return "stopped", f"without notice: process {holder.get('process')} has ended"
     return "running", ""
 
 
@@ -170,7 +170,7 @@ def status_screen(numbers: dict) -> Group:
 
 
 def _devices(numbers: dict) -> list[Text]:
-    """What the last sitting ran on; nothing before it has started."""
+    """Mesh and devices of the last session; empty before the first one."""
     if not numbers["device"]:
         return []
     what = layout(numbers["mesh"], numbers["layers"], numbers["remat"]) if numbers["mesh"] else ""

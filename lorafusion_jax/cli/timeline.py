@@ -1,4 +1,4 @@
-"""lorafusion timeline: draws what the devices of a run did, beside what was predicted."""
+"""lorafusion timeline: draws the measured timeline of a run, with its prediction."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def command(
         "timeline.html"
     ),
     cost_model: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="predict with these costs, from lorafusion profile")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="costs for the prediction, from lorafusion profile")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="also the first slots beside a prediction, before everything has settled")
+        bool, typer.Option("--whole", help="also compare the first slots, in which the pipeline fills and GPUs warm up")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draws the measured timeline of a run's last sitting; with costs, the predicted one above it.
+    """Draws the measured timeline of a run's last session; with costs, the predicted one above it.
 
-    Where stages took unequal times it says how their layers should lie.
+    If stages took unequal times, it suggests other layers per stage.
 
     Example: lorafusion timeline runs/exp1 -o timeline.html --cost-model costs.json
     """
     ends_in(to, ".html", ".json")
-    RunFolder(run).read_record()  # a folder that is no run has its own error
+    RunFolder(run).read_record()  # raises if it is not a run folder
     measured, predicted, compared = read_timeline(run), None, {}
     if cost_model:
         predicted, slots = _predicted(run, measured, cost_model, whole=whole)
@@ -73,7 +73,7 @@ def command(
 
 
 def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
-    """(what costs say of the run's plan, slots to compare)"""
+    """(predicted timeline, slots to compare)"""
     folder, started = RunFolder(run), _started(run, measured.num_stages)
     plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
     costs = read_costs(cost_model, _worth(run, layers))
@@ -94,20 +94,20 @@ def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) 
 
 
 def _started(run: Path, stages: int) -> dict:
-    """What the last sitting with so many stages said when it began."""
+    """The "started" event of the last session with this number of stages."""
     said = [event for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
     return [event for event in said if len(event["layers"]) == stages][-1]
 
 
 def _moved(run: Path, measured: Timeline) -> Moved | None:
-    """Where the layers should lie by what the stages took, once everything had settled."""
+    """Suggested layers per stage, from the stage times of settled slots."""
     if measured.num_stages == 1:
         return None
     folder, started = RunFolder(run), _started(run, measured.num_stages)
     config = folder.read_config()
     try:
         model = ModelConfig.from_hf(base_directory(config))
-    except LoraFusionError:  # the base is not on this machine; what was measured can be drawn without it
+    except LoraFusionError:  # without the base model the measured timeline can still be drawn
         return None
     return better_layout(
         config,
@@ -120,7 +120,7 @@ def _moved(run: Path, measured: Timeline) -> Moved | None:
 
 
 def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
-    """Layers of each stage; half a layer counts as what it costs."""
+    """Layers of each stage; half a layer counts by its cost."""
     if all(isinstance(count, int) for count in layers):
         return layers
     model = ModelConfig.from_hf(base_directory(RunFolder(run).read_config()))
@@ -133,7 +133,7 @@ def _numbers(measured: Timeline) -> dict:
 
 
 def _comparison(predicted: Timeline, measured: Timeline, slots: range) -> dict:
-    """What the command shows besides where there is a prediction; both timelines whole."""
+    """The comparison of the whole measured timeline with the whole prediction."""
     compared = compare_timelines(predicted, measured, slots)
     return {
         "predicted": _figures(predicted.of_slots(slots)),
@@ -167,12 +167,12 @@ def _show(numbers: dict) -> None:
     first, last = numbers["slots"]
     say(console, f"microbatches {first + 1} to {last + 1} of the plan; bubbles are idle time between fill and drain")
     if paused := numbers["measured"]["paused_s"]:
-        say(console, f"evaluations and checkpoints took {duration(paused)} more, which are in none of these figures")
+        say(console, f"evaluations and checkpoints took {duration(paused)} more, which these figures exclude")
     if moved := numbers.get("better_layers"):
         say(console, better_layers(**moved))
     if "predicted" in numbers:
         if first == 0:
-            say(console, "pipeline and caches filled during the first of them, which no prediction knows of")
+            say(console, "pipeline and caches filled during the first slots, which the prediction does not model")
         passes = "  ".join(f"{ratio:.2f}" for ratio in numbers["busy_ratios"])
         say(console, f"measured / predicted: {numbers['wall_ratio']:.3f}; time in passes, per stage: {passes}")
         say(console, f"waiting for the host: {duration(max(numbers['host_wait_s']))} on the worst stage")

@@ -1,4 +1,4 @@
-"""lorafusion train: a job file to finished adapters."""
+"""lorafusion train: trains the adapters of a job file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAME = "train"
 def command(
     jobs: JobFile,
     overrides: Overrides = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="run folder, new")] = Path("runs/run"),
-    plan: Annotated[Path | None, typer.Option(help="plan to execute exactly, from lorafusion plan -o")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="new run folder")] = Path("runs/run"),
+    plan: Annotated[Path | None, typer.Option(help="plan to execute, from lorafusion plan -o")] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
@@ -31,8 +31,8 @@ def command(
 ) -> int:
     """Trains all adapters of a job file.
 
-    Several GPUs: mesh.stages=S cuts the layers into a pipeline, mesh.data=D trains on D microbatches at once,
-    mesh.fsdp=F does so too and shares one copy of the base between F devices; together they take S · D · F devices.
+    Several GPUs: mesh.stages=S splits the layers into a pipeline, mesh.data=D trains on D microbatches at once, and
+    mesh.fsdp=F does too, with one copy of the base shared by F devices. Together they use S · D · F devices.
 
     Example: lorafusion train jobs.yaml --out runs/exp1 train.max_steps=20
 

@@ -1,4 +1,4 @@
-"""lorafusion tune: times the kernels' tile sizes on this device, for a job's base model or for the named shapes."""
+"""lorafusion tune: measures tile sizes of the kernels on this device, for a job or the benchmark shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pallas_kernels.tuning.tune import Failure
 
 NAME = "tune"
-SHOWN = 5  # failures
+SHOWN = 5  # failures to show
 
 
 def command(
@@ -32,21 +32,22 @@ def command(
         Path | None,
         typer.Argument(
             metavar="JOBS",
-            help="job file, YAML or TOML: the layers of its base model; without one the shapes of the kernel benchmark,"
-            " as in the table that comes with the package",
+            help="job file, YAML or TOML, for the layers of its base model; default: shapes of the kernel benchmark,"
+            " as in the built-in table",
             show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
     table: Annotated[
-        Path | None, typer.Option("--out", "-o", help="write here, not into the installed package, where runs look")
+        Path | None,
+        typer.Option("--out", "-o", help="output file; default the table in the package, which runs use"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="a third of the candidates; without a job file 8192 tokens only")
+        bool, typer.Option("--quick", help="a third of the candidates; without a job file only 8192 tokens")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Finds the fastest tile sizes of every kernel on this device; stop it and go on at any time.
+    """Finds the fastest tile sizes of every kernel on this device. It can be stopped and continued at any time.
 
     Example: lorafusion tune jobs.yaml, or lorafusion tune
     """
@@ -69,7 +70,7 @@ def command(
             f"none of the {len(failed)} candidates runs on this device.",
             where=measured.device,
             why=failed[0].reason,
-            fix="lorafusion doctor says which kernels there are for this device",
+            fix="lorafusion doctor lists the kernels for this device",
         )
     if not as_json:
         out().print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
@@ -90,9 +91,9 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
     if not count(specs, quick=quick):
         raise ConfigError(
             "tune.nothing-fits",
-            "no kernel divides the layers of this job.",
+            "no kernel supports the layers of this job.",
             where=str(jobs),
-            why=f"tiles of {config.batch.tile_tokens} tokens, {config.batch.capacity_tokens} tokens a microbatch",
+            why=f"tiles of {config.batch.tile_tokens} tokens, {config.batch.capacity_tokens} tokens per microbatch",
             fix="batch.tile_tokens: 128 and batch.capacity_tokens a multiple of it",
         )
     return specs
@@ -110,16 +111,16 @@ def named_specs(*, quick: bool) -> list[LinearSpec]:
     if interprets():
         raise ConfigError(
             "tune.interpreted",
-            "the shapes of the kernel benchmark want a GPU.",
+            "the shapes of the kernel benchmark need a GPU.",
             where=device_kind(),
-            why="kernels are interpreted here: one of them takes hours, and its time says nothing",
+            why="kernels are interpreted on this machine, which takes hours and measures nothing",
             fix="run it on a GPU, or give a job file with a small base model",
         )
     return tuning_specs(quick=quick)
 
 
 def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Table, tuple[Failure, ...]]:
-    """Measures under a progress bar; returns the table and what failed."""
+    """Measures under a progress bar; returns the table and the failures."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from lorafusion_jax.cli.common import errors_to
@@ -142,7 +143,7 @@ def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Tabl
 
 
 def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> None:
-    """Best and worst of every kernel, and what does not run on this device."""
+    """Prints best and worst times of every kernel, and the failures."""
     shown = plain_table(("kernel", "layer"), ("best us", "worst us", "tried"))
     for row in rows:
         best, worst = f"{row['best_us']:.1f}", f"{row['worst_us']:.1f}"
@@ -158,7 +159,7 @@ def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> N
 
 
 def check_table(path: Path) -> None:
-    """Refuses a file that cannot be gone on with, before anything is measured."""
+    """Checks that an existing table can be continued, before measuring."""
     from pallas_kernels.device import device_kind
     from pallas_kernels.tuning import store
 
@@ -167,7 +168,7 @@ def check_table(path: Path) -> None:
     except ValueError as problem:
         raise ConfigError(
             "tune.old-table",
-            "this is no table of this version's kernels.",
+            "this is not a table of this version's kernels.",
             where=str(path),
             why=str(problem.__cause__ or problem),
             fix=f"rm {path} and tune again",
@@ -182,7 +183,7 @@ def check_table(path: Path) -> None:
 
 
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
-    """The layers whose kernels a run of this job calls: every projection, and siblings with their ranks together."""
+    """The op calls of a job: every projection, and sibling projections with their combined ranks."""
     from pallas_kernels.arg_specs import LinearSpec
     from pallas_kernels.policy import padded_rank
 
@@ -205,7 +206,7 @@ def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
 
 
 def fastest(table: Table, specs: Sequence[LinearSpec]) -> list[dict]:
-    """Best and worst time of every kernel of every layer; once where layers differ in nothing that a kernel minds."""
+    """Best and worst time of every kernel of every layer; equivalent layers are listed once."""
     from pallas_kernels.tuning.tune import key_of
 
     kernels = dict.fromkeys(entry.kernel for entry in table.entries)

@@ -24,7 +24,7 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps of the adapter")] = 4,
     as_json: Json = False,
 ) -> int:
-    """Compares every file with its digest; ends with 2 if one is damaged.
+    """Compares every file with its digest; exits with 2 if one is damaged.
 
     With an adapter: trains it for a few steps from its start, once by the run's plan and once alone, and compares
     every tensor; ends with 1 if one differs by more than the bound. Nothing is written.

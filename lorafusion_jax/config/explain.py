@@ -1,4 +1,4 @@
-"""Turns pydantic's findings into errors that name the line, the key and the nearest known key."""
+"""Converts pydantic's validation errors to errors with the line, the key and the nearest known key."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError
 
-LISTS: dict[Keys, tuple[str, str]] = {  # told as a whole: what one value has to be, and how one types it
+LISTS: dict[Keys, tuple[str, str]] = {  # (expected value, example) of keys that are explained as a whole
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
     ("lora", "targets"): ("a text or a list of texts", "[q_proj, v_proj]"),
 }
-RENAMED: dict[Keys, Keys] = {("train", "keep"): ("train", "remat")}  # what older job files and runs say
-EXPECTED = {  # pydantic's findings in words of a job file
+RENAMED: dict[Keys, Keys] = {("train", "keep"): ("train", "remat")}  # old name → new name
+EXPECTED = {  # pydantic's error types in the terms of a job file
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -41,7 +41,7 @@ EXPECTED = {  # pydantic's findings in words of a job file
 
 
 def new_name(setting: str) -> str:
-    """What a setting is called today.
+    """The current name of a setting.
 
     >>> new_name("train.keep"), new_name("mesh.fsdp")
     ('train.remat', 'mesh.fsdp')
@@ -50,7 +50,7 @@ def new_name(setting: str) -> str:
 
 
 def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError:
-    """Builds the error for a key that does not exist, with its new name or the nearest key that does."""
+    """Builds the error for an unknown key, with its new name or the nearest known key."""
     if keys in RENAMED:
         new = dotted(RENAMED[keys])
         return ConfigError(
@@ -67,7 +67,7 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
 
 
 def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> ConfigError:
-    """Builds the error for one finding of pydantic below `section`."""
+    """Builds the error for one pydantic error below `section`."""
     location: Keys = detail["loc"]
     adapters_own = location[:1] == ("global_samples",) and section != ("batch",)
     keys = (*section, *(("batch", "global_samples") if adapters_own else location))
@@ -97,7 +97,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
 def _expected(detail) -> str:
     found = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
-    if detail["type"] == "value_error":  # raised by a validator of the schema
+    if detail["type"] == "value_error":  # from a validator of the schema
         return str(detail["ctx"]["error"])
     return f"{known.format(**detail.get('ctx', {}))}, not {found}" if known else detail["msg"]
 

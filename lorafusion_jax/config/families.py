@@ -1,7 +1,7 @@
-"""Families of Llama-like decoders: the same layer under other names and with other options in their files.
+"""Families of Llama-like decoders: the same layer with other names and options in the model files.
 
-To add one, add a row to `FAMILIES`; from another package, install an entry point of the group
-`lorafusion_jax.families` whose name is the `model_type` of config.json and that loads a `Family`.
+To add one, add a row to `FAMILIES`. Other packages can install an entry point of the group `lorafusion_jax.families`
+that loads a `Family`; its name is the `model_type` of config.json.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What the files of a family mean; a row needs to say only where it differs from Llama.
+    """Names and options of a family's model files. Defaults are those of Llama.
 
     Args:
-        architectures: names in config.json; the first is written.
-        head_dim: where config.json leaves it out; None: hidden_size / num_attention_heads.
-        positions: where config.json leaves out `max_position_embeddings`.
+        architectures: names in config.json; the first one is written.
+        head_dim: default if config.json has none (None: hidden_size / num_attention_heads).
+        positions: default if config.json has no `max_position_embeddings`.
         qkv_bias: q, k and v always have a bias.
         reads_attention_bias: `attention_bias` of config.json gives q, k, v and o a bias.
         reads_mlp_bias: `mlp_bias` of config.json gives the MLP's projections a bias.
         qk_norm: q and k are normalised per head.
-        window: `sliding_window` of config.json counts never, whenever it is given, or where another key switches it on.
-        keys: their key of config.json for Llama's, e.g. {"hidden_size": "n_embd"}.
-        modules: their module for Llama's, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
-            "self_attn.q_proj": "attention.query"}; adapters are saved under Llama's names.
+        window: `sliding_window` of config.json applies never, whenever it is set, or if another key enables it.
+        keys: Llama's key of config.json → the family's key, e.g. {"hidden_size": "n_embd"}.
+        modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
+            "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
     """
 
     architectures: tuple[str, ...]
@@ -48,17 +48,17 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
 
     def read_keys(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json of this family under Llama's keys."""
+        """Converts a config.json of this family to Llama's keys."""
         theirs = set(self.keys.values()) - self.keys.keys()
         renamed = {ours: raw[their] for ours, their in self.keys.items() if their in raw}
         return {key: value for key, value in raw.items() if key not in theirs} | renamed
 
     def write_keys(self, llama: Mapping[str, Any]) -> dict[str, Any]:
-        """The reverse of `read_keys`."""
+        """Inverse of `read_keys`."""
         return {self.keys.get(key, key): value for key, value in llama.items()}
 
     def tensor_name(self, llama: str) -> str:
-        """The name in a checkpoint of what Llama calls e.g. "model.layers.3.self_attn.q_proj.weight"."""
+        """Checkpoint name of a tensor given by Llama's name, e.g. "model.layers.3.self_attn.q_proj.weight"."""
         path, _, leaf = llama.rpartition(".")
         inside = _IN_LAYER.fullmatch(path)
         if inside is None:
@@ -79,7 +79,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(name: str) -> Family:
-    """The family of a `model_type`.
+    """Finds the family of a `model_type`.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -88,10 +88,10 @@ def family_named(name: str) -> Family:
 
 
 def find_family(architectures: list[str] | None, model_type: str | None) -> str | None:
-    """The name of the family that a config.json is of; None for none that is known.
+    """Finds the name of the family of a config.json; None if it is unknown.
 
     Raises:
-        ConfigError: `plugin.broken`, an installed family that does not load.
+        ConfigError: `plugin.broken`, an installed family does not load.
     """
     for name in architectures or ():
         for family, row in FAMILIES.items():
@@ -104,6 +104,6 @@ def find_family(architectures: list[str] | None, model_type: str | None) -> str 
 
 
 def known_models() -> str:
-    """What can be loaded, for messages."""
+    """Names of the supported models, for messages."""
     installed = [name for name in known_names(GROUP, FAMILIES) if name not in FAMILIES]
     return ", ".join([*(name for row in FAMILIES.values() for name in row.architectures), *installed])

@@ -1,4 +1,4 @@
-"""The keys of a model's config.json that change its arithmetic, with their types and ranges."""
+"""The keys of a model's config.json that affect its computation, with their types and ranges."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-# The limits are far above every model that exists; they keep arithmetic on a broken file from taking hours.
+# The limits are far above all existing models. They prevent endless computation on a corrupt file.
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Entries = Annotated[int, Field(ge=1, le=2**24)]
 Depth = Annotated[int, Field(ge=1, le=4096)]
 Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
-SHOWN = 60  # characters of a wrong value that a message repeats
+SHOWN = 60  # characters of an invalid value to show in a message
 
 
 class HFConfig(BaseModel):
-    """What config.json says; None where it says nothing. Other keys are ignored."""
+    """Values of config.json; None for missing keys. Other keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
@@ -51,7 +51,7 @@ class HFConfig(BaseModel):
 
 
 class RopeValues(BaseModel):
-    """Parameters of rotary embeddings, in either spelling."""
+    """Parameters of rotary embeddings, in both formats."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
@@ -66,7 +66,7 @@ class RopeValues(BaseModel):
 
 
 def parse_part[M: BaseModel](model: type[M], values: Mapping[str, Any], problems: list[str]) -> M:
-    """Validates values; what is wrong goes to `problems`, and those keys count as absent."""
+    """Validates values. Errors are added to `problems`, and their keys count as missing."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as found:
@@ -95,9 +95,9 @@ def _problem(detail, values: Mapping[str, Any]) -> str:
 
 
 def shortened(value: object) -> str:
-    """A wrong value as a message repeats it; whatever cannot be shown is named by its type."""
+    """An invalid value for a message; values that cannot be shown are replaced by their type."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, bottomless lists
+    except (ValueError, RecursionError):  # integers of thousands of digits, endlessly nested lists
         return f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"

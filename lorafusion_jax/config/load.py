@@ -1,4 +1,4 @@
-"""Job file → `JobConfig`: overrides, defaults, sweeps and validation, with every mistake reported in one go."""
+"""Loads a job file into a `JobConfig`: overrides, defaults, sweeps and validation. All errors are reported together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
     "train": schema.TrainSettings,
     "report": schema.ReportSettings,
 }
-DEFAULTS: dict[str, type[BaseModel]] = {  # defaults that every adapter may override
+DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter may override
     "data": schema.DataSettings,
     "lora": schema.LoraSettings,
     "optim": schema.OptimSettings,
@@ -45,11 +45,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
 
     Args:
         path: YAML or TOML file.
-        overrides: dotted settings, e.g. `train.max_steps=20`, `adapters.law.lora.rank=8`; `optim.lr=1e-4` is what
-            adapters have that say nothing themselves, as in the file.
+        overrides: dotted settings, e.g. `train.max_steps=20`, `adapters.law.lora.rank=8`. `optim.lr=1e-4` is the shared
+            default, for adapters without their own value, as in the file.
 
     Raises:
-        ConfigError, ErrorList: every mistake of the file, each with its line.
+        ConfigError, ErrorList: all errors of the file, with their lines.
     """
     return parse_config(read_source(Path(path)), overrides)
 
@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobCo
 def examine_config(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
-    """As `load_config`, but hands over what is wrong, and as much of the job as can be used to look for more."""
+    """Like `load_config`, but returns the errors with the valid part of the job, so that more can be checked."""
     return _examined(read_source(Path(path)), overrides)
 
 
@@ -111,7 +111,7 @@ def dump_config(config: schema.JobConfig) -> str:
 
 
 def read_resolved(path: Path) -> schema.JobConfig:
-    """Reads the `config.yaml` of a run folder; a run that began under the old name of a setting goes on.
+    """Reads the `config.yaml` of a run folder. Old names of settings are accepted.
 
     Raises:
         ConfigError: `run.config`.
@@ -127,12 +127,12 @@ def read_resolved(path: Path) -> schema.JobConfig:
         TypeError,
         AttributeError,
         RecursionError,
-    ) as problem:  # bad dates are ValueErrors
+    ) as problem:  # invalid dates are ValueErrors
         raise ConfigError(
             "run.config",
             f"{path} is not the configuration of a run.",
             why=str(problem),
-            fix="bring it back from a copy; run.json notes the settings, too, under config",
+            fix="restore it from a copy; run.json also has the settings, under config",
         ) from None
 
 
@@ -146,7 +146,7 @@ def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> sch
     """Applies `key=value` settings to a configuration that is already resolved.
 
     Raises:
-        ConfigError, ErrorList: a setting that does not exist, or a value that it cannot have.
+        ConfigError, ErrorList: a setting does not exist, or its value is invalid.
     """
     errors: list[LoraFusionError] = []
     source, values = overridden(
@@ -176,12 +176,12 @@ def _section[M: BaseModel](
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One adapter as the file has it.
+    """One adapter entry of the file.
 
     Attributes:
-        keys: where it stands.
-        own: what the file says there.
-        single: that with the defaults and with one value of each list.
+        keys: location in the file.
+        own: its own values in the file.
+        single: its values with defaults, and with one value of each list.
     """
 
     keys: Keys
@@ -239,7 +239,7 @@ def _with_start(merged: dict, own: dict, source: Source) -> dict:
 
 
 def _batches(batch: Any, source: Source, errors: list) -> list[Any]:
-    """The shared section, once for each value of the only key that adapters may have their own of."""
+    """The shared batch section, once per value of the key that adapters may override."""
     if not isinstance(batch, dict) or not isinstance(batch.get("global_samples"), list):
         return [batch]
     swept = _expanded({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
@@ -247,7 +247,7 @@ def _batches(batch: Any, source: Source, errors: list) -> list[Any]:
 
 
 def _expanded(entry: dict, source: Source, errors: list) -> list[dict]:
-    """The entries of a sweep; none where they are too many, which is one of the errors."""
+    """The entries of a sweep; none if there are too many, which is an error."""
     try:
         return expand(entry)
     except ConfigError as problem:
@@ -264,7 +264,7 @@ def _merged(values: dict, entry: dict) -> dict:
     for key, value in entry.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         if both and key == "objective" and value.get("name", merged[key].get("name")) != merged[key].get("name"):
-            both = False  # options of another objective
+            both = False  # the shared options belong to another objective
         merged[key] = {**merged[key], **value} if both else value
     return {key: merged[key] for key in ADAPTER_KEYS if key in merged}
 
@@ -298,23 +298,23 @@ def _adapter(source: Source, entry: _Entry, errors: list) -> schema.AdapterConfi
 
 
 def _given(entry: dict, location) -> bool:
-    """Tells whether the adapter itself, not a shared default, holds the value at `location`."""
+    """Whether the value at `location` is the adapter's own and not a shared default."""
     if location[:1] == ("global_samples",):
         location = ("batch", "global_samples")
     value = entry
     for key in location:
         if not isinstance(value, dict) or key not in value:
-            return isinstance(value, list)  # a swept value
+            return isinstance(value, list)  # a value of a sweep
         value = value[key]
     return True
 
 
 def _unique(errors: list[LoraFusionError]) -> list[LoraFusionError]:
-    return list({str(error): error for error in errors}.values())  # a sweep repeats the mistakes of its entry
+    return list({str(error): error for error in errors}.values())  # a sweep repeats the errors of its entry
 
 
 def _names_differ(entries: Sequence[_Entry], source: Source) -> list[LoraFusionError]:
-    """Names are folders; some systems take `Law` and `law` for the same one."""
+    """Names are folders, and some file systems are case-insensitive."""
     places: dict[str, list[tuple[str, Keys]]] = {}
     for entry in entries:
         if isinstance(name := entry.single.get("name"), str):
@@ -389,7 +389,7 @@ def _lengths_fit(
 
 
 def _longest(adapter: schema.AdapterConfig) -> int:
-    """Most tokens of a sample, all its texts together."""
+    """Maximum tokens of a sample, over all its texts."""
     return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
 
 
@@ -418,7 +418,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def ineffective(config: schema.JobConfig) -> list[str]:
-    """Names settings that were given but have no effect in the chosen mode."""
+    """Lists settings that are given but have no effect."""
     notes = []
     for adapter in config.adapters:
         optim = adapter.optim

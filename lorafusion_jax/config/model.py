@@ -1,6 +1,6 @@
-"""What a decoder looks like: one dataclass for all families, read from a Hugging Face config.json.
+"""Configuration of a decoder: one dataclass for all families, read from a Hugging Face config.json.
 
-Here and not beside the decoder, because planning needs shapes and no jax.
+It is in this package because planning needs shapes without jax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Long-context change of the rotary frequencies; see `rope.inverse_frequencies`."""
+    """Scaling of the rotary frequencies for long contexts; see `rope.inverse_frequencies`."""
 
     kind: Literal["llama3", "linear"]
     factor: float
@@ -33,7 +33,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder-only transformer.
+    """Shapes and hyperparameters of a decoder-only transformer.
 
     Example:
         >>> config = ModelConfig.from_hf({
@@ -64,11 +64,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:
-        """Reads a model directory, a config.json or its dictionary.
+        """Reads a model directory, a config.json or its content.
 
         Raises:
-            CheckpointError: `model.not-found`; `model.bad-config`, values of wrong types or ranges;
-                `model.unsupported`, an unknown architecture or options that this decoder lacks, all in one message.
+            CheckpointError: `model.not-found`; `model.bad-config`, values have wrong types or ranges;
+                `model.unsupported`, the architecture or options are not supported (all in one message).
             ConfigError: `plugin.broken`, the installed family of this model does not load.
         """
         raw, where = (dict(source), "config") if isinstance(source, Mapping) else _read(Path(source))
@@ -86,14 +86,14 @@ class ModelConfig:
             )
         raise CheckpointError(
             "model.unsupported",
-            "this model cannot be run: " + _sentence([*unsupported, *malformed]),
+            "this model is not supported: " + _sentence([*unsupported, *malformed]),
             where=where,
-            why=f"the decoders that are implemented: {known_models()}",
+            why=f"supported families: {known_models()}",
             fix="choose a base model of these families, or a copy of it that is not quantised",
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that `from_hf` and other libraries read back."""
+        """Returns a config.json for `from_hf` and other libraries."""
         family = family_named(self.family)
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         if (scaling := self.rope_scaling) is not None:
@@ -118,7 +118,7 @@ class ModelConfig:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
-            # Both spellings, so that old and new readers agree.
+            # Both formats, for old and new readers.
             "rope_theta": self.rope_theta,
             "rope_scaling": None if scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
             "rope_parameters": rope,
@@ -135,17 +135,17 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the base model, a tied head counted once."""
+        """Parameters of the base model; a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * LAYER.num_parameters(self) + self.hidden_size
 
     def check_length(self, longest: int, *, where: str = "", sample: str = "the longest sample") -> None:
-        """Refuses samples that this decoder would compute differently from the model's authors.
+        """Checks that samples are within the model's sliding window and positions.
 
         Args:
-            longest: tokens of the sample.
-            where: the model's folder, for the message.
-            sample: what the message calls the sample.
+            longest: tokens of the longest sample.
+            where: folder of the model, for the message.
+            sample: name of the sample in the message.
 
         Raises:
             CheckpointError: `model.sliding-window`, `model.positions`.
@@ -169,7 +169,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """Positions that the model can tell apart; linear scaling of the rotary frequencies stretches them."""
+        """Number of supported positions. Linear scaling of the rotary frequencies extends them."""
         scaling = self.rope_scaling
         if scaling is None or scaling.kind != "linear":
             return self.max_positions
@@ -243,7 +243,7 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
 
 
 def _named(problems: list[str]) -> set[str]:
-    """The keys that problems begin with."""
+    """The keys at the start of the problems."""
     return {problem.partition("=")[0] for problem in problems}
 
 
@@ -257,7 +257,7 @@ def _family(said: HFConfig, unsupported: list[str]) -> str | None:
 
 
 def _rope(said: HFConfig, malformed: list[str], unsupported: list[str]) -> tuple[float, RopeScaling | None]:
-    """Reads `rope_parameters`, the newer spelling, or `rope_theta` + `rope_scaling`."""
+    """Reads `rope_parameters`, the newer format, or `rope_theta` + `rope_scaling`."""
     raw = said.rope_parameters or said.rope_scaling or {}
     if any(isinstance(value, dict) for value in raw.values()):
         unsupported.append("rope parameters differ between layers")

@@ -1,4 +1,4 @@
-"""Settings that are typed beside a job file: `optim.lr=1e-4`, `adapters.law.lora.rank=8`."""
+"""Overrides on the command line: `optim.lr=1e-4`, `adapters.law.lora.rank=8`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lorafusion_jax.errors import ConfigError
 
 
 def overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[Source, dict]:
-    """Applies settings to a copy of the file's values; the source remembers who set what."""
+    """Applies overrides to a copy of the file's values; the source records them."""
     values, typed = copy.deepcopy(source.values), []
     for override in overrides:
         try:
@@ -23,7 +23,7 @@ def overridden(source: Source, overrides: Sequence[str], errors: list) -> tuple[
 
 
 def _override(values: dict, override: str) -> Keys:
-    """Sets one value; returns its keys, adapters by number."""
+    """Applies one override; returns its keys, with adapters by number."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError("config.override", f"'{override}' is not key=value.", fix="e.g. train.max_steps=20")
@@ -56,7 +56,7 @@ def _override(values: dict, override: str) -> Keys:
 
 
 def _inside(place, name: str) -> tuple[str | int, Any]:
-    """What a table or a list of named tables holds under a name, and the key that leads there."""
+    """The value under a name in a table or a list of named tables, and its key."""
     if isinstance(place, dict):
         return name, place.setdefault(name, {})
     named = ((n, item) for n, item in enumerate(place) if isinstance(item, dict) and item.get("name") == name)
@@ -64,7 +64,7 @@ def _inside(place, name: str) -> tuple[str | int, Any]:
 
 
 def _names_in(place) -> str:
-    """What a list of named tables has instead."""
+    """The names in a list of named tables, for a message."""
     if not isinstance(place, list):
         return ""
     names = [str(item["name"]) for item in place if isinstance(item, dict) and "name" in item]
@@ -89,7 +89,7 @@ def _at(values, keys: Keys) -> Any:
 
 
 def _hides(own, given) -> bool:
-    """Whether an adapter's own value stands before the one that is typed for all; tables are merged key by key."""
+    """Whether an adapter's own value takes precedence over the override; tables are merged key by key."""
     if isinstance(own, dict) and isinstance(given, dict):
         return any(_hides(own[key], given[key]) for key in own.keys() & given.keys())
     return own is not None and own != given

@@ -1,4 +1,4 @@
-"""Reads job files (YAML or TOML) to plain dictionaries and remembers on which line each key stands."""
+"""Reads job files (YAML or TOML) into dictionaries, with the line of each key."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lorafusion_jax.errors import ConfigError, LoraFusionError
 
 Keys = tuple[str | int, ...]
 
-LARGEST_FILE = 1 << 20  # bytes; a job of a thousand adapters takes a tenth
-MOST_VALUES = 100_000  # aliases counted as often as they are used
+LARGEST_FILE = 1 << 20  # bytes; a job of a thousand adapters needs a tenth of it
+MOST_VALUES = 100_000  # with aliases counted at every use
 DEEPEST = 20
 TOO_LARGE_FIX = "several job files, one for each run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A parsed job file: its values, the line of every key, keys given twice, and settings typed beside it."""
+    """A parsed job file: its values, the line of every key, duplicate keys, and overrides."""
 
     path: Path
     values: dict
@@ -33,9 +33,9 @@ class Source:
     overrides: tuple[tuple[Keys, str], ...] = ()
 
     def typed(self, keys: Keys) -> str:
-        """The `key=value` of the command line that gave this key its value; empty if it stands in the file."""
+        """The override that set this key; empty if its value is from the file."""
         for given, text in reversed(self.overrides):
-            opened = given[: len(keys)] == keys and keys[0] not in self.values  # a section that only an override names
+            opened = given[: len(keys)] == keys and keys[0] not in self.values  # section of overrides only
             if keys[: len(given)] == given or opened:
                 return text
         return ""
@@ -52,7 +52,7 @@ def read_source(path: Path) -> Source:
     """Reads one job file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML or TOML, or is not a table of keys.
+        ConfigError: the file is missing, is not YAML or TOML, or has no keys.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
@@ -98,10 +98,10 @@ def _plain(value: Any) -> Any:
 
 
 def parse_value(text: str):
-    """Reads one override value the way YAML would: `20` is a number, `[1, 2]` a list, `abc` a text.
+    """Parses the value of an override as YAML: `20` is a number, `[1, 2]` a list, `abc` a text.
 
     Raises:
-        ConfigError: `config.syntax`, no YAML or too deeply nested.
+        ConfigError: `config.syntax`, the value is not YAML or too deeply nested.
     """
     return _parse_yaml(text, "the value")[1]
 
@@ -127,7 +127,7 @@ def _read_yaml(path: Path, text: str) -> Source:
 
 
 def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML text, checked before anything is built of them, and its values."""
+    """Returns the nodes of a YAML text, checked before values are built from them, and the values."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _count(node, (), {})
@@ -140,7 +140,7 @@ def _parse_yaml(text: str, where: str) -> tuple[yaml.Node | None, Any]:
             where=f"{where}, line {mark.line + 1}" if mark else where,
             why=getattr(problem, "problem", None) or "the text cannot be parsed",
         ) from None
-    except (ValueError, RecursionError, OverflowError) as problem:  # dates that are none, thousands of digits
+    except (ValueError, RecursionError, OverflowError) as problem:  # invalid dates, thousands of digits
         raise ConfigError("config.syntax", "the job file cannot be read.", where=where, why=_cause(problem)) from None
 
 
@@ -149,7 +149,7 @@ def _cause(problem: Exception) -> str:
 
 
 def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int, int]) -> int:
-    """Counts the values below a node, aliases as often as they are used; each node is visited once."""
+    """Counts the values below a node, with aliases counted at every use; visits each node once."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) in known:
@@ -171,7 +171,7 @@ def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:
         for key, value in node.value:
             here = (*keys, key.value)
             line = key.start_mark.line + 1
-            if here in lines:  # YAML keeps the last one silently
+            if here in lines:  # YAML would silently use the last one
                 problems.append(
                     ConfigError(
                         "config.twice",
@@ -189,7 +189,7 @@ def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:
 
 
 def dotted(keys: Keys) -> str:
-    """Writes ("adapters", 1, "optim", "lr") as `adapters[1].optim.lr`."""
+    """Formats ("adapters", 1, "optim", "lr") as `adapters[1].optim.lr`."""
     text = ""
     for key in keys:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)

@@ -1,4 +1,4 @@
-"""A job file with every key that there is, its default and what it means, written from the schema."""
+"""Generates a job file with every key, its default and its meaning, from the schema."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pydantic.fields import FieldInfo
 from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.schema import AdapterConfig
 
-COLUMN, WIDTH = 34, 120  # where comments begin and end
+COLUMN, WIDTH = 34, 120  # start and end columns of comments
 HEAD = """\
-# lorafusion job file: every key with its default. Keep those that you change.
-# Only base.model, adapters[].name and data.train have none."""
+# lorafusion job file: every key with its default. Keep only the keys that you change.
+# Only base.model, adapters[].name and data.train have no default."""
 OWN = "data, lora, optim, objective, batch: {global_samples: 8}, epochs, seed, weight"
 EXAMPLES = {"model": "path/to/model", "train": "data/law.jsonl", "name": "law"}  # keys without a default
 
 
 def reference() -> str:
-    """Every key of a job file, as a job file."""
+    """Returns a job file with every key."""
     lines = [HEAD]
     for title, sections in (("The whole run.", SHARED), ("Shared defaults; an adapter may override any.", DEFAULTS)):
         lines += ["", f"# {title}"]
@@ -43,7 +43,7 @@ def _fields(model: type[BaseModel], *, required: bool) -> Iterator[str]:
 
 
 def _line(indent: str, key: str, field: FieldInfo) -> list[str]:
-    """`key: default` with its comment, which goes on below itself where it is long."""
+    """`key: default` with its comment; long comments continue on the next lines."""
     value = EXAMPLES[key] if field.is_required() else field.default
     shown = yaml.safe_dump(value, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()
     comment = "; ".join(text for text in (field.description, " | ".join(_options(field.annotation))) if text)
@@ -53,7 +53,7 @@ def _line(indent: str, key: str, field: FieldInfo) -> list[str]:
 
 
 def _options(annotation) -> list[str]:
-    """The values of a key that has only a few."""
+    """The values of an enumerated key."""
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)

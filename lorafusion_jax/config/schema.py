@@ -1,4 +1,4 @@
-"""What a job file may say: one frozen pydantic model per section, every field with its unit and default."""
+"""The schema of job files: one frozen pydantic model per section; every field has its unit and default."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 from lorafusion_jax.weights.table import NONE, stored_kind, unknown_stored_kind
 from pallas_kernels.policy import AttentionImplementation, Implementation
 
-# Safe as a folder name on every system; job files may not use `=`, which folders of older runs have.
+# Safe as a folder name on every system. `=` is only accepted for runs of older versions.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
-SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: devices flush smaller ones
-BEGUN = "begun"  # validation context of a run that has begun
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
+    2.0**-126,
+    (2 - 2.0**-23) * 2.0**127,
+)  # devices flush smaller numbers
+BEGUN = "begun"  # validation context of an existing run
 
 
 def _in_float32(value: float, info: ValidationInfo) -> float:
-    """Refuses what is zero or infinite in float32, in which devices compute; a begun run keeps what it has."""
+    """Rejects numbers that are zero or infinite in float32, except in existing runs."""
     if info.context == BEGUN or not value or SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:
         return value
     raise ValueError(f"a number that float32 can hold, 1.2e-38 to 3.4e38, not {value:g}")
@@ -59,7 +62,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would take true for 1; a number sees it as a text, which it refuses."""
+        """Rejects booleans for numbers, because pydantic would accept true as 1."""
         wanted = cls.model_fields[info.field_name or ""].annotation
         if wanted in (bool, str) or str in get_args(wanted):
             return value
@@ -71,9 +74,9 @@ class BaseSettings(Section):
 
     model: str = Field(description="HF directory, or a hub name org/name (needs the hf extra)")
     revision: str | None = Field(
-        default=None, description="commit, tag or branch of a hub model; a run keeps the commit that it began with"
+        default=None, description="commit, tag or branch of a hub model; a run stays with its first commit"
     )
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the frozen weights")
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the frozen weights")
     quantize: str = Field(
         default=NONE,
         description="how the layers' projections are stored: none (in dtype), fp8 (8-bit floats that multiply as they "
@@ -84,37 +87,37 @@ class BaseSettings(Section):
     @classmethod
     def _stored_kind_exists(cls, name: str) -> str:
         _known(name, unknown_stored_kind(name))
-        stored_kind(name)  # loads
+        stored_kind(name)  # raises if it is unknown or broken
         return name
 
 
 class DataSettings(Section):
-    """Where an adapter's samples come from and what it learns of them."""
+    """Training data of an adapter, and the tokens that it learns."""
 
     train: str = Field(description="file (.jsonl .json .csv .parquet) or hf:org/set[:split]")
     eval: str | None = Field(default=None, description="held-out file, same format")
     format: Literal["auto", "messages", "conversations", "prompt", "instruction", "text"] = Field(
-        default="auto", description="what the rows look like; auto = by their columns"
+        default="auto", description="format of the rows; auto = detected from their columns"
     )
     columns: dict[str, str] = Field(
         default={}, description="role -> column, e.g. {prompt: question, completion: answer}"
     )
     max_length: Annotated[int, Field(ge=2, le=2**31 - 1)] = Field(
-        default=4096, description="tokens of one text of a sample"
+        default=4096, description="maximum tokens of one text of a sample"
     )
-    on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="what happens to longer samples")
+    on_long: Literal["cut", "drop", "error"] = Field(default="cut", description="treatment of longer samples")
     loss: Literal["auto", "assistant", "completion", "all"] = Field(
-        default="auto", description="which tokens are learned; auto = answers, of plain text all"
+        default="auto", description="tokens that are learned; auto = answers, or all tokens of plain text"
     )
 
 
 class LoraSettings(Section):
-    """The adapter itself; PEFT's r, lora_alpha, lora_dropout, target_modules, use_rslora."""
+    """The LoRA configuration; in PEFT r, lora_alpha, lora_dropout, target_modules, use_rslora."""
 
     kind: str = Field(default="lora", description="kind of adapter")
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="PEFT's r")
     alpha: Positive = Field(default=32.0, description="the low-rank product is scaled by alpha / rank")
-    dropout: Fraction = Field(default=0.05, description="share of the inputs that a training step leaves out")
+    dropout: Fraction = Field(default=0.05, description="dropout rate of the inputs in training")
     targets: str | list[str] = Field(default="all-linear", description="projections, e.g. [q_proj, v_proj]")
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank)")
     init_from: str | None = Field(
@@ -128,28 +131,28 @@ class LoraSettings(Section):
 
 
 class OptimSettings(Section):
-    """The adapter's own optimizer and clock."""
+    """The adapter's own optimizer and schedule."""
 
     name: str = Field(default="adamw", description="the optimizer")
-    lr: Positive = Field(default=2e-4, description="largest learning rate")
-    schedule: str = Field(default="cosine", description="of the learning rate after the warm-up")
+    lr: Positive = Field(default=2e-4, description="peak learning rate")
+    schedule: str = Field(default="cosine", description="schedule of the learning rate after the warm-up")
     warmup: NotNegative = Field(
         default=0.03,
         description="linear; below 1 a share of the adapter's steps, rounded to the nearest step, from 1 on a number "
         "of steps",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="where the schedule ends, as a share of lr"
+        default=0.0, description="final learning rate, as a share of lr"
     )
     weight_decay: NotNegative = Field(
-        default=0.0, description="decoupled, times the learning rate; sgd adds it to the gradient; 0 = off"
+        default=0.0, description="decoupled weight decay, times the learning rate; sgd adds it to the gradient; 0 = off"
     )
-    clip: NotNegative = Field(default=1.0, description="largest global gradient norm of the adapter; 0 = off")
+    clip: NotNegative = Field(default=1.0, description="maximum global gradient norm of the adapter; 0 = off")
     b1: Fraction | None = Field(default=None, description="decay of the first moment; adamw, lion: 0.9")
-    b2: Fraction | None = Field(default=None, description="of the second moment; adamw: 0.999, lion: 0.99")
+    b2: Fraction | None = Field(default=None, description="decay of the second moment; adamw: 0.999, lion: 0.99")
     eps: Positive | None = Field(default=None, description="added to the root of the second moment; adamw: 1e-8")
-    momentum: Fraction | None = Field(default=None, description="of sgd: 0.0")
-    options: dict[str, float] = Field(default={}, description="numbers of an optimizer from another package, by name")
+    momentum: Fraction | None = Field(default=None, description="momentum of sgd: 0.0")
+    options: dict[str, float] = Field(default={}, description="options of an optimizer from another package, by name")
 
     @field_validator("name")
     @classmethod
@@ -171,7 +174,7 @@ class OptimSettings(Section):
     @field_validator("options")
     @classmethod
     def _options_exist(cls, options: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        name = info.data.get("name")  # absent where it is wrong itself
+        name = info.data.get("name")  # missing if it is invalid
         if name is None:
             return options
         known = sorted(set(optimizer(name).options) - set(cls.model_fields))
@@ -182,16 +185,16 @@ class OptimSettings(Section):
         return options
 
     def option(self, name: str) -> float | None:
-        """A number that only some optimizers read; None where it is not given."""
+        """A number that only some optimizers use; None if it is not set."""
         return getattr(self, name) if name in type(self).model_fields else self.options.get(name)
 
 
 class ObjectiveSettings(Section):
-    """What an adapter minimises; options of an objective stand beside its name."""
+    """The objective of an adapter; its options are further keys next to its name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: str = Field(default="sft", description="sft (supervised fine-tuning), or one that an installed package adds")
+    name: str = Field(default="sft", description="sft (supervised fine-tuning), or one of an installed package")
 
     @field_validator("name")
     @classmethod
@@ -210,24 +213,24 @@ class ObjectiveSettings(Section):
 
 
 class BatchSettings(Section):
-    """What is trained together."""
+    """Sizes of global batches and microbatches."""
 
     global_samples: Count = Field(default=16, description="samples per optimizer step of an adapter")
     capacity_tokens: Count = Field(default=8192, description="tokens of one microbatch")
     tile_tokens: Literal[16, 32, 64, 128, 256] = Field(
-        default=128, description="an adapter's rows in a microbatch begin at a multiple of it"
+        default=128, description="an adapter's rows in a microbatch start at a multiple of it"
     )
 
 
 class MeshSettings(Section):
     """Devices of a run: stages · data · fsdp."""
 
-    stages: Count = Field(default=1, description="pipeline stages: the layers are cut into so many parts")
-    data: Count = Field(default=1, description="replicas, each with its own microbatches")
-    fsdp: Count = Field(default=1, description="replicas that also share one copy of the frozen base between them")
+    stages: Count = Field(default=1, description="number of pipeline stages, which split the layers")
+    data: Count = Field(default=1, description="number of replicas, each with its own microbatches")
+    fsdp: Count = Field(default=1, description="number of replicas that share one copy of the frozen base")
     layers: tuple[Layers, ...] | None = Field(
         default=None,
-        description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost; profile may know better",
+        description="layers of each stage, e.g. [20, 20.5, 20.5, 19]; default by cost; profile suggests better ones",
     )
 
     @property
@@ -236,32 +239,32 @@ class MeshSettings(Section):
 
 
 class SaveSettings(Section):
-    """When a run saves, and how much of that stays."""
+    """Frequency and number of checkpoints."""
 
-    every_steps: Count | None = Field(default=None, description="optimizer steps, all adapters counted together")
-    every_minutes: Positive | None = Field(default=15.0, description="between two checkpoints")
-    keep: Count = Field(default=3, description="newest checkpoints, and exported steps of each adapter, that stay")
+    every_steps: Count | None = Field(
+        default=None, description="optimizer steps between two checkpoints, counted over all adapters"
+    )
+    every_minutes: Positive | None = Field(default=15.0, description="minutes between two checkpoints")
+    keep: Count = Field(default=3, description="number of checkpoints, and of exported steps per adapter, to keep")
 
 
 class TrainSettings(Section):
-    """How long a run goes on, what it computes with, what it tells."""
+    """Length of a run, implementations, memory policy and logging."""
 
-    max_steps: Count | None = Field(default=None, description="optimizer steps per adapter, at most")
+    max_steps: Count | None = Field(default=None, description="maximum optimizer steps per adapter")
     remat: Literal["auto", "everything", "gemm_inputs", "nothing"] = Field(
         default="auto",
-        description="what a layer's forward pass keeps for backward: all, what no product has to be repeated for, or "
-        "its input only (about a third more time); auto = the first that fits into the device's memory",
+        description="what a layer saves for backward: everything, gemm_inputs (repeats no matrix product), nothing "
+        "but its input (a third more time); auto = the first that fits into the device's memory",
     )
     block_layers: Count | None = Field(
         default=None,
-        description="layers compiled into one program; default all of a stage up to 8, else 1 (fsdp: 4)",
+        description="layers per compiled program; default all of a stage up to 8, else 1 (fsdp: 4)",
     )
     implementation: Implementation | None = Field(
-        default=None, description="LoRA kernels; default what suits the device, see lorafusion doctor"
+        default=None, description="LoRA kernels; default by device, see lorafusion doctor"
     )
-    attention: AttentionImplementation | None = Field(
-        default=None, description="attention kernels; default what suits the device"
-    )
+    attention: AttentionImplementation | None = Field(default=None, description="attention kernels; default by device")
     loss_chunk: Annotated[int, Field(ge=128, le=2**31 - 1)] = Field(
         default=16384, description="at most about this many times capacity_tokens logits exist at once"
     )
@@ -273,16 +276,17 @@ class TrainSettings(Section):
     )
     on_failed: Literal["keep", "replan"] = Field(
         default="keep",
-        description="what becomes of the slots of an adapter that failed: they stay, so that the numbers of the others "
-        "are bitwise the same; or what is left is planned again without it, equal to rounding",
+        description="keep = the slots of a failed adapter stay in the plan, so that the results of the others "
+        "are bitwise the same; replan = the rest is planned again without it, equal to rounding",
     )
     log_every_s: NotNegative | None = Field(
-        default=None, description="2 on a terminal and in metrics.jsonl, 10 in plain output"
+        default=None,
+        description="default 2 on a terminal and in metrics.jsonl, 10 in plain output",
     )
 
 
 class ReportSettings(Section):
-    """Where numbers go besides the run folder."""
+    """Trackers in addition to the run folder."""
 
     tensorboard: bool = Field(default=False, description="write tensorboard/ into the run folder")
     wandb: str | None = Field(default=None, description="project name")
@@ -301,7 +305,7 @@ class Extension(Section):
 
 
 class AdapterConfig(Section):
-    """One adapter with everything that is its own, defaults filled in."""
+    """One adapter with its own settings and the defaults."""
 
     name: Annotated[str, Field(pattern=ADAPTER_NAME)]
     data: DataSettings
@@ -311,7 +315,7 @@ class AdapterConfig(Section):
     global_samples: Count = 16
     epochs: Count = Field(default=1, description="passes over the adapter's data")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=0, description="of the adapter's initial weights, dropout and order of samples"
+        default=0, description="seed of the adapter's initial weights, dropout and order of samples"
     )
     weight: Positive = Field(default=1.0, description="share of the machine relative to the other adapters")
     extended: tuple[Extension, ...] = ()  # of a run; job files do not have it
@@ -325,7 +329,7 @@ class AdapterConfig(Section):
 
 
 class JobConfig(Section):
-    """A whole run: one base model, the adapters, and how they are trained together."""
+    """A job: one base model, the adapters, and the settings of the run."""
 
     base: BaseSettings
     adapters: tuple[AdapterConfig, ...] = Field(min_length=1)
@@ -334,7 +338,7 @@ class JobConfig(Section):
     save: SaveSettings = SaveSettings()
     train: TrainSettings = TrainSettings()
     report: ReportSettings = ReportSettings()
-    directory: str = Field(default=".", description="folder of the job file; relative paths in it start here")
+    directory: str = Field(default=".", description="folder of the job file, for relative paths")
 
     def adapter(self, name: str) -> AdapterConfig:
         return next(adapter for adapter in self.adapters if adapter.name == name)

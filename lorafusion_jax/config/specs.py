@@ -1,4 +1,4 @@
-"""The adapters of a job as the modules see them."""
+"""Adapter specifications for the modules, from a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:
-    """The adapters of a job, in its order."""
+    """Specifications of all adapters of a job, in order."""
     return [adapter_spec(adapter) for adapter in config.adapters]
 
 

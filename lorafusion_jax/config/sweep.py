@@ -1,4 +1,4 @@
-"""List values make several adapters of one entry: `lr: [1e-4, 2e-4]` → chat-lr1e-4, chat-lr2e-4."""
+"""Sweeps: list values expand an entry to several adapters. `lr: [1e-4, 2e-4]` → chat-lr1e-4, chat-lr2e-4."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lorafusion_jax.errors import ConfigError
 
 MOST_ADAPTERS = 4096  # of one run
 
-SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # `data` is not: a list there is a mistake
-LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list itself and never a sweep
+SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
+LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list and never a sweep
 
 
 def expand(entry: dict) -> list[dict]:
     """Expands one adapter entry to the product of its list values.
 
     Args:
-        entry: an adapter with defaults merged in.
+        entry: an adapter merged with the defaults.
 
     Returns:
-        entries with single values, named after the swept values; the entry itself without lists.
+        entries with single values, named after the values of the sweep; the entry itself if it has no lists.
 
     >>> [e["name"] for e in expand({"name": "law", "optim": {"lr": ["1e-4", "2e-4"]}})]
     ['law-lr1e-4', 'law-lr2e-4']
@@ -44,7 +44,7 @@ def expand(entry: dict) -> list[dict]:
         single = copy.deepcopy(entry)
         for (keys, _), value in zip(swept, values, strict=True):
             _set(single, keys, value)
-        # Safe as a folder, as a hub repository and in `vllm --lora-modules name=path`.
+        # Safe as a folder, as a hub repository, and in `vllm --lora-modules name=path`.
         suffix = "".join(f"-{keys[-1]}{value}" for (keys, _), value in zip(swept, values, strict=True))
         single["name"] = f"{entry.get('name')}{suffix}"
         result.append(single)

@@ -1,1 +1,1 @@
-"""What a decoder layer consists of and where it may be cut. Plain Python: imports neither jax nor another room."""
+"""Description of a decoder layer and of the layers of a stage. Plain Python, without jax."""

@@ -1,5 +1,7 @@
-"""The layers of one stage, counted in halves: a stage may end after the attention of a layer, the next begins with its
-MLP. Between the two a model passes on one array, as it does between layers.
+"""The layers of one stage, counted in halves.
+
+A stage may end after the attention of a layer, and the next stage starts with the MLP of that layer. Only one array
+passes between the two halves, as between layers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from lorafusion_jax.layout.layer import LAYER, Half
 
 
 class Piece(NamedTuple):
-    """What runs in one go: a layer, or the half of it that a stage has."""
+    """A unit of execution: a layer, or the half of it that belongs to a stage."""
 
     layer: int
     half: Half | None = None
@@ -23,7 +25,7 @@ class Piece(NamedTuple):
 class Extent:
     """Consecutive halves [start, stop) of a model: half 2n is the attention of layer n, half 2n + 1 its MLP.
 
-    Two halves at least, so that every leaf has a layer here.
+    An extent has at least two halves, so that every kind of leaf occurs in it.
 
     >>> own = Extent(41, 81)
     >>> own.count, own.layers_of("self_attn.q_proj.lora_a"), own.layers_of("mlp.up_proj.lora_a")
@@ -42,7 +44,7 @@ class Extent:
 
     @property
     def first(self) -> int:
-        """Number of the first layer of which anything is here."""
+        """Number of the first layer that is at least partly in the extent."""
         return self.start // 2
 
     @property
@@ -51,13 +53,13 @@ class Extent:
 
     @property
     def pieces(self) -> list[Piece]:
-        """In order; only the first and the last can be halves."""
+        """The pieces in order; only the first and the last can be halves."""
         head = [Piece(self.first, "mlp")] if self.start % 2 else []
         tail = [Piece(self.last, "attention")] if self.stop % 2 else []
         return [*head, *map(Piece, range(-(-self.start // 2), self.stop // 2)), *tail]
 
     def layers_of(self, name: str) -> range:
-        """Layers whose leaf of that name is here: "self_attn.q_proj.lora_a", with or without "layers." in front."""
+        """Layers whose leaf is in the extent: "self_attn.q_proj.lora_a", with or without the prefix "layers."."""
         if LAYER.half_of(name) == "mlp":
             return range(self.start // 2, self.stop // 2)
         return range(-(-self.start // 2), -(-self.stop // 2))
@@ -67,7 +69,7 @@ class Extent:
 
 
 def extents(counts: Iterable[int | float]) -> tuple[Extent, ...]:
-    """Stages that follow each other.
+    """Extents of consecutive stages.
 
     >>> extents([1.5, 1, 2.5])[1]
     Extent(start=3, stop=5)

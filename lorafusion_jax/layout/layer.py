@@ -1,7 +1,7 @@
-"""One decoder layer: its linears and norms, where it may be cut, and what its forward pass can leave for backward.
+"""The description of a decoder layer: linears, norms, halves, and the tensors that forward can save for backward.
 
-The only description of a layer. `models` builds its modules from it, `planning` counts bytes and operations with it,
-`checkpoint` takes PEFT names from it, and its linears are the targets that LoRA can have.
+It is the only description of a layer. `models` builds modules from it, `planning` counts bytes and operations,
+`checkpoint` derives PEFT names, and its linears are the possible LoRA targets.
 D model width · F MLP width · H heads · K key heads · C head width
 """
 
@@ -17,11 +17,11 @@ Half = Literal["attention", "mlp"]
 HALVES: tuple[Half, Half] = ("attention", "mlp")
 RematPolicy = Literal["everything", "gemm_inputs", "nothing"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("everything", "gemm_inputs", "nothing")  # fastest first
-LORA_CHECKPOINTS = ("lora_s", "lora_bits")  # the names that the LoRA ops give to S and to dropout's bits
+LORA_CHECKPOINTS = ("lora_s", "lora_bits")  # checkpoint names of S and of dropout's bits in the LoRA ops
 
 
 class Shape(Protocol):
-    """What a layer needs to know of its model; `ModelConfig` is one."""
+    """The sizes of a model that a layer depends on; `ModelConfig` implements it."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -52,11 +52,11 @@ class Linear:
     """A projection y = x W + b with W [in, out].
 
     Args:
-        name: as LoRA targets and PEFT know it.
-        module: the part of the layer that owns it, as in Hugging Face checkpoints.
-        site: projections of one site read the same input and so share S = x A and dropout.
-        out_features: of a model.
-        in_features: of a model; the same for all projections of a site.
+        name: name as a LoRA target and in PEFT.
+        module: part of the layer that owns it, as in Hugging Face checkpoints.
+        site: projections of one site read the same input, so they share S = x A and dropout.
+        out_features: function of the model.
+        in_features: function of the model; equal for all projections of a site.
         bias: whether a model has b.
     """
 
@@ -70,7 +70,7 @@ class Linear:
 
     @property
     def path(self) -> str:
-        """Inside the layer: "self_attn.q_proj"."""
+        """Path in the layer: "self_attn.q_proj"."""
         return f"{self.module}.{self.name}"
 
     def shape(self, model: Shape) -> tuple[int, int]:
@@ -83,8 +83,8 @@ class Norm:
     """A root-mean-square norm.
 
     Args:
-        path: inside the layer.
-        width: of its weight.
+        path: path in the layer.
+        width: size of its weight.
         present: whether a model has it.
     """
 
@@ -96,14 +96,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """Something that a forward pass may leave for backward, besides the input of the layer or half.
+    """A tensor that forward may save for backward, in addition to the input of the layer or half.
 
     Args:
-        width: elements of a row.
-        policy: the one that saves least and still saves this.
-        checkpoint: the name that the forward pass gives it, by which a policy finds it.
-        float32: whatever the dtype of the model.
-        unfused: saved only where no single op runs the core of this half (attention, or the whole MLP).
+        width: elements per row.
+        policy: the most economical policy that saves it.
+        checkpoint: its checkpoint name in forward, for remat policies.
+        float32: float32 in every model dtype.
+        unfused: saved only if no single op runs the core of this half (attention, or the whole MLP).
         present: whether a model has it.
     """
 
@@ -119,7 +119,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: cached properties live in __dict__
 class LayerSpec:
-    """A layer in order of execution; attention first, then the MLP. It may be cut between the two."""
+    """A layer in order of execution: attention, then the MLP. A stage boundary may lie between the two."""
 
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
@@ -127,12 +127,12 @@ class LayerSpec:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """Names of the projections: what LoRA can adapt."""
+        """Names of the projections, which are the possible LoRA targets."""
         return tuple(linear.name for linear in self.linears)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """The parts that own projections: "self_attn", "mlp"."""
+        """The modules that own projections: "self_attn", "mlp"."""
         return tuple(dict.fromkeys(linear.module for linear in self.linears))
 
     @cached_property
@@ -143,28 +143,28 @@ class LayerSpec:
 
     @cached_property
     def checkpoints(self) -> tuple[str, ...]:
-        """Names that the policy `gemm_inputs` saves.
+        """Checkpoint names that the policy `gemm_inputs` saves.
 
-        Everything else follows from them without another product: norm outputs, rotated heads and silu(gate) · up are
-        made again, which takes 40 % less memory a layer for about 1 % of its time.
+        Backward recomputes everything else from them without a matrix product: norm outputs, rotated heads and
+        silu(gate) · up.
         """
         named = [tensor.checkpoint for tensor in self.saved if tensor.policy == "gemm_inputs" and tensor.checkpoint]
         return (*dict.fromkeys(named), *LORA_CHECKPOINTS)
 
     def linear(self, name: str) -> Linear:
-        """The projection of that name."""
+        """The projection with this name."""
         return self._by_name[name]
 
     def norm(self, path: str) -> Norm:
-        """The norm at that path."""
+        """The norm at this path."""
         return next(norm for norm in self.norms if norm.path == path)
 
     def site_index(self, name: str) -> int:
-        """Number of a projection's site in the layer; dropout keys depend on it."""
+        """Index of a projection's site in the layer; dropout keys depend on it."""
         return list(self.sites).index(self.linear(name).site)
 
     def half_of(self, leaf: str) -> Half:
-        """The half that owns a leaf: "self_attn.q_proj.kernel", with or without "layers." in front.
+        """The half that owns a leaf: "self_attn.q_proj.kernel", with or without the prefix "layers.".
 
         Raises:
             ValueError: no part of the layer has such a leaf.
@@ -175,7 +175,7 @@ class LayerSpec:
         return self._halves[path]
 
     def linears_of(self, half: Half | None) -> tuple[Linear, ...]:
-        """The projections of a half, or all."""
+        """The projections of a half, or of the layer."""
         return tuple(linear for linear in self.linears if half in (None, linear.half))
 
     def linear_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, int]]:
@@ -183,11 +183,11 @@ class LayerSpec:
         return {linear.name: linear.shape(model) for linear in self.linears_of(half)}
 
     def kernel_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, int]]:
-        """Shapes of the projections' kernels, by the name of the leaf: what can be stored in another form."""
+        """Shapes of the projections' kernels by leaf name. These leaves can be stored quantised."""
         return {f"{linear.path}.kernel": linear.shape(model) for linear in self.linears_of(half)}
 
     def frozen_shapes(self, model: Shape, half: Half | None = None) -> dict[str, tuple[int, ...]]:
-        """Shapes of all frozen leaves of the layer or of half of it: kernels, biases, norms."""
+        """Shapes of all frozen leaves of the layer or of a half: kernels, biases, norms."""
         shapes: dict[str, tuple[int, ...]] = {}
         for linear in self.linears_of(half):
             shapes[f"{linear.path}.kernel"] = linear.shape(model)
@@ -197,7 +197,7 @@ class LayerSpec:
         return shapes | {f"{norm.path}.weight": (norm.width(model),) for norm in norms}
 
     def num_parameters(self, model: Shape) -> int:
-        """Frozen weights of one layer."""
+        """Number of frozen weights of one layer."""
         return sum(map(prod, self.frozen_shapes(model).values()))
 
     @cached_property
@@ -268,7 +268,7 @@ LAYER = LayerSpec(
         _norm("post_attention_layernorm", "mlp", hidden),
     ),
     saved=(
-        _saved("q", "attention", queries, "attention"),  # rotated, as attention takes it
+        _saved("q", "attention", queries, "attention"),  # after rotary positions
         _saved("k", "attention", keys, "attention"),
         _saved("v", "attention", keys, "attention"),
         _saved("attention", "attention", queries, "attention"),
@@ -279,13 +279,13 @@ LAYER = LayerSpec(
         ),
         _saved("norm 1 out", "attention", hidden),
         _saved("norm 1 scale", "attention", lambda model: 1, float32=True),
-        # Kernels other than ours put back the rows that they isolated: another array.
+        # Implementations with NaN isolation restore the isolated rows in another array.
         _saved("attention, for o_proj", "attention", queries, unfused=True),
         _saved(
             "scales of their norms", "attention", lambda model: model.num_heads + model.num_kv_heads, float32=True,
             present=lambda model: model.qk_norm,
         ),
-        # With the input of the layer it makes the input of the MLP again; an MLP that runs alone saves its own input.
+        # Layer input + o_out is the input of the MLP; a piece that is only the MLP saves its own input.
         _saved("o_out", "mlp", hidden, "o_out"),
         _saved("gate", "mlp", inner, "gate"),
         _saved("up", "mlp", inner, "up"),

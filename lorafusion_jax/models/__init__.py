@@ -1,4 +1,4 @@
-"""Decoder-only language models: Llama, Mistral, Qwen2, Qwen3 and installed families, by one decoder."""
+"""Decoder-only language models: one decoder for Llama, Mistral, Qwen2, Qwen3 and installed families."""
 
 from ..config.model import ModelConfig as ModelConfig
 from ..config.model import RopeScaling as RopeScaling

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as a set of named tensors that can be read by byte range."""
+"""Reads named tensors of a Hugging Face model directory by byte range."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where a tensor lies and what it is, from a file's header.
+    """Location, shape and dtype of a tensor, from a file's header.
 
     Attributes:
-        start, stop: its bytes in the file.
+        start, stop: byte range in the file.
     """
 
     file: Path
@@ -37,12 +37,11 @@ class Stored:
 
 
 def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Reads the headers of a single safetensors file, or of all shards that the index names.
+    """Reads the headers of a single safetensors file, or of all shards in the index.
 
     Raises:
-        CheckpointError: no weights, a shard that is absent, cut short or broken, a tensor that the index promises and
-            no
-            shard holds; `ErrorList` of several.
+        CheckpointError: there are no weights; a shard is missing, truncated or corrupt; a tensor of the index is in
+            no shard. Several problems come as an `ErrorList`.
     """
     directory = Path(model_dir)
     if (directory / INDEX).is_file():
@@ -122,7 +121,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _header(file: Path) -> dict[str, Stored]:
-    """Reads names and places: 8 bytes length, JSON, then the data (the safetensors layout)."""
+    """Reads the header: 8 bytes for its length, then JSON (the safetensors format)."""
     try:
         with safe_open(file, framework="numpy"):  # checks that the tensors fill the file and do not overlap
             pass
@@ -142,12 +141,12 @@ def _header(file: Path) -> dict[str, Stored]:
         }
     except FileNotFoundError:
         raise CheckpointError(
-            "model.missing-file", "a file of the weights is not there.", where=str(file), fix="download the model again"
+            "model.missing-file", "a weight file is missing.", where=str(file), fix="download the model again"
         ) from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "model.broken-file",
-            "a file of the weights is cut short or broken.",
+            "a weight file is truncated or corrupt.",
             where=str(file),
             why=str(error),
             fix="download the file again",

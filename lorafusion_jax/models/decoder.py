@@ -27,7 +27,7 @@ from .segments import Segments
 
 
 class Table(nnx.Module):
-    """A [V, D] matrix with a row per token: the embedding, and the head as Hugging Face stores it."""
+    """A [V, D] matrix with a row per token: the embedding, or the head as stored by Hugging Face."""
 
     def __init__(self, vocab_size: int, width: int, *, dtype: Any, rngs: nnx.Rngs):
         self.weight = nnx.Param(
@@ -38,13 +38,13 @@ class Table(nnx.Module):
 class Decoder(nnx.Module):
     """A Llama-like language model with the LoRA weights of several adapters.
 
-    Module names are those of Hugging Face checkpoints. Trainable leaves are `nnx.LoRAParam`, all others are frozen:
-    split once (`nnx.split(model, nnx.LoRAParam, ...)`) and merge inside `jit`.
+    Module names are those of Hugging Face checkpoints. Trainable leaves are `nnx.LoRAParam`, all others are frozen.
+    Split the model once (`nnx.split(model, nnx.LoRAParam, ...)`) and merge it inside `jit`.
 
     Args:
-        config: shape and arithmetic.
-        adapters: whose LoRA weights the projections hold, in this order; drawn from each adapter's own seed.
-        dtype: of the base weights and of the computation.
+        config: shapes and hyperparameters.
+        adapters: adapters in stacking order. LoRA weights are drawn from each adapter's own seed.
+        dtype: dtype of the base weights and of the computation.
         rngs: draws the base weights. Build the model outside `jit`, or under `nnx.eval_shape` for shapes only.
 
     Example:
@@ -82,13 +82,13 @@ class Decoder(nnx.Module):
         *,
         attention: AttentionImplementation | None = None,
     ) -> Float[Array, "T D"]:
-        """Runs all but the head on packed rows.
+        """Runs everything but the head on packed rows.
 
         Args:
-            tokens: ids.
-            positions: place of each row in its sample, from 0.
-            segments: which rows belong together.
-            ctx: which adapter each tile of rows uses; None runs the base model.
+            tokens: token ids.
+            positions: position of each row in its sample, from 0.
+            segments: boundaries of the samples.
+            ctx: adapter of each tile of rows; None runs the base model.
             attention: implementation, see `models.attention`.
         """
         inputs = layer_inputs(self.config, positions, segments, ctx)
@@ -111,17 +111,17 @@ class Decoder(nnx.Module):
         *,
         attention: AttentionImplementation | None = None,
     ) -> Float[Array, "T V"]:
-        """Computes all logits in float32; for small models and tests (training uses `objective.adapter_losses`)."""
+        """Computes all logits in float32, for small models and tests; training uses `objective.token_losses`."""
         hidden_TD = self.hidden(tokens, positions, segments, ctx, attention=attention)
         precision = "highest" if hidden_TD.dtype == jnp.float32 else None
         return jnp.matmul(hidden_TD, self.head(), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _draw_adapters(model: Decoder, adapters: Sequence[AdapterSpec]) -> None:
-    """Sets the LoRA leaves to what each adapter's seed says, whoever else is there."""
+    """Initialises the LoRA leaves from each adapter's seed, independent of the other adapters."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
     if any(isinstance(leaf[...], Tracer) for leaf in leaves.values()):
-        return  # shapes only: no reason to draw numbers
+        return  # abstract: shapes only
     drawn: dict[str, np.ndarray] = init_leaves(adapters, {name: leaf.shape for name, leaf in leaves.items()})
     for name, leaf in leaves.items():
         leaf[...] = jnp.asarray(drawn[name])

@@ -1,6 +1,6 @@
-"""The forward pass in pieces: embedding, layers or halves of them, final norm.
+"""The forward pass in pieces: embedding, layers or half layers, final norm.
 
-`Decoder` runs them one after another; a pipeline runs the same ones, each in the program of its stage.
+`Decoder` runs all pieces; each pipeline stage runs its own pieces in its programs.
 Dims: `T` packed tokens · `D` model width · `V` vocabulary.
 """
 
@@ -23,12 +23,12 @@ from .segments import Segments
 def layer_inputs(
     config: ModelConfig, positions_T: Int[Array, " T"], segments: Segments, lora: LoRAContext | None
 ) -> LayerInputs:
-    """What all layers share: rotary tables of the positions, which rows belong together, who adapts which tile."""
+    """Builds the inputs that all layers share: rotary tables, segments, and the adapter of each tile."""
     return LayerInputs(rope=rope_tables(config, jnp.asarray(positions_T)), segments=segments, lora=lora)
 
 
 def embed(table_VD: Float[Array, "V D"], tokens_T: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """The rows of the tokens."""
+    """Looks up the embeddings of the tokens."""
     return table_VD[jnp.asarray(tokens_T)]
 
 
@@ -39,15 +39,15 @@ def run_layer(
     number: int | jax.Array,
     implementation: AttentionImplementation | None,
 ) -> Float[Array, "T D"]:
-    """Runs a layer, or the half of one.
+    """Runs a layer or one half of it.
 
     Args:
-        number: of the layer in the model; dropout depends on it.
-        implementation: of attention.
+        number: index of the layer in the model; dropout depends on it.
+        implementation: attention implementation.
     """
     return layer(x_TD, inputs.at_layer(number), implementation)
 
 
 def final_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], config: ModelConfig) -> Float[Array, "T D"]:
-    """What the head reads."""
+    """Computes the input of the head."""
     return rms_norm(x_TD, weight_D, eps=config.norm_eps)

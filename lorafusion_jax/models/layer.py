@@ -27,20 +27,20 @@ from .segments import Segments
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """What all layers of a forward pass share."""
+    """Inputs that all layers of a forward pass share."""
 
     rope: tuple[jax.Array, jax.Array]
     segments: Segments
     lora: LoRAContext | None
 
     def at_layer(self, number: int | jax.Array) -> LayerInputs:
-        """The same for the layer of that number: its dropout is its own."""
+        """The inputs of one layer, with its own dropout."""
         return self if self.lora is None else replace(self, lora=self.lora.at_layer(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
-    """Makes the projections and norms of a layer as `LAYER` describes them."""
+    """Builds the projections and norms of a layer from `LAYER`."""
 
     config: ModelConfig
     adapters: Sequence[AdapterSpec]
@@ -68,8 +68,7 @@ class _Builder:
 
 
 class Attention(nnx.Module):
-    """o_proj(attention(rope(q_proj x), rope(k_proj x), v_proj x)), with q and k normalised per head where the family
-    does."""
+    """o_proj(attention(rope(q_proj x), rope(k_proj x), v_proj x)); some families normalise q and k per head."""
 
     def __init__(self, build: _Builder):
         self.head_dim = build.config.head_dim
@@ -86,7 +85,7 @@ class Attention(nnx.Module):
             for y in lora_siblings(x_TD, projections, inputs.lora, site=LAYER.site_index("q_proj"))
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's slope needs its input
+            q, k = checkpoint_name(q, "qk_in"), checkpoint_name(k, "qk_in")  # a norm's gradient needs its input
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         o_TD = attention(q, k, v, inputs.segments, implementation=implementation, flat=True)
@@ -108,11 +107,12 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Tensors from which backward can make everything else without repeating a product carry names for rematerialisation
-    policies: `LAYER.checkpoints`.
+    The tensors of `LAYER.checkpoints` have names for rematerialisation policies. Backward can recompute everything else
+    from them without a matrix product.
 
     Args:
-        half: only this half, where two pipeline stages share a layer: "attention" is the first sum, "mlp" the second.
+        half: builds only one half, for a layer that two pipeline stages share: "attention" is the first sum, "mlp" the
+            second.
     """
 
     def __init__(

@@ -43,19 +43,19 @@ def load_decoder(
     dtype: Any = jnp.bfloat16,
     sharding: Sharding | ShardingRule | None = None,
 ) -> Decoder:
-    """Reads a model directory into a decoder with fresh LoRA weights.
+    """Loads a model directory into a decoder with newly initialised LoRA weights.
 
     Each device reads only the bytes of its own part; the host holds a few tensors at a time.
 
     Args:
         model_dir: config.json and safetensors, single or sharded with an index.
         adapters: see `Decoder`.
-        dtype: of the base weights; the checkpoint's are converted on the device.
-        sharding: of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) → sharding;
-            default: everything on the first device.
+        dtype: dtype of the base weights; conversion runs on the device.
+        sharding: sharding of every leaf, or a function (leaf name such as "layers.0.mlp.up_proj.kernel", shape) →
+            sharding. Default: everything on the first device.
     Raises:
-        CheckpointError: an architecture that is not implemented; files that are absent or broken; all missing, extra
-            and misshapen tensors in one message.
+        CheckpointError: the architecture is not implemented; files are missing or corrupt; tensors are missing, extra
+            or of the wrong shape (all of them in one message).
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, adapters, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -207,7 +207,7 @@ def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: Mode
             f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
             where=str(directory),
             why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
-            fix="use the config.json and the weights of one and the same model",
+            fix="use the config.json and the weights of the same model",
         )
 
 
@@ -263,7 +263,7 @@ def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Ca
 
 
 def _transposed(sharding: Sharding) -> Sharding:
-    """The sharding of a [N, K] matrix whose transpose lies as `sharding` says."""
+    """The sharding of an [N, K] matrix whose transpose has the given sharding."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, None, None)[:2]

@@ -17,12 +17,12 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a checkpoint and where it lives in the decoder.
+    """A tensor of a checkpoint and its leaf in the decoder.
 
     Attributes:
-        name: in the checkpoint.
-        shape: in the checkpoint.
-        path: of the leaf in the decoder's state.
+        name: name in the checkpoint.
+        shape: shape in the checkpoint.
+        path: path of the leaf in the decoder's state.
         transposed: linear kernels are [N, K] in the checkpoint and [K, N] here.
     """
 
@@ -33,12 +33,12 @@ class Tensor:
 
     @property
     def leaf_name(self) -> str:
-        """Name in the decoder: "layers.0.mlp.up_proj.kernel"."""
+        """Name of the leaf in the decoder: "layers.0.mlp.up_proj.kernel"."""
         return ".".join(map(str, self.path))
 
 
 def frozen_tensors(model: Decoder) -> list[Tensor]:
-    """Lists the checkpoint's tensors of a decoder, real or abstract, in the order of its leaves."""
+    """Lists the checkpoint tensors of a decoder, concrete or abstract, in the order of its leaves."""
     family = family_named(model.config.family)
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.LoRAParam)))
     return [_tensor(path, leaf.shape, family) for path, leaf in leaves]
@@ -57,7 +57,7 @@ def _tensor(path: Path, shape: tuple[int, ...], family: Family) -> Tensor:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold this tensor though the decoder does not need it: tables that can be computed."""
+    """Whether the decoder ignores this tensor of a checkpoint, such as a table that can be computed."""
     return bool(re.search(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name)) or (
         config.tie_embeddings and name == family_named(config.family).tensor_name("lm_head.weight")
     )

@@ -22,11 +22,11 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def rms_norm_with_residual(self, x: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-        """(x, its norm): the two gradients of x are added in the norm's own pass."""
+        """Returns (x, norm of x). Backward adds the two gradients of x in the kernel of the norm."""
         return rms_norm_with_residual(x, self.weight[...], eps=self.eps)
 
     def add_rms_norm(
         self, x: Float[Array, "*B D"], delta: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-        """(x + delta, its norm), in one pass."""
+        """Returns (x + delta, norm of x + delta), in one pass."""
         return add_rms_norm(x, delta, self.weight[...], eps=self.eps)

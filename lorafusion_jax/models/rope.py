@@ -1,4 +1,4 @@
-"""Rotary positions. Dims: `T` packed tokens · `H` heads · `C` head width."""
+"""Rotary position embeddings. Dims: `T` packed tokens · `H` heads · `C` head width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..config.model import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """The angle per position of each pair of channels, float32 [C/2].
+    """Angle per position of each pair of channels, float32 [C/2].
 
     f_i = theta^(-2i/C). "linear" divides all by `factor`. "llama3" divides wavelengths longer than
     original/low by `factor`, keeps those shorter than original/high, and blends between.
@@ -37,7 +37,7 @@ def _llama3(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def rope_tables(
     config: ModelConfig, positions_T: Int[Array, " T"]
 ) -> tuple[Float[Array, "T 1 C"], Float[Array, "T 1 C"]]:
-    """Cosines and signed sines of every position, made once per forward pass and shared by all layers."""
+    """Cosines and signed sines of every position, computed once per forward pass for all layers."""
     angle = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(config)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([cos, cos], axis=-1)[:, None], jnp.concatenate([-sin, sin], axis=-1)[:, None]
@@ -47,8 +47,8 @@ def rope_tables(
 def apply_rope(x_THC: Float[Array, "T H C"], tables: tuple[jax.Array, jax.Array]) -> Float[Array, "T H C"]:
     """Rotates channel i with channel i + C/2, the layout of Hugging Face checkpoints.
 
-    Backward rotates back: for these tables the sum that jax derives, but XLA made a kernel of that one which took 57 us
-    in a trace where that of forward took 34 (H200, 8192 rows, 32 heads).
+    Backward is written out as the inverse rotation, because XLA compiles the gradient that JAX derives to a slower
+    kernel.
     """
     cos_T1C, sin_T1C = tables
     x = x_THC.astype(jnp.float32)

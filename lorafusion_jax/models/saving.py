@@ -1,4 +1,4 @@
-"""Decoder → Hugging Face model directory, one tensor at a time."""
+"""Saves a decoder as a Hugging Face model directory, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ def save_decoder(
     dtype: Any = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes the frozen leaves as a model that Hugging Face libraries load.
+    """Writes the frozen leaves as a model directory for Hugging Face libraries.
 
-    The folder appears whole or not at all. The host holds one tensor at a time.
+    The folder appears only when it is complete. The host holds one tensor at a time.
 
     Args:
-        model: whose LoRA weights are left out.
+        model: the decoder; its LoRA weights are not written.
         out_dir: must not exist, or be empty.
-        source_dir: model whose config.json, tokenizer and chat template are copied; default: a config.json of our own.
+        source_dir: model directory to copy config.json, tokenizer and chat template from. Default: writes a new
+            config.json.
         edit: (leaf name such as "layers.0.mlp.up_proj.kernel", leaf in the decoder's layout) → what to
             write, to merge an adapter.
-        dtype: of the files; default the leaves' own.
-        shard_bytes: size of a file at most, as long as a tensor fits into it.
+        dtype: dtype of the files. Default: that of the leaves.
+        shard_bytes: maximum size of a file, unless a single tensor is larger.
     Raises:
-        CheckpointError: out_dir is taken.
-        RunError: it cannot be written, such as for lack of space.
+        CheckpointError: out_dir exists and is not empty.
+        RunError: the folder cannot be written, for example if the disk is full.
 
     Example:
         >>> import tempfile
@@ -67,9 +68,7 @@ def save_decoder(
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            "model.out-exists", "there is something here already.", where=str(out), fix="another folder"
-        )
+        raise CheckpointError("model.out-exists", "the folder is not empty.", where=str(out), fix="another folder")
     draft = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
     try:
         draft.mkdir(parents=True)
@@ -93,7 +92,7 @@ def save_decoder(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
-    """Produces the bytes of a tensor in the checkpoint's layout."""
+    """Converts tensors to bytes in the checkpoint's layout."""
 
     leaves: dict
     edit: Edit | None
@@ -154,7 +153,7 @@ def _shards(tensors: Sequence[Tensor], writer: _Writer, shard_bytes: int) -> lis
 
 
 def _write_file(path: Path, tensors: Sequence[Tensor], writer: _Writer) -> None:
-    """The safetensors layout: length of the header, header as JSON, the tensors one after another."""
+    """Writes a safetensors file: length of the header, header as JSON, tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Which rows of a packed microbatch belong together. Dims: `T` packed tokens · `M` segment slots, a static bucket."""
+"""Segments of a packed microbatch. Dims: `T` packed tokens · `M` segment slots, a static bucket."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SMALLEST_BUCKET = 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Contiguous runs of rows that see only themselves: samples, and runs of padding.
+    """Contiguous runs of rows that attend only to themselves: samples and padding.
 
     Attributes:
-        ids: int32 [T], 0, 0, 1, 1, 1, … one number per run, rising.
+        ids: int32 [T], 0, 0, 1, 1, 1, …: an increasing number per run.
         offsets: int32 [M + 1], first row of each run; -1 in unused slots.
         lengths: int32 [M], rows of each run; -1 in unused slots.
     """
@@ -28,13 +28,13 @@ class Segments:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], total: int, *, bucket: int | None = None) -> Segments:
-        """Lays runs side by side on the host; rows left over at the end become a run of their own.
+        """Builds consecutive segments on the host. The remaining rows form one more segment.
 
         Args:
-            lengths: rows of each run, in order; every one at least 1.
+            lengths: rows of each run, in order, at least 1.
             total: T.
-            bucket: M; default the smallest of 8, 16, 32, … that fits. A tight bucket matters: the time of
-                cuDNN's backward grows with it, not with the rows in use.
+            bucket: M. Default: the smallest of 8, 16, 32, … that fits. Keep it small: the time of cuDNN's backward
+                grows with the bucket, not with the rows in use.
         Raises:
             ValueError: the runs do not fit into `total` rows or into `bucket` slots.
 
@@ -58,5 +58,5 @@ class Segments:
 
 
 def segment_bucket(num_runs: int) -> int:
-    """The number of slots to compile for: the smallest of 8, 16, 32, … that holds `num_runs`."""
+    """Number of segment slots to compile for: the smallest of 8, 16, 32, … that holds `num_runs`."""
     return max(SMALLEST_BUCKET, 1 << max(num_runs - 1, 0).bit_length())

@@ -1,6 +1,6 @@
-"""What training minimises: objectives, and the token losses that they are made of.
+"""Objectives of training, and the token losses that they use.
 
-What needs jax is looked up when it is used, so that planning can import objectives without it.
+Names that need jax are imported on use, so that planning can import objectives without jax.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Losses of the rows of a microbatch → loss and metrics of each adapter, each by its own objective.
+"""Reduces token losses of a microbatch to loss and metrics per adapter, each by its own objective.
 
-Which objectives a run has is known when its programs are traced: one with supervised fine-tuning only sums rows, and
-has no table of samples.
+The objectives of a run are known at tracing. A run with only supervised fine-tuning just sums rows and needs no table
+of samples.
 T packed tokens · A adapters · M places for segments · N places for samples · S segments of a sample
 """
 
@@ -21,9 +21,9 @@ from lorafusion_jax.objective.protocol import Chosen, SampleSums
 
 
 def totals_of(losses_T: Array, batch: Any, chosen: Sequence[Chosen]) -> dict[str, Array]:
-    """Sums of a microbatch for each adapter: "loss", and every metric of any objective; float32 [A].
+    """Sums of a microbatch per adapter: "loss" and the metrics of all objectives, each float32 [A].
 
-    What an adapter gets depends on its own rows alone, also where others are not finite.
+    The result of an adapter depends only on its own rows, even if others are not finite.
 
     Args:
         losses_T: weighted token losses, from `token_losses`.
@@ -47,12 +47,12 @@ def totals_of(losses_T: Array, batch: Any, chosen: Sequence[Chosen]) -> dict[str
 
 
 def metric_names(chosen: Sequence[Chosen]) -> list[str]:
-    """Names of what `totals_of` gives besides the loss, in its order."""
+    """Names of the metrics that `totals_of` returns in addition to the loss, in order."""
     return list(dict.fromkeys(name for each in chosen for name in each.objective.metrics))
 
 
 def _groups(chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, list[int]]]:
-    """Adapters with the same objective and the same settings."""
+    """Groups adapters with the same objective and settings."""
     seen: list[Chosen] = []
     for each in chosen:
         if not any(each.same_as(other) for other in seen):
@@ -66,7 +66,7 @@ def _of_samples(chosen: Chosen, is_member: Array, nll_M: Array, tokens_M: Array,
     mine_N = (table.adapter >= 0) & is_member[table.adapter]
     segments_NS = table.segments[:, : objective.num_segments]
     take = partial(jnp.where, mine_N[:, None])
-    # Samples of others are replaced before they reach the loss: their gradient is cut off here, whatever it is.
+    # Samples of other groups are replaced before the loss, which also blocks their gradients.
     sums = SampleSums(nll=take(nll_M[segments_NS], 0.0), tokens=take(tokens_M[segments_NS], 1.0))
     loss_N, metrics = jax.vmap(lambda sample: _loss(chosen, sample))(sums)
     owner_N = jnp.where(mine_N, table.adapter, -1)
@@ -84,10 +84,10 @@ def _loss(chosen: Chosen, sample: SampleSums) -> tuple[Array, dict[str, Array]]:
 
 
 def check_loss(chosen: Chosen) -> None:
-    """Tries an objective's loss on shapes alone, before anything is loaded or written.
+    """Traces an objective's loss on shapes, before anything is loaded or written.
 
     Raises:
-        ConfigError: `objective.broken`, it fails, or returns something else than it declares.
+        ConfigError: `objective.broken`, the loss fails or does not return what the objective declares.
     """
     if chosen.objective.loss is None:
         return
@@ -98,7 +98,7 @@ def check_loss(chosen: Chosen) -> None:
         wrong = f"these are no scalars: {shapes}" if shapes else ""
         if metrics.keys() != chosen.objective.metrics.keys():
             wrong = f"it returns the metrics {sorted(metrics)} and declares {sorted(chosen.objective.metrics)}"
-    except Exception as problem:  # whatever another package's code raises
+    except Exception as problem:  # code of another package may raise anything
         wrong = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
     if wrong:
         raise ConfigError(

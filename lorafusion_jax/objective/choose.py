@@ -1,6 +1,6 @@
-"""From what a job file says under `objective` to an objective with its settings. Never imports jax.
+"""Builds an objective with its settings from the section `objective` of a job file. Never imports jax.
 
-From another package, install an entry point of the group `lorafusion_jax.objectives` that loads an `Objective`.
+Other packages can install an entry point of the group `lorafusion_jax.objectives` that loads an `Objective`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP = "lorafusion_jax.objectives"
 
 
 def objective(name: str) -> Objective:
-    """Finds an objective by the name that a job file gives it.
+    """Finds an objective by its name in a job file.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -28,17 +28,17 @@ def objective(name: str) -> Objective:
 
 
 def unknown_objective(name: str) -> str | None:
-    """What `objective.name` should have been; None for a name that exists."""
+    """Explains an unknown `objective.name`; None if the name exists."""
     return not_known(GROUP, OBJECTIVES, name)
 
 
 def choose(name: str, options: Mapping[str, Any]) -> Chosen:
-    """Gives an objective its settings.
+    """Returns an objective with its settings.
 
     Raises:
-        ValueError: an option that the objective does not have.
-        pydantic.ValidationError: a value that an option cannot have.
-        ConfigError: as `objective`.
+        ValueError: the objective does not have an option.
+        pydantic.ValidationError: the value of an option is invalid.
+        ConfigError: as in `objective`.
     """
     found = objective(name)
     known = {each.name: each for each in dataclasses.fields(found.options)}
@@ -49,7 +49,7 @@ def choose(name: str, options: Mapping[str, Any]) -> Chosen:
             raise ValueError(
                 f"options of {name}, which has {has}, not '{key}'" + (f"; did you mean '{near[0]}'?" if near else "")
             )
-    # As in the rest of a job file, true is no number: a text is refused where a number is due.
+    # As in the rest of a job file, true is not a number.
     given = {
         key: str(value).lower() if isinstance(value, bool) and known[key].type not in (bool, "bool") else value
         for key, value in options.items()

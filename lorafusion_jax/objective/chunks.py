@@ -1,4 +1,4 @@
-"""How many rows' logits exist at once; apart from the loss, because planning needs it and no jax."""
+"""Number of rows per chunk of logits. Planning needs it without jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ _ROWS = 128  # chunks are multiples of this where the microbatch is large enough
 
 
 def chunk_rows(num_rows: int, vocab_size: int, chunk: int) -> int:
-    """Rows whose logits are held at once: as many as fit, but an eighth of the microbatch at most, so that there is
-    something to skip."""
+    """Rows whose logits exist at once: at most an eighth of the microbatch, so that chunks can be skipped."""
     fitting = min(num_rows * chunk // vocab_size, num_rows // 8)
     return min(max(fitting // _ROWS * _ROWS, _ROWS), num_rows)

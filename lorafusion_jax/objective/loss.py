@@ -1,9 +1,9 @@
-"""Token losses of a packed microbatch, one per row, without ever holding all logits.
+"""Token losses of a packed microbatch, one per row, without materialising all logits.
 
-The head is frozen, so the gradient of a row needs nothing but that row's logits: the forward pass makes it while the
-logits are there, and the backward pass only scales it. That is two passes of the head's GEMM, where recomputing
-logits in the backward takes three. Rows are taken in chunks, those that count first, and chunks without any are
-skipped: prompts and padding cost nothing here.
+The head is frozen, so the gradient of a row depends only on the row's logits. The forward pass computes it from the
+logits, and the backward pass only scales it. This takes two GEMMs with the head, while recomputing logits in backward
+would take three. Rows are processed in chunks, weighted rows first, and chunks without weighted rows are skipped, so
+prompts and padding cost nothing.
 Dims: `T` packed tokens · `D` model width · `V` vocabulary · `A` adapters · `c` rows a chunk.
 """
 
@@ -32,14 +32,14 @@ def token_losses(
 
     loss[t] = weights[t] · (logsumexp(hidden[t] head) - (hidden[t] head)[targets[t]]),  0 where weights[t] = 0
 
-    Rows of weight 0 do not count, whatever they hold: NaN there, or in another row, reaches neither the loss nor the
-    gradient of a row. Only `hidden` has a gradient; the head is frozen (and its gradient is zero here).
+    Rows of weight 0 have no effect, even if they hold NaN, and rows do not affect each other. Only `hidden` has a
+    gradient; the head is frozen, and its gradient is zero.
 
     Args:
-        hidden: after the final norm; products run in its dtype and add up in float32.
-        head: output projection; the transpose of a checkpoint's table [V, D] is not copied.
-        targets: the token to predict at each row.
-        weights: float32, of any size: a small weight loses no digits of a float16 gradient on the way.
+        hidden: output of the final norm. Products run in its dtype and accumulate in float32.
+        head: output projection. The transpose of a checkpoint's table [V, D] is not copied.
+        targets: token to predict at each row.
+        weights: float32, of any magnitude: small weights do not underflow in a float16 gradient.
         chunk: at most about `chunk` · T logits exist at once.
 
     Example:
@@ -61,9 +61,9 @@ def adapter_losses(
     *,
     chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, " A"]:
-    """Sums the token losses of each adapter's rows; rows of adapter -1 do not count.
+    """Sums the token losses of each adapter's rows. Rows of adapter -1 are ignored.
 
-    Arguments as `token_losses`.
+    Arguments are those of `token_losses`.
 
     Example:
         >>> row_adapter = jnp.array([0, 0, 1, -1])
@@ -77,7 +77,7 @@ def adapter_losses(
 
 
 def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int) -> Float[Array, " N"]:
-    """Sums the values of each owner 0 … N - 1; a bad value stays with its own, and so does its gradient.
+    """Sums the values of each owner 0 … N - 1. NaN affects only its own owner, in values and gradients.
 
     >>> sum_by(jnp.array([1.0, jnp.nan, 2.0, 4.0]), jnp.array([0, 1, 0, -1]), 2).tolist()
     [3.0, nan]
@@ -87,7 +87,7 @@ def sum_by(values: Float[Array, " T"], owner: Int[Array, " T"], num_owners: int)
 
 
 class _Rows(NamedTuple):
-    """Per-row inputs; a row counts if its weight is not zero."""
+    """Inputs per row. Rows of weight zero are ignored."""
 
     targets: jax.Array
     weights: jax.Array
@@ -103,8 +103,8 @@ def _losses(c, hidden_TD, head_VD, targets, weights):
 
 
 def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
-    # weight = mantissa · 2^exponent. The mantissa, from 1/2 to 1, is in the slopes: what is stored does not underflow
-    # in float16, whatever the size of the batch. The power of two comes in the backward pass, where it is exact.
+    # weight = mantissa · 2^exponent. The stored gradient is scaled by the mantissa, from 1/2 to 1, so it does not
+    # underflow in float16 for any batch size. Backward multiplies by the power of two, which is exact.
     mantissa, exponent = jnp.frexp(weights)
 
     def loss_and_slope(logits_cV, piece):
@@ -120,12 +120,12 @@ def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
     empty = (_no_losses(hidden_TD), jnp.zeros_like(hidden_TD))
     rows = _Rows(targets, weights)
     losses_T, slope_TD = _over_chunks(loss_and_slope, c, hidden_TD, head_VD, rows, empty, extra=mantissa)
-    # The head itself is no residual: a pipeline stage would copy it for every microbatch in flight.
+    # The head is not a residual: a pipeline stage would copy it for every microbatch in flight.
     return losses_T, (slope_TD, weights != 0, exponent)
 
 
 def _losses_bwd(c, residuals, cotangent_T):
-    del c  # unused: the slopes are ready
+    del c  # unused: the gradient is ready
     slope_TD, counts, exponent = residuals
     factor_T1 = jnp.ldexp(cotangent_T, exponent)[:, None]
     hidden_bar = jnp.where(counts[:, None], slope_TD.astype(jnp.float32) * factor_T1, 0.0).astype(slope_TD.dtype)
@@ -142,23 +142,23 @@ def _no_losses(hidden_TD: jax.Array) -> jax.Array:
 def _over_chunks(
     function, c: int, hidden_TD, head_VD, rows: _Rows, out: tuple[jax.Array, ...], extra: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Applies `function(logits, rows)` to chunks of rows that count and scatters its per-row results into `out`.
+    """Applies `function(logits, rows)` to chunks of weighted rows and scatters its per-row results into `out`.
 
     Args:
-        extra: another array by row; the function then gets (rows, extra).
+        extra: another array with one entry per row; `function` then gets (rows, extra).
     """
     T = hidden_TD.shape[0]
     pad = -T % c
     counts = rows.weights != 0
-    # Stable: rows that count come first, in their order, so that sums do not depend on what lies between them.
+    # Stable sort: weighted rows come first in their order, so sums do not depend on the rows between them.
     order = jnp.pad(jnp.argsort(~counts, stable=True), (0, pad), constant_values=T)
     by_row = rows if extra is None else (rows, extra)
 
     def step(i, out):
         here = lax.dynamic_slice_in_dim(order, i * c, c)
         take = partial(jnp.take, indices=here, axis=0, mode="clip")
-        # Transposed here, where a product takes it as it lies. Before the loop it is a copy of the whole table for
-        # every microbatch: 1 GB and 0.56 ms with Llama-3.1-8B's on an H200.
+        # The transpose is fused into the product here. Before the loop, XLA would copy the whole table for every
+        # microbatch.
         logits_cV = _product(take(hidden_TD), head_VD.T)
         new = function(logits_cV, jax.tree.map(take, by_row))
         return tuple(old.at[here].set(own, mode="drop") for old, own in zip(out, new, strict=True))
@@ -168,7 +168,7 @@ def _over_chunks(
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # tf32, the default of GPUs for float32, would lose three digits of what float32 promises.
+    # tf32, the GPU default for float32, would lose three digits.
     precision = "highest" if a.dtype == jnp.float32 else None
     return jnp.matmul(a, b, precision=precision, preferred_element_type=jnp.float32)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-GIVEN: frozenset[str] = frozenset()  # what a run can give an objective besides the sums; nothing yet
+GIVEN: frozenset[str] = frozenset()  # further inputs that a run can provide; none yet
 TAKEN = (
     "kind",
     "adapter",
@@ -24,10 +24,10 @@ TAKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One text of a sample. The model reads it by itself: it sees no other segment.
+    """One text of a sample. It does not attend to other segments.
 
-    Give one of prompt and answer, `messages`, or `text`. With the first two, the model's chat template writes the text
-    and what is learned is the answer, or the last answer of the messages; of `text` everything is.
+    Give either prompt and answer, or `messages`, or `text`. The model's chat template formats the first two; the
+    answer, or the last answer of the messages, is learned. All of `text` is learned.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Segment:
     def __post_init__(self) -> None:
         pair = (self.prompt is not None) + (self.answer is not None)
         if pair == 1 or (pair > 0) + (self.messages is not None) + (self.text is not None) != 1:
-            raise ValueError(f"segment '{self.name}' needs prompt and answer, messages, or text, and one of them only")
+            raise ValueError(f"segment '{self.name}' needs exactly one of prompt and answer, messages, or text")
 
 
 class SampleSums(NamedTuple):
-    """What the model says of one sample; S segments. Fields may be added, so take them by name.
+    """Sums of one sample with S segments. Fields may be added, so access them by name.
 
-    nll [S]: Σ -log p of the learned tokens of each segment, in nats. tokens [S]: how many those are.
+    nll [S]: Σ -log p of the learned tokens of each segment, in nats. tokens [S]: number of these tokens.
     """
 
     nll: Any
@@ -54,26 +54,26 @@ class SampleSums(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
-    """An objective without settings of its own."""
+    """Options of an objective without settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """One kind of objective.
 
-    With `mean_over` "tokens" the loss of a step is the mean negative log-likelihood of the learned tokens of the
-    adapter's global batch, and there is no `loss`. With "samples" it is the mean of `loss` over the samples of the
-    global batch. A sample is never split, and `loss` sees one sample, so nothing depends on how samples are packed or
-    on who shares a microbatch.
+    With `mean_over` "tokens", the loss of a step is the mean negative log-likelihood of the learned tokens of the
+    adapter's global batch, and `loss` is None. With "samples", it is the mean of `loss` over the samples of the global
+    batch. Samples are never split and `loss` gets one sample, so results do not depend on packing or on the other
+    adapters.
 
     Args:
-        loss: (SampleSums, options) → (loss, metrics): scalars, by jax operations; jax differentiates the loss.
-        metrics: names of what `loss` returns besides, each with its unit; means like the loss.
-        segments: row → its segments, always `num_segments` of them; raises ValueError with a reason for a row that
-            cannot be used. None: rows are read as `data.format` says, one segment each.
-        columns: what a row must have for `segments`; `data.columns` may rename them.
-        options: frozen dataclass of the settings, keys of `objective` in a job file besides `name`.
-        needs: what the run must give besides the sums.
+        loss: (SampleSums, options) → (loss, metrics): scalars by jax operations. jax differentiates the loss.
+        metrics: names of the metrics that `loss` returns, with their units. They are averaged like the loss.
+        segments: row → its `num_segments` segments; raises ValueError with a reason for an unusable row. None: rows
+            are read as `data.format` says, one segment each.
+        columns: columns that `segments` needs; `data.columns` may rename them.
+        options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`.
+        needs: further inputs that the run must provide.
 
     Example:
         >>> OBJECTIVES["sft"].mean_over
@@ -91,9 +91,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         if (self.loss is None) != (self.mean_over == "tokens"):
-            raise ValueError("a loss is of samples: give one with mean_over='samples', none with 'tokens'")
+            raise ValueError("mean_over='samples' needs a loss, mean_over='tokens' has none")
         if (self.segments is None) != (not self.columns) or (self.segments is None and self.num_segments != 1):
-            raise ValueError("segments, the columns that they are made of, and their number belong together")
+            raise ValueError("give segments, columns and num_segments together")
         if taken := set(self.metrics) & set(TAKEN):
             raise ValueError(f"metrics cannot be called {', '.join(sorted(taken))}")
         if missing := self.needs - GIVEN:
@@ -102,7 +102,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """An adapter's objective with its settings."""
+    """An objective with its settings."""
 
     name: str
     objective: Objective

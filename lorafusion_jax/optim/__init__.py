@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules: a table of each, and one adapter's step. The tables do not import jax."""
+"""Optimizers and learning-rate schedules as tables, and the optimizer step of one adapter."""

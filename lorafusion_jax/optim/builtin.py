@@ -1,4 +1,4 @@
-"""The optimizers that this package brings, as optax has them. optax is imported on use: planning does without jax."""
+"""The built-in optimizers, from optax. optax is imported on use, because planning runs without jax."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def sgd(lr: Any, weight_decay: Any, numbers: Numbers) -> Any:
 
 
 def adafactor(lr: Any, weight_decay: Any, numbers: Numbers) -> Any:
-    """Without momentum and without scaling by the parameter: B starts at zero, and scaling would keep it there.
+    """Adafactor without momentum and without scaling by parameter norms, because B starts at zero and would stay zero.
 
-    The decay is multiplied by the learning rate, as in every other optimizer here and in transformers' Adafactor;
-    optax's own `weight_decay_rate` is a share per step.
+    Weight decay is multiplied by the learning rate, as in the other optimizers here and in transformers' Adafactor.
+    optax's `weight_decay_rate` is not.
     """
     import optax
 

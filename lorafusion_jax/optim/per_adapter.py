@@ -1,4 +1,4 @@
-"""An optimizer of its own for each adapter of a model that holds them stacked.
+"""One optimizer per adapter, for a model that holds its adapters stacked.
 
 A adapters
 """
@@ -16,7 +16,7 @@ from lorafusion_jax.errors import ConfigError
 
 
 class PerAdapterState(NamedTuple):
-    """States of the adapters' optimizers, by name; each over that adapter's own slices."""
+    """Optimizer states by adapter name, each for the adapter's own slices."""
 
     states: dict[str, Any]
 
@@ -24,20 +24,19 @@ class PerAdapterState(NamedTuple):
 def per_adapter(
     optimizers: Mapping[str, optax.GradientTransformation], *, axis: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives each adapter an optimizer of its own: state, clock, schedule, clipping and decay.
+    """Gives each adapter its own optimizer: state, step count, schedule, clipping and decay.
 
-    Every leaf of the parameters holds the adapters stacked, as `lora_a` [A, K, R] does. `update` takes
-    `active`, which adapters had rows in this step: bool [A], numbers or names. The others are left alone bit for bit,
-    weights and state. Clipping by global norm sees one adapter's leaves only.
+    Every leaf of the parameters holds the adapters stacked, as in `lora_a` [A, K, R]. `update` takes `active`, the
+    adapters that had rows in this step, as bool [A], indices or names. Weights and states of the others stay
+    bit-identical. Clipping by global norm uses the leaves of one adapter.
 
     Args:
-        optimizers: adapter → its transformation, in stacking order (the order that `apply_lora` got).
-        axis: of the adapters in every leaf; of stacked layers, whose leaves are [L, A, …], 1. Counted from the end it
-            serves both: -3.
+        optimizers: adapter → its transformation, in stacking order (the order of `apply_lora`).
+        axis: adapter axis of every leaf; 1 for stacked layers, whose leaves are [L, A, …]. -3 works for both.
 
     Raises:
-        ConfigError: `optim.per-adapter`, a leaf has another number of adapters there; `optim.unknown-adapter`, `active`
-            names an adapter that there is not.
+        ConfigError: `optim.per-adapter`, a leaf has another number of adapters on this axis; `optim.unknown-adapter`,
+            `active` names an unknown adapter.
 
     >>> params = {"lora_a": jnp.ones((2, 4, 2))}
     >>> optimizer = per_adapter({"law": optax.sgd(0.5), "med": optax.adamw(1e-2)})
@@ -48,7 +47,7 @@ def per_adapter(
     """
     names = tuple(optimizers)
     if not names:
-        raise ConfigError("optim.per-adapter", "per_adapter needs an optimizer for one adapter at least.")
+        raise ConfigError("optim.per-adapter", "per_adapter needs at least one optimizer.")
     each = {name: optax.with_extra_args_support(optimizer) for name, optimizer in optimizers.items()}
 
     def init(params: Any) -> PerAdapterState:
@@ -76,7 +75,7 @@ def per_adapter(
 
 
 def active_adapters(table: Any, count: int) -> jax.Array:
-    """Which adapters have rows in a table of `use_adapters`: bool [count], for `update(…, active=…)`.
+    """The adapters with rows in a table of `use_adapters`: bool [count], for `update(…, active=…)`.
 
     >>> active_adapters([0, 2, 2, -1], 3).tolist()
     [True, False, True]
@@ -93,7 +92,7 @@ def _where(on: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _nothing(leaf: jax.Array) -> jax.Array:
-    """What changes no bit of a weight when it is added: -0, because -0 + 0 is 0."""
+    """An update that changes no bit of a weight: -0, because -0 + 0 is 0 and -0 + -0 is -0."""
     return jnp.full_like(leaf, -0.0)
 
 

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: a table of shapes, tabulated once per adapter. Never imports jax at the top.
+"""Learning-rate schedules, tabulated once per adapter. jax is imported on use.
 
-To add one, add a row; from another package, install an entry point of the group `lorafusion_jax.schedules` that loads
-a `Schedule`.
+To add one, add a row to the table. Other packages can install an entry point of the group `lorafusion_jax.schedules`
+that loads a `Schedule`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Schedule:
     """The learning rate after the warm-up.
 
     Args:
-        build: (largest rate, final rate as a share of it, number of steps) → function of an array of steps, from 0,
-            that returns their rates, as an `optax.Schedule`.
-        falls: whether it ends at `optim.min_lr_ratio`; that key has no effect otherwise.
+        build: (peak rate, final rate / peak rate, number of steps) → function from an array of steps, counted from 0,
+            to their rates, like an `optax.Schedule`.
+        falls: whether it decays to `optim.min_lr_ratio`. That key has no effect otherwise.
     """
 
     build: Callable[[float, float, int], Callable[[Any], Any]]
@@ -59,7 +59,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def schedule(name: str) -> Schedule:
-    """Finds a schedule by the name that a job file gives it.
+    """Finds a schedule by its name in a job file.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -68,12 +68,12 @@ def schedule(name: str) -> Schedule:
 
 
 def unknown_schedule(name: str) -> str | None:
-    """What `optim.schedule` should have been; None for a name that exists."""
+    """Explains an unknown `optim.schedule`; None if the name exists."""
     return not_known(GROUP, SCHEDULES, name)
 
 
 def warmup_steps(settings: OptimizerSettings, num_steps: int) -> int:
-    """Steps of the warm-up: a share of all steps, rounded to the nearest step, or a number of steps.
+    """Number of warm-up steps, from a share of all steps (rounded) or a number of steps.
 
     Example:
         >>> from lorafusion_jax.config import OptimSettings
@@ -84,10 +84,10 @@ def warmup_steps(settings: OptimizerSettings, num_steps: int) -> int:
 
 
 def learning_rates(settings: OptimizerSettings, num_steps: int) -> np.ndarray:
-    """Tabulates an adapter's schedule: float32 learning rate of each of its steps.
+    """Tabulates an adapter's schedule: the float32 learning rate of each step.
 
-    The warm-up is linear from lr / warm-up steps, so that the first step already learns. Then the schedule falls
-    towards lr · min_lr_ratio, which it would reach one step after the last, so that the last step learns, too.
+    The warm-up is linear and starts at lr / warm-up steps, so that the first step learns. The schedule then decays to
+    lr · min_lr_ratio, which it would reach one step after the last, so that the last step learns.
     """
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What this room asks of an adapter's settings; `config.OptimSettings` has it."""
+"""Protocol of the optimizer settings; `config.OptimSettings` implements it."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class OptimizerSettings(Protocol):
     def clip(self) -> float: ...
 
     def option(self, name: str) -> float | None:
-        """A number that only some optimizers read; None where the job file does not give it."""
+        """A number that only some optimizers use; None if the job file does not set it."""
         ...

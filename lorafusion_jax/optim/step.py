@@ -1,6 +1,6 @@
-"""One adapter's optimizer: a gradient transformation over that adapter's own arrays, at its own rank.
+"""The optimizer of one adapter: a gradient transformation over the adapter's own arrays, at its own rank.
 
-Every adapter keeps the state that it would keep alone: no shared clock, no padding inside factored moments. Numbers
+Its state is that of separate training: step counts are not shared, and factored moments have no padding. Numbers
 (learning rate, decay, …) are arguments of the compiled update, so a sweep compiles once.
 """
 
@@ -20,10 +20,10 @@ from lorafusion_jax.optim.table import optimizer
 
 
 class Hyper(NamedTuple):
-    """Numbers of one optimizer step; float32 scalars, numpy's or tracers.
+    """Numbers of one optimizer step: float32 scalars of numpy, or tracers.
 
     Attributes:
-        options: the optimizer's own, see `Optimizer.options`.
+        options: options of the optimizer, see `Optimizer.options`.
     """
 
     lr: Any
@@ -33,33 +33,33 @@ class Hyper(NamedTuple):
 
 
 def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
-    """The numbers of a step at a learning rate; what the settings leave open has the optimizer's default."""
+    """The numbers of a step at a learning rate. Options that are not set have the optimizer's defaults."""
     defaults = optimizer(settings.name).options
     given = {name: settings.option(name) for name in defaults}
-    with np.errstate(over="ignore"):  # too large for float32: infinite, and the adapter fails at its first step
+    with np.errstate(over="ignore"):  # overflow gives infinity, and the adapter fails at its first step
         options = {name: np.float32(defaults[name] if value is None else value) for name, value in given.items()}
         return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
 
 
 def still(settings: OptimizerSettings) -> Hyper:
-    """Numbers of a step that leaves weights as they are: rate and decay 0, everything else as the job has it.
+    """Numbers of a step that does not change weights: rate and decay are 0, all other numbers are the job's.
 
-    With all numbers zero Adam and clipping divide 0 by 0, and NaNs draw little power: with one adapter of four made of
-    them, the passes of a 32B model took 2 to 4 % less time on an H200.
+    If all numbers were zero, Adam and clipping would divide 0 by 0. NaN draws less power on GPUs, so measurements with
+    it would be too fast.
     """
     return hyper(settings, 0.0)._replace(weight_decay=np.float32(0), clip=np.float32(1))
 
 
 def zero_hyper(settings: OptimizerSettings) -> Hyper:
-    """Numbers for building an optimizer's first state, which depends on none of them."""
+    """Numbers for initialising an optimizer's state, which does not depend on them."""
     return jax.tree.map(np.zeros_like, hyper(settings, 0.0))
 
 
 def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.GradientTransformation:
-    """Builds one adapter's optimizer; clipping comes before it, see `clipped`.
+    """Builds one adapter's optimizer, without clipping (see `clipped`).
 
     Args:
-        settings: decides the kind of optimizer.
+        settings: selects the optimizer.
         numbers: may be traced.
     """
     kind = optimizer(settings.name)
@@ -68,18 +68,18 @@ def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.Gradien
 
 
 def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> Tree:
-    """Scales a gradient down to a global norm of `largest`, as optax.clip_by_global_norm does.
+    """Clips a gradient to the global norm `largest`, like optax.clip_by_global_norm.
 
-    The norm is given, because it spans pipeline stages.
+    The norm is an argument, because it spans pipeline stages.
     """
     return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradient)
 
 
 def _checked(name: str, built: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Refuses changes or a new state of another structure, shape or dtype than before.
+    """Checks that updates and new state have the structure, shapes and dtypes of their inputs.
 
-    An optimizer of another package could otherwise change the weights' dtype, or compile a new program in each step.
-    Costs nothing in a compiled step: shapes are compared while it is traced.
+    Otherwise an optimizer of another package could change the dtype of weights or cause recompilation in each step. The
+    check runs at tracing only.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -100,9 +100,11 @@ def _checked(name: str, built: optax.GradientTransformation) -> optax.GradientTr
 
 
 def _per_layer(built: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Treats each layer of a stacked leaf as a parameter of its own: adafactor factors and clips whole parameters, and
-    the stack of a stage is no parameter of anybody's model. A state per leaf, because leaves of a stage may differ in
-    their number of layers."""
+    """Treats each layer of a stacked leaf as a separate parameter.
+
+    adafactor factors and clips whole parameters, and the stack of a stage is not a parameter of the model. There is one
+    state per leaf, because leaves of a stage may have different numbers of layers.
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         steps = {name: jax.vmap(built.update)(updates[name], state[name], params[name]) for name in updates}

@@ -1,7 +1,7 @@
-"""The optimizers that a job file can name. Never imports jax: planning asks for names, options and state sizes.
+"""Table of the optimizers. Never imports jax, because planning needs names, options and state sizes.
 
-To add one, add a row; from another package, install an entry point of the group `lorafusion_jax.optimizers` that loads
-an `Optimizer`.
+To add one, add a row to the table. Other packages can install an entry point of the group `lorafusion_jax.optimizers`
+that loads an `Optimizer`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Optimizer:
 
     Args:
         build: (learning rate, weight decay, options) → `optax.GradientTransformation` over one adapter's arrays. The
-            numbers may be traced: branch on none of them. Clipping by norm comes before it and is not its business.
-        options: the numbers of `optim` that it reads, each with its default. The names b1, b2, eps and momentum are
-            keys of `optim`; others are keys of `optim.options`.
-        states_per_weight: float32 numbers that it holds for each weight; the memory plan counts them.
-        per_layer: treat every layer of a stacked leaf as a parameter of its own. Needed where a parameter's shape or
-            norm matters, as in a factored second moment; elementwise optimizers do without.
+            numbers may be traced, so do not branch on them. Gradients are already clipped by norm.
+        options: the numbers of `optim` that it uses, with their defaults. The names b1, b2, eps and momentum are keys
+            of `optim`; others are keys of `optim.options`.
+        states_per_weight: float32 numbers that it stores per weight, for the memory plan.
+        per_layer: treats every layer of a stacked leaf as a separate parameter. It is needed if a parameter's shape or
+            norm matters, as in a factored second moment; elementwise optimizers do not need it.
 
     Example:
         >>> sorted(OPTIMIZERS["adamw"].options)
@@ -49,7 +49,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def optimizer(name: str) -> Optimizer:
-    """Finds an optimizer by the name that a job file gives it.
+    """Finds an optimizer by its name in a job file.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -58,5 +58,5 @@ def optimizer(name: str) -> Optimizer:
 
 
 def unknown_optimizer(name: str) -> str | None:
-    """What `optim.name` should have been; None for a name that exists."""
+    """Explains an unknown `optim.name`; None if the name exists."""
     return not_known(GROUP, OPTIMIZERS, name)

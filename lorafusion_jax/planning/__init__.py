@@ -1,1 +1,1 @@
-"""Everything about a run that is decided or predicted before a device is touched. Never imports jax."""
+"""Plans and predictions that are made before a device is used. Never imports jax."""

@@ -1,19 +1,19 @@
-"""How many layers of a stage one compiled program runs."""
+"""Number of layers per compiled program."""
 
 from __future__ import annotations
 
-# Up to this many layers of a stage are one program; more are a program per layer. Small models are bound by calls,
-# large ones by compiling: 32 layers of an 8B model compile for 4 to 6 minutes as one program (benchmarks/LOG.md).
+# Stages of up to this many layers are one program, larger stages have a program per layer. Small models are bound by
+# the overhead of calls, large ones by compile time (benchmarks/LOG.md).
 MOST_TOGETHER = 8
-GATHERED_TOGETHER = 4  # with fsdp: the next layer's weights come in while this one computes, inside a program only
+GATHERED_TOGETHER = 4  # with fsdp: within a program, gathering the next layer's weights overlaps with compute
 
 
 def block_layers(wanted: int | None, num_layers: int, *, fsdp: int = 1) -> int:
-    """Layers per program.
+    """Returns the number of layers per program.
 
     Args:
-        wanted: by the job; None: chosen.
-        num_layers: of the stage.
+        wanted: setting of the job (None: choose).
+        num_layers: layers of the stage.
 
     >>> block_layers(None, 4), block_layers(None, 32), block_layers(2, 32), block_layers(None, 32, fsdp=2)
     (4, 1, 2, 4)

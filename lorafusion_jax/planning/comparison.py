@@ -1,4 +1,4 @@
-"""The same jobs one after another: what training together saves."""
+"""Baseline of a plan: the same jobs one after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from scheduling import Plan, make_plan
 
 
 def plans_one_after_another(plan: Plan) -> list[Plan]:
-    """Plans every adapter alone, as well as we can, with the capacity and stages of `plan`."""
+    """Plans every adapter separately, with the same planner, capacity and stages as `plan`."""
     return [
         make_plan(
             [job],
@@ -22,8 +22,8 @@ def plans_one_after_another(plan: Plan) -> list[Plan]:
 
 
 def slots_one_after_another(plan: Plan) -> int:
-    """Counts the slots of all adapters planned alone.
+    """Counts the slots of all adapters, planned separately.
 
-    A slot costs the same full or empty, so the ratio of slots is the ratio of times.
+    Every slot costs the same, full or not, so the ratio of slots is the ratio of times.
     """
-    return sum(alone.num_slots for alone in plans_one_after_another(plan))
+    return sum(single.num_slots for single in plans_one_after_another(plan))

@@ -1,4 +1,4 @@
-"""The least time that a plan can take: products and bytes of its linear layers at a device's ceilings, nothing else."""
+"""Lower bound on the time of a plan: only the products and bytes of its linear layers, at the device's ceilings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pallas_kernels.cost import H200, Ceilings, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost
 from scheduling import Plan
 
-CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured; of other devices nothing is said
+CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured devices only
 
 
 def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan: Plan, device: str) -> float | None:
-    """Seconds in which no run of a plan ends earlier; None for a device whose ceilings nobody has measured.
+    """Returns a lower bound in seconds on the time of a plan; None for devices without measured ceilings.
 
     floor = microbatches of a replica · busiest stage,  stage = its linear layers with LoRA, on the last one the head
 
-    Forward and backward over a frozen base (no dW); a microbatch costs its capacity, the head what is learned. The gate
-    is part of the MLP's op. Left out: attention, norms, embedding, optimizers, transfers, waiting, and what is computed
-    again.
+    It counts forward and backward over a frozen base (no dW). A microbatch costs as much as a full one, and the head
+    only counts learned tokens. The gate is part of the MLP's op. Attention, norms, embedding, optimizers, transfers,
+    waiting and recomputation are not counted.
     """
     if device not in CEILINGS:
         return None
@@ -39,11 +39,11 @@ def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan
 
 
 def stage_floors_s(problem: MemoryProblem, head_rows: int, ceilings: Ceilings) -> list[float]:
-    """Seconds that each stage needs at least for one microbatch, forward and backward.
+    """Returns a lower bound in seconds per stage for one microbatch, forward and backward.
 
     Args:
         problem: shapes, adapters and the layers of each stage.
-        head_rows: rows that have a target; the head is for them alone, its product runs once each way.
+        head_rows: rows with a target. The head runs only on them, one product in each direction.
     """
     halves: dict[Half, float] = {half: _half_floor_s(problem, half, ceilings) for half in HALVES}
     floors = [_layers_floor_s(stage, halves) for stage in problem.layers]
@@ -89,7 +89,7 @@ def _mlp(problem: MemoryProblem) -> MlpCost:
 
 
 def _learned(prepared: Prepared, adapter: str) -> int:
-    """Tokens of an adapter's stream that are learned, over all epochs."""
+    """Learned tokens of an adapter's stream, over all epochs."""
     data = prepared.adapters[adapter]
     of_sample = np.add.reduceat(data.train.loss_mask, data.train.offsets[:-1], dtype=np.int64)
     return int(of_sample[data.order].sum())

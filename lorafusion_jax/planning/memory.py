@@ -1,6 +1,6 @@
-"""What a run holds on each device, before any device is touched: bytes per stage, by name.
+"""The memory model: bytes per stage, by purpose, before any device is used.
 
-Everything is counted from shapes. What only a compiler or driver knows is listed in `NOT_MODELLED`.
+Everything is counted from shapes. `NOT_MODELLED` lists what only the compiler or driver knows.
 T packed tokens · D model width · F MLP width · H heads · C head width · V vocabulary · S stages · A adapters · R rank
 P places of a microbatch for adapters
 """
@@ -27,11 +27,11 @@ from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import policy
 
 GIB = 2**30
-DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # what the driver offers, not what the box says
-USABLE = 0.92  # of the device; the rest is for what is not modelled
-ALLOCATOR_USABLE = 0.97  # of what an allocator may take (95 % of the device): CUDA and NCCL have had their part
-# Less with fsdp: a backward pass wants the weights of all layers of a program in one piece, and an allocator has that
-# only while it is not full. 70B over four H200s: 138.4 of 143.2 GB by count, and no 8.4 GB in one piece.
+DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # memory that the driver reports
+USABLE = 0.92  # share of the device; the rest is for NOT_MODELLED
+ALLOCATOR_USABLE = 0.97  # share of an allocator's limit (95 % of the device), which excludes CUDA and NCCL
+# Less with fsdp: a backward pass gathers the weights of all layers of a program into one contiguous block, which a
+# nearly full allocator cannot provide.
 GATHERING = 0.05
 NOT_MODELLED = (
     "copies and temporaries that the compiler adds",
@@ -44,24 +44,24 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProblem:
-    """What decides how much memory a run needs.
+    """Everything that the memory of a run depends on.
 
     Args:
         model: shapes.
         adapters: in stacking order.
         optimizers: name of each adapter's optimizer.
-        layers: of each stage.
+        layers: layers of each stage.
         capacity_tokens: T.
-        fsdp: devices that share the frozen weights of a stage.
-        block_layers: layers of a program, where a number is named.
-        remat: what a layer's forward leaves for its backward.
-        item: bytes of a base weight that is not quantised, and of an activation.
-        quantize: how the layers' projections are stored, see `weights.table`.
-        implementation: of the LoRA ops, where one is named.
-        attention: its implementation, where one is named.
-        hopper: of the GPUs; elsewhere XLA serves what nobody asked a kernel for.
+        fsdp: number of devices that share the frozen weights of a stage.
+        block_layers: layers per program (None: chosen).
+        remat: rematerialisation policy of the layers.
+        item: bytes per element of unquantised base weights and of activations.
+        quantize: storage of the layers' projections, see `weights.table`.
+        implementation: implementation of the LoRA ops (None: chosen).
+        attention: implementation of attention (None: chosen).
+        hopper: whether the devices are Hopper GPUs. On others XLA is the default.
         tile_tokens: rows of a tile.
-        loss_chunk: as in `objective.adapter_losses`.
+        loss_chunk: as in `objective.token_losses`.
     """
 
     model: ModelConfig
@@ -86,13 +86,13 @@ class MemoryProblem:
 
     @property
     def packed_bits(self) -> bool:
-        """The kernels serve: dropout's bits are kept, silu(gate) · up is not (by the XLA ops the reverse)."""
+        """Whether the kernels run. They save dropout's bits instead of silu(gate) · up; the XLA ops do the reverse."""
         return self.hopper if self.implementation is None else self.implementation != "xla"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on one device of a stage, by what they are for."""
+    """Bytes on one device of a stage, by purpose."""
 
     frozen: int
     adapters: int
@@ -108,7 +108,7 @@ class StageMemory:
 
 
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
-    """What a job needs memory for; `train.remat: auto` counts as everything (see `choose_remat`)."""
+    """Builds the problem of a job. `train.remat: auto` counts as everything (see `choose_remat`)."""
     mesh, train = config.mesh, config.train
     tokens = config.batch.capacity_tokens
     return MemoryProblem(
@@ -130,19 +130,19 @@ def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
 
 
 def stage_memory(problem: MemoryProblem) -> tuple[StageMemory, ...]:
-    """Adds up what lies on one device of each stage when it holds the most.
+    """Computes the peak memory on one device of each stage.
 
-    A stage s of 1F1B holds the kept tensors of S - s microbatches at once, weights and states all the time, and the
-    working memory of whichever of its programs needs most.
+    Stage s of 1F1B holds weights and states, the saved tensors of S - s microbatches, and the working memory of its
+    largest program.
     """
     return tuple(_stage(problem, stage) for stage in range(problem.num_stages))
 
 
 def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str, int]:
-    """Bytes that one layer or half of it keeps for one microbatch, tensor by tensor.
+    """Bytes that one layer or half layer saves for one microbatch, by tensor.
 
-    `nothing` keeps the layer's input; `gemm_inputs` what no elementwise work can make again; `everything` all that a
-    derivative wants.
+    `nothing` saves the layer's input; `gemm_inputs` saves what elementwise operations cannot recompute; `everything`
+    saves all residuals.
     """
     T, item = problem.capacity_tokens, problem.item
     kept = {"x_in": item * T * problem.model.hidden_size}
@@ -151,7 +151,7 @@ def kept_per_layer(problem: MemoryProblem, half: Half | None = None) -> dict[str
     for own in HALVES if half is None else (half,):
         kept |= _saved_tensors(problem, own) | _saved_by_lora(problem, own)
     if half == "mlp":
-        del kept["o_out"]  # its input is an array of its own
+        del kept["o_out"]  # the input of the piece is saved instead
     return kept
 
 
@@ -175,11 +175,11 @@ def _saved_by_lora(problem: MemoryProblem, half: Half) -> dict[str, int]:
 
 
 def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
-    """Bytes that each program of a stage needs while it runs and gives back; the largest counts."""
+    """Temporary bytes of each program of a stage; the largest one counts."""
     m, T, item = problem.model, problem.capacity_tokens, problem.item
     D, F, V = m.hidden_size, m.intermediate_size, m.vocab_size
     query, key = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    hand_over = 2 * item * T * D  # the activations or gradients that come in, and those that go out
+    hand_over = 2 * item * T * D  # incoming and outgoing activations or gradients
     made_again = sum(kept_per_layer(replace(problem, remat="everything")).values()) - sum(
         kept_per_layer(problem).values()
     )
@@ -194,7 +194,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     view = _view_bytes(problem)  # the adapters of a microbatch in one layer; their gradients take as much
     # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
     gathered = layer_bytes(problem) if problem.fsdp > 1 else 0
-    dequantised = _dequantised_bytes(problem)  # of one layer: the next one waits for this one's output
+    dequantised = _dequantised_bytes(problem)  # one layer at a time, because layers depend on each other
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
     programs = {
         "forward": hand_over + made_again + view + gathered + dequantised,
@@ -204,16 +204,16 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if stage == problem.num_stages - 1:
         rows = chunk_rows(T, V, problem.loss_chunk)
         head = item * D * V if problem.fsdp > 1 else 0
-        # Logits and slopes in float32, slopes once more in the model's dtype; rows in, normed, and their gradient.
+        # Logits and their gradient in float32, the gradient also in the model's dtype; rows, norm and its gradient.
         programs["loss"] = rows * V * (2 * FLOAT32 + item) + 3 * item * T * D + head
     return programs
 
 
 def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> RematPolicy:
-    """The fastest of everything, gemm_inputs, nothing that fits every stage; `nothing` if none does.
+    """Returns the fastest policy that fits every stage, or `nothing` if none does.
 
     Args:
-        device_bytes: of the device, or with `usable=ALLOCATOR_USABLE` what its allocator may take.
+        device_bytes: memory of the device, or with `usable=ALLOCATOR_USABLE` the limit of its allocator.
     """
     for remat in REMAT_POLICIES:
         if fits(replace(problem, remat=remat), device_bytes, usable=usable):
@@ -222,16 +222,16 @@ def choose_remat(problem: MemoryProblem, device_bytes: int, *, usable: float = U
 
 
 def fits(problem: MemoryProblem, device_bytes: int, *, usable: float = USABLE) -> bool:
-    """Whether every stage stays within what is usable of a device."""
+    """Whether every stage fits into the usable memory of a device."""
     if problem.fsdp > 1:
         usable -= GATHERING
     return max(stage.total for stage in stage_memory(problem)) <= usable * device_bytes
 
 
 def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE) -> str:
-    """What to change so that it fits; empty if it does.
+    """Suggests a setting with which the job fits; empty if it already fits.
 
-    The largest capacity that fits, also when less is kept; if the weights alone are too many, the way to more devices.
+    It suggests the largest capacity that fits or another remat policy, or more devices if the weights alone do not fit.
     """
     if fits(problem, device_bytes, usable=usable):
         return ""
@@ -248,7 +248,7 @@ def advice(problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128,
 def largest_capacity(
     problem: MemoryProblem, device_bytes: int, *, tile_tokens: int = 128, usable: float = USABLE
 ) -> int:
-    """The largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
+    """Returns the largest multiple of a tile, up to the problem's capacity, that fits; 0 if none does."""
     low, high = 0, problem.capacity_tokens // tile_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -260,7 +260,7 @@ def largest_capacity(
 
 
 def most_halves(problem: MemoryProblem, room: int) -> list[int]:
-    """Halves of layers that each stage can hold in so many bytes, wherever they begin; two at least."""
+    """Number of half layers that fit each stage in `room` bytes, for any first half; at least two."""
 
     def size(stage: int, halves: int) -> int:
         of = [
@@ -293,7 +293,7 @@ def _stage(problem: MemoryProblem, stage: int) -> StageMemory:
             round(optimizer(name).states_per_weight * size) for name, size in zip(problem.optimizers, own, strict=True)
         ),
         kept=in_flight * kept + slopes,
-        # eight int32 or float32 a row, and rotary tables
+        # eight int32 or float32 per row, and rotary tables
         batches=in_flight * FLOAT32 * problem.capacity_tokens * (8 + 2 * problem.model.head_dim),
         working=max(working_memory(problem, stage).values()),
     )
@@ -304,7 +304,7 @@ def _is_last(problem: MemoryProblem, stage: int) -> bool:
 
 
 def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
-    """Tables at both ends; a tied one is shared where one stage has both."""
+    """Bytes of the tables at both ends. A tied table is shared if one stage has both ends."""
     m = problem.model
     table = _share((m.vocab_size, m.hidden_size), problem.fsdp)
     tables = int(stage == 0) + int(_is_last(problem, stage))
@@ -316,14 +316,14 @@ def _frozen_bytes(problem: MemoryProblem, stage: int) -> int:
 
 
 def layer_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
-    """Frozen tensors of a layer or half of it as they are stored, on one of so many devices that share them."""
+    """Stored bytes of the frozen tensors of a layer or half layer, on one of the devices that share them."""
     shapes, kernels = LAYER.frozen_shapes(problem.model, half), LAYER.kernel_shapes(problem.model, half)
     others = sum(_share(shape, fsdp) for name, shape in shapes.items() if name not in kernels)
     return problem.item * others + kernel_bytes(problem, half, fsdp)
 
 
 def kernel_bytes(problem: MemoryProblem, half: Half | None = None, fsdp: int = 1) -> int:
-    """The part of `layer_bytes` that is kernels."""
+    """The kernels' part of `layer_bytes`."""
     kernels, kind = LAYER.kernel_shapes(problem.model, half).values(), stored_kind(problem.quantize)
     if kind is None:
         return problem.item * sum(_share(shape, fsdp) for shape in kernels)
@@ -343,7 +343,7 @@ def _dequantised_bytes(problem: MemoryProblem) -> int:
 
 
 def _share(shape: Sequence[int], fsdp: int) -> int:
-    """Elements of a tensor on one device; matrices are split along an axis that divides."""
+    """Elements of a tensor on one device; matrices are sharded along an axis that divides."""
     split = len(shape) > 1 and any(size % fsdp == 0 for size in shape)
     return prod(shape) // fsdp if split else prod(shape)
 
@@ -383,7 +383,7 @@ def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
 
 
 def _attention_is_ours(problem: MemoryProblem) -> bool:
-    """Whether our own kernels run attention: they are wanted, and serve these sizes."""
+    """Whether our own attention kernels run: they are selected and support these sizes."""
     if problem.attention != policy.HOPPER and not (problem.hopper and problem.attention is None):
         return False
     m = problem.model
@@ -392,7 +392,7 @@ def _attention_is_ours(problem: MemoryProblem) -> bool:
 
 
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:
-    """Whether the kernels run the whole MLP: their backward makes silu(gate) · up again from gate and up."""
+    """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
     if not problem.packed_bits:
         return False
     gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
@@ -400,7 +400,7 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
 
 
 def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
-    """The call of a site, as the kernels' policy sees it."""
+    """The shape of a site's op call, for the kernels' policy."""
     linears = LAYER.sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
@@ -424,7 +424,7 @@ def _columns_of_s(problem: MemoryProblem, site: str) -> int:
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:
-    """Packed keep bits of each dropout site, in blocks of 256 columns."""
+    """Bytes of the packed keep bits of each dropout site, in blocks of 256 columns."""
     if not problem.packed_bits or not any(spec.dropout for spec in problem.adapters):
         return {}
     return {

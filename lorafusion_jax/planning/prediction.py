@@ -1,4 +1,4 @@
-"""What a plan will take: the simulator on measured or default costs, and memory per stage. Starts no backend."""
+"""Predictions of a plan: costs for the simulator, measured or default, and memory per stage. Starts no backend."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lorafusion_jax.weights.table import stored_kind
 from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
 
 DEVICES = ("h200", "h100", "cpu")
-ROOMY = 0.9  # of a device
+ROOMY = 0.9  # share of a device's memory
 
 
 def this_device() -> str:
-    """The rates to predict with when nobody says: looks for a driver, starts no backend."""
+    """The default device for predictions. Looks for a GPU driver without starting a backend."""
     return "h200" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 def memory_of(device: str) -> int | None:
-    """Bytes of a known device; None for a CPU, whose memory is not what limits."""
+    """Memory of a known device; None for a CPU, where memory is not the limit."""
     return memory.DEVICE_BYTES.get(device)
 
 
 def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
-    """Default costs of a job's stages on a device."""
+    """Default costs of a job's stages on a device, from its rates."""
     mesh = config.mesh
     layer = sum(map(prod, LAYER.linear_shapes(model).values())) / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
@@ -52,7 +52,7 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         mlp_width=model.intermediate_size,
     )
     item = 4 if config.base.dtype == "float32" else 2
-    # Programs of four layers may hide some of it behind the layer before; nobody has measured how much.
+    # Programs of four layers may overlap a part of the gathering; that is not measured.
     stored = memory.kernel_bytes(memory.memory_problem(config, model))
     gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
     layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
@@ -69,11 +69,11 @@ def _product_speed(config: JobConfig, device: str) -> float:
 
 
 def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> CostModel:
-    """Costs from a file that `lorafusion profile` wrote.
+    """Reads costs from a file of `lorafusion profile` and checks that they are for this job.
 
     Raises:
-        PlanError: no cost model, or one for stages of other layers, microbatches of another size, or another model,
-            `mesh.fsdp` or `train.remat`; `auto` is whatever it was measured with.
+        PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp` or
+            `train.remat`; `auto` accepts every policy.
     """
     mesh, tokens = config.mesh, config.batch.capacity_tokens
     if model is None:
@@ -96,10 +96,10 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
 
 
 def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
-    """Reads a cost model for stages of so many layers; settings that it names by an old name get the new one.
+    """Reads a cost model for stages of these layers, and renames settings with old names.
 
     Raises:
-        PlanError: `plan.cost-format`, or costs of another number of stages.
+        PlanError: `plan.cost-format`; `plan.cost` for another number of stages.
     """
     costs = read_cost_model(file.read_text(encoding="utf-8"), layers)
     named = {new_name(name): value for name, value in costs.measured_with.items()}
@@ -109,11 +109,11 @@ def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
 def measured_with(
     *, dtype: str, quantize: str, parameters: int | None, fsdp: int, remat: RematPolicy | None
 ) -> dict[str, str | int]:
-    """What the times of a stage depend on besides layers and capacity, as a cost model notes it.
+    """Settings other than layers and capacity that stage times depend on, as stored in a cost model.
 
     Args:
-        parameters: of the base model, which may lie elsewhere and be the same; None: not known.
-        remat: what backward is left; None: anything.
+        parameters: number of parameters of the base model, which identifies it independent of its path (None: unknown).
+        remat: rematerialisation policy (None: any).
     """
     settings = {
         "base.dtype": dtype,
@@ -134,14 +134,14 @@ def better_layout(
     remat: RematPolicy,
     device_bytes: int | None = None,
 ) -> Moved | None:
-    """Where layers should lie by what the stages of a run took, within memory; None if that saves nothing.
+    """Suggests layers per stage from measured stage times, within memory; None if that saves nothing.
 
-    No stage gets to hold more than the fullest held, or nine tenths of a device: what is not modelled took up to 6 %.
+    The memory of a stage may grow to that of the fullest stage, or to nine tenths of a device.
 
     Args:
-        layers: as they were.
+        layers: layers per stage of the measured run.
         seconds: per stage, for the same microbatches.
-        remat: what backward was left.
+        remat: rematerialisation policy of the run.
     """
     problem = dataclasses.replace(memory.memory_problem(config, model), layers=tuple(layers), remat=remat)
     fullest = max(stage.total for stage in memory.stage_memory(problem))
@@ -198,7 +198,7 @@ def predicted_parameters(config: JobConfig, model: ModelConfig) -> dict[str, Any
 
 
 def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
-    """Memory per stage as plain numbers; `fits` and `advice` are None where the device's memory is not known."""
+    """Memory per stage as plain numbers; `fits` and `advice` are None if the device's memory is unknown."""
     problem = memory.memory_problem(config, model)
     if config.train.remat == "auto" and device_bytes is not None:
         problem = dataclasses.replace(problem, remat=memory.choose_remat(problem, device_bytes))

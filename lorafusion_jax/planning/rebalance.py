@@ -1,4 +1,4 @@
-"""Where layers should lie by what stages took: on real GPUs equal shares of a model do not take equal times."""
+"""Rebalancing of layers from measured stage times, because equal shares of a model rarely take equal times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.planning.stages import WORTH_A_CUT, PartCosts, stage_loads
 
-# At its power limit a GPU that never waits clocks lower than one that does, and so looks slower than it is: layers that
-# moved off it made another one the slowest and saved nothing (70B on four H200s: 5 % apart before and after).
+# At its power limit, a GPU that never waits clocks lower than one that does, so it looks slower than it is. Moving
+# layers away from it for small differences saves nothing.
 WORTH_A_MOVE = 0.95
 
 
 class Moved(NamedTuple):
-    """A layout that is quicker than the one that was measured.
+    """A faster layout than the measured one.
 
     Args:
-        layers: of each stage, as `mesh.layers` takes them.
-        saving: share of the slowest stage's time that it saves.
+        layers: layers of each stage, as in `mesh.layers`.
+        saving: relative reduction of the slowest stage's time.
     """
 
     layers: list[int | float]
@@ -30,18 +30,17 @@ class Moved(NamedTuple):
 def rebalanced(
     stages: Sequence[Extent], seconds: Sequence[float], costs: PartCosts, *, most: Sequence[int] | None = None
 ) -> Moved | None:
-    """The layout with the quickest slowest stage, by what the stages of another one took.
+    """Finds the layout with the fastest slowest stage, from the measured stage times of another layout.
 
-    speed(s) = cost(s) / seconds(s): GPUs of one kind differ (at their power limit four H200s of a host ran at 1.50 to
-    1.60 GHz), and so may parts of the model from what they are thought to cost.
+    speed(s) = cost(s) / seconds(s). It differs between GPUs of one kind, and costs of parts are only modelled.
 
     Args:
-        stages: as they were measured.
-        seconds: what each took for the same microbatches.
-        most: halves of layers that each stage can hold; None: any number.
+        stages: the measured layout.
+        seconds: measured time of each stage, for the same microbatches.
+        most: maximum number of half layers of each stage (None: any).
 
     Returns:
-        None if no layout saves five per cent.
+        None if no layout saves at least five per cent.
 
     >>> rebalanced([Extent(0, 20), Extent(20, 40)], [1.0, 1.5], PartCosts())
     Moved(layers=[12, 8], saving=0.2)
@@ -62,9 +61,9 @@ def rebalanced(
 def _quickest(
     halves: int, costs: PartCosts, speeds: Sequence[float], most: Sequence[int], *, step: int
 ) -> tuple[float, tuple[int, ...]]:
-    """(time of the slowest stage, edges of the stages); infinite if stages cannot hold all halves.
+    """(time of the slowest stage, edges of the stages); infinite if the stages cannot hold all halves.
 
-    Goes through stages and remembers, for every half at which one may end, the quickest way to it.
+    Dynamic programming over stages: stores the fastest solution for every half at which a stage may end.
     """
     attention = costs.layer / 2 if costs.attention is None else costs.attention
     upto = list(accumulate([attention, costs.layer - attention] * (halves // 2), initial=0.0))

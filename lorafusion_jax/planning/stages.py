@@ -1,9 +1,8 @@
-"""Which layers run on which stage, so that the slowest stage is as quick as it can be.
+"""Assigns layers to stages so that the slowest stage is as fast as possible.
 
-The embedding belongs to the first stage and costs next to nothing; norm, head and loss belong to the last and cost as
-much as some layers (1.8 at Llama-3.1-8B's shape), so stages get uneven numbers of layers. Where whole layers fit badly,
-a cut goes between the attention and the MLP of a layer: at 70B on four stages the others then wait 2.6 % of the time
-for the slowest, not 3.5 %.
+The embedding is on the first stage and costs almost nothing. Norm, head and loss are on the last stage and cost as much
+as one or two layers, so stages have different numbers of layers. If whole layers balance badly, a stage boundary lies
+between the attention and the MLP of a layer.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from lorafusion_jax.layout.extent import Extent, counts_of, extents
 from lorafusion_jax.layout.layer import HALVES, LAYER
 
-# What is not a product (LoRA's passes, norms, gate) per token and column of D + F, as if it were FLOPs: an 8B layer
-# reaches 500 TFLOP/s in whole runs on an H200 where the head reaches 716.
+# Elementwise passes (LoRA's passes, norms, gate) per token and column of D + F, in FLOPs of equal time. Fitted to 8B
+# training runs on an H200.
 PASSES = 16_000
-SAMPLE_TOKENS = 1024  # of a usual fine-tuning sample; attention at that length is 4 % of an 8B layer
-WORTH_A_CUT = 0.995  # a cut layer compiles two more programs and reads its activations once more
+SAMPLE_TOKENS = 1024  # typical fine-tuning sample
+WORTH_A_CUT = 0.995  # a split layer compiles two more programs and reads its activations once more
 
 
 class PartCosts(NamedTuple):
-    """What the parts of a model cost, in one unit of the caller's choice.
+    """Costs of the parts of a model, in any unit.
 
     Args:
-        layer: whole.
-        attention: the part of it in front of the MLP; None: layers are not cut.
-        embed, head: on the first and on the last stage.
+        layer: a whole layer.
+        attention: the part of a layer before the MLP (None: layers are not split).
+        embed, head: extra costs of the first and the last stage.
     """
 
     layer: float = 1.0
@@ -46,7 +45,7 @@ EQUAL = PartCosts()
 def stage_layers(
     model: ModelConfig, num_stages: int, wanted: Sequence[int | float] | None = None, *, capacity_tokens: int = 8192
 ) -> tuple[Extent, ...]:
-    """Layers of each stage: the job's own numbers, or those that modelled costs give.
+    """Layers of each stage: the job's own numbers, or the optimum for modelled costs.
 
     Raises:
         ConfigError: `mesh.layers` or `mesh.stages`, numbers that do not fit the model.
@@ -58,11 +57,11 @@ def stage_layers(
 
 
 def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> tuple[Extent, ...]:
-    """Cuts layers into contiguous stages, minimising the cost of the slowest.
+    """Splits layers into contiguous stages, minimising the cost of the slowest.
 
     cost(s) = layer · layers(s) + embed on the first + head on the last;  layers(s) ≥ 1
 
-    Layers are cut in two only if that makes the slowest stage quicker by half a per cent.
+    A layer is split in two only if that makes the slowest stage at least half a per cent faster.
 
     Raises:
         ConfigError: `mesh.stages`, more stages than layers.
@@ -76,7 +75,7 @@ def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> 
         raise ConfigError(
             "mesh.stages",
             f"{num_layers} layers cannot be cut into {num_stages} stages.",
-            why="every stage runs one layer at least",
+            why="every stage needs at least one layer",
             fix=f"mesh.stages: 1 to {num_layers}",
         )
     if min(costs.layer, costs.embed, costs.head) < 0 or not costs.layer:
@@ -89,12 +88,12 @@ def split_layers(num_layers: int, num_stages: int, costs: PartCosts = EQUAL) -> 
 
 
 def slowest(stages: Sequence[Extent], costs: PartCosts) -> float:
-    """Cost of the dearest stage."""
+    """Cost of the most expensive stage."""
     return max(stage_loads(stages, costs))
 
 
 def stage_loads(stages: Sequence[Extent], costs: PartCosts) -> list[float]:
-    """Cost of each stage, ends included."""
+    """Cost of each stage, including the ends."""
     loads = [stage_cost(stage, costs) for stage in stages]
     loads[0] += costs.embed
     loads[-1] += costs.head
@@ -109,11 +108,10 @@ def stage_cost(stage: Extent, costs: PartCosts) -> float:
 
 
 def _deal(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, ...]:
-    """Deals whole layers out one by one, each to the stage that costs least with it.
+    """Assigns whole layers one by one, each to the stage that costs least with it.
 
-    As all layers cost the same, this picks the smallest of all costs that stages can reach: no layout has a quicker
-    slowest stage, nor, given that, a quicker second slowest. Ties go to the later stage, because an earlier one holds
-    more microbatches in flight.
+    As all layers cost the same, this is optimal: no layout has a faster slowest stage or, given that, a faster second
+    slowest stage. Ties go to the later stage, because earlier stages hold more microbatches in flight.
     """
     extra = [0.0] * num_stages
     extra[0] += costs.embed
@@ -125,17 +123,17 @@ def _deal(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, .
 
 
 def _fill(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, ...]:
-    """Finds the smallest cost within which stages, filled from the last to the first, take all halves."""
+    """Finds the smallest cost limit at which the stages, filled from last to first, hold all halves."""
     assert costs.attention is not None
     halves = [costs.attention, costs.layer - costs.attention] * num_layers
     upto = list(accumulate(halves, initial=0.0))
 
     def filled(limit: float) -> list[int] | None:
-        """Edges of the stages; None if something is left over."""
+        """Edges of the stages; None if halves are left over."""
         edges = [len(halves)]
         for stage in reversed(range(num_stages)):
             room = limit - (costs.head if stage == num_stages - 1 else 0.0) - (costs.embed if stage == 0 else 0.0)
-            stop, least = edges[0], 2 * stage  # every stage before it needs two halves, and so does this one
+            stop, least = edges[0], 2 * stage  # this stage and all earlier ones need two halves each
             start = stop - 2
             if start < least or upto[stop] - upto[start] > room:
                 return None
@@ -155,16 +153,16 @@ def _fill(num_layers: int, num_stages: int, costs: PartCosts) -> tuple[Extent, .
 
 
 def check_layers(layers: Sequence[int | float], *, num_layers: int, num_stages: int) -> tuple[Extent, ...]:
-    """Turns a job's own numbers of layers per stage into extents; half a layer is its attention or its MLP.
+    """Converts a job's own numbers of layers per stage to extents; half a layer is its attention or its MLP.
 
     Raises:
-        ConfigError: `mesh.layers`, every mistake: another number of stages, a stage without a layer, another sum.
+        ConfigError: `mesh.layers`, with every mistake: number of stages, a stage without a layer, sum.
 
     >>> check_layers([2.5, 1.5], num_layers=4, num_stages=2)
     (Extent(start=0, stop=5), Extent(start=5, stop=8))
     """
     said = f"mesh.layers: {list(layers)}"
-    even = counts_of(split_layers(num_layers, num_stages))  # also refuses too many stages
+    even = counts_of(split_layers(num_layers, num_stages))  # also checks the number of stages
     fix = f"mesh.layers: {even}, or leave it out"
     total = sum(layers)
     problems = [
@@ -180,17 +178,18 @@ def check_layers(layers: Sequence[int | float], *, num_layers: int, num_stages: 
 
 
 def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, loss_share: float = 1.0) -> PartCosts:
-    """Counts floating-point operations of forward + backward per token over a frozen base (no weight gradients).
+    """Counts FLOPs of forward + backward per token over a frozen base (no weight gradients).
 
     layer = 4 · weights of its linears + 7 · n · H · C + PASSES · (D + F),  attention = the same without the MLP,
     head = 4 · D · V · loss_share,  embedding = 0
 
-    Causal attention over samples of n tokens takes 2 · n · H · C a token forward (half of a square, two products) and
-    2.5 times as much backward. The loss makes two passes of the head's product over rows that count, none over others.
+    Causal attention over samples of n tokens takes 2 · n · H · C FLOPs per token in forward (half a square, two
+    products) and 2.5 times as much in backward. The loss makes two passes of the head's product over rows that have
+    a target, and none over others.
 
     Args:
         sample_tokens: n, Σ length² / Σ length of the samples.
-        loss_share: rows that have a target, of all rows.
+        loss_share: share of rows that have a target.
 
     >>> config = ModelConfig(family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
     ...                      num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -208,6 +207,6 @@ def modelled_costs(model: ModelConfig, *, sample_tokens: float = SAMPLE_TOKENS, 
 
 
 def worth_in_layers(model: ModelConfig, stages: Sequence[Extent]) -> list[float]:
-    """What each stage's layers cost, in layers: half a layer is worth what its operations are."""
+    """Cost of each stage's layers, in layers; half a layer counts by its FLOPs."""
     costs = modelled_costs(model)
     return [stage_cost(stage, costs) / costs.layer for stage in stages]

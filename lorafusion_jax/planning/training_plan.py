@@ -1,4 +1,4 @@
-"""Configuration and data → the plan of a run."""
+"""Makes the plan of a run from configuration and data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lorafusion_jax.data.prepare import Prepared
 from scheduling import AdapterJob, Plan, make_plan
 from scheduling.planner import EVALUATIONS_PER_S
 
-# Search effort is counted, not timed: the same job gives the same plan on a busy machine. The clock is only a far stop.
+# The search is limited by evaluations, so a job has the same plan on every machine. The time limit is only a safeguard.
 CLOCK_SLACK = 30
 
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
-    """Describes the adapters to the planner; sample i of a job is position i of the adapter's stream."""
+    """Builds the planner's jobs; sample i of a job is position i of the adapter's stream."""
     return [
         AdapterJob(
             name=adapter.name,
@@ -29,7 +29,7 @@ def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
 
 
 def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
-    """Plans the run; the plan is verified by the planner."""
+    """Plans the run. The planner verifies the plan."""
     return make_plan(
         train_jobs(config, prepared),
         capacity_tokens=config.batch.capacity_tokens,
@@ -42,7 +42,7 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
 
 
 def search_effort(config: JobConfig) -> dict[str, Any]:
-    """How long the planner may look for a shorter plan."""
+    """Limits of the planner's search."""
     seconds = config.train.plan_seconds
     return {
         "time_limit_s": CLOCK_SLACK * seconds,

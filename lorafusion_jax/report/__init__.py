@@ -1,1 +1,1 @@
-"""What a run tells: events, metrics files, the live screen, trackers. Never imports jax."""
+"""Reports of a run: events, metrics files, the live screen, trackers. Never imports jax."""

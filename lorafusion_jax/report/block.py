@@ -1,4 +1,4 @@
-"""The lines of the live view: who is how far, fitted to the width of the terminal."""
+"""Lines of the live view: progress of the run and its adapters, fitted to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GAP = 2
 
 @dataclass(slots=True)
 class Row:
-    """What is known of one adapter.
+    """State of one adapter in the live view.
 
     Attributes:
-        metrics: of its objective, besides the loss.
-        stopped: paused or cancelled; empty while it is neither.
-        failure: why and where it failed; empty while it has not.
+        metrics: further metrics of its objective.
+        stopped: "paused" or "cancelled"; empty otherwise.
+        failure: reason and step of its failure; empty if it has not failed.
     """
 
     num_steps: int
@@ -42,7 +42,7 @@ class Row:
 def head_line(
     name: str, slot: int, slots: int, speed: SlotDone | None, width: int, predicted_bubbles: float | None = None
 ) -> Text:
-    """One line about the whole run; what does not fit is left out."""
+    """One line about the whole run. Details that do not fit are omitted."""
     parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
     if speed is not None and speed.eta_s is not None and slot < slots:
         tokens = f"{count(speed.processed_tokens_per_s or 0)} tok/s"
@@ -55,7 +55,7 @@ def head_line(
             [useful, beside_plan, waiting, f"{eta}, at {ends}"],
             [useful, beside_plan, f"{eta}, at {ends}"],
             [useful, beside_plan, eta],
-            [tokens, beside_plan, eta],  # what is useful of them is the plan's density and never changes
+            [tokens, beside_plan, eta],  # the useful share is constant: the plan's density
             [tokens, idle, eta],
             [tokens, eta],
             [eta],
@@ -66,7 +66,7 @@ def head_line(
 
 
 def _bubbles(measured: float | None, predicted: float | None) -> tuple[str, str]:
-    """Idle share of the stages, alone and beside the prediction; empty where there is none."""
+    """Idle share of the stages, without and with the prediction; empty if it is not measured."""
     if measured is None:
         return "", ""
     idle = f"bubbles {percent(measured)}"
@@ -74,7 +74,7 @@ def _bubbles(measured: float | None, predicted: float | None) -> tuple[str, str]
 
 
 def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -> list[Text]:
-    """One line per adapter, columns aligned; a failure may take more than one."""
+    """One line per adapter with aligned columns; a failure may take more lines."""
     longest = max((len(name) for name in rows), default=0)
     name_width = min(longest, max(12, width // 3))
     cells = {name: _cells(name, row, speed) for name, row in rows.items() if not row.failure}
@@ -94,7 +94,7 @@ def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -
 
 
 def plain_state(rows: Mapping[str, Row], most: int = 6) -> str:
-    """The adapters in one line of a log, many of them summed up."""
+    """The adapters in one line of a log; many adapters are summarised."""
     if len(rows) <= most:
         return "  |  ".join(f"{name} {_plain(row)}" for name, row in rows.items())
     done = sum(row.done for row in rows.values())
@@ -131,7 +131,7 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
 
 
 def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, int]:
-    """Column → width, for as many columns as fit."""
+    """Column → width, for the columns that fit."""
     columns = {
         column: longest
         for column in COLUMNS

@@ -1,4 +1,4 @@
-"""What a user should know about rows that are cut or left out, and what to do about it."""
+"""Warnings about truncated and dropped rows, with the settings to change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -
     yield from (f"{report.source}: {note}" for note in report.notes)
     longer = _longer(report.uncut, limit, tile)
     if report.cut:
-        cut = samples.rows[samples.lengths == limit]  # a row of just that length is among them, uncut
+        cut = samples.rows[samples.lengths == limit]  # may include uncut rows of exactly this length
         rows = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
         yield (
             f"{who}: {_share(report.cut, report.rows)} are cut at {whole(limit)} tokens{rows}\n"

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: one small record per kind of news, sent to any number of listeners.
+"""Events of a run: one record type per kind, sent to all listeners.
 
 `row()` is the record as `metrics.jsonl` and `events.jsonl` have it.
 """
@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """News of a run.
+    """An event of a run.
 
     Attributes:
-        kind: its name in the run folder.
-        slot: slots of the plan that are done.
+        kind: name in the files of the run folder.
+        slot: number of slots of the plan that are done.
     """
 
     kind: ClassVar[str]
     slot: int = 0
 
     def row(self) -> dict[str, Any]:
-        """Every field by name; metrics stand beside the others, under their own names."""
+        """All fields by name. Metrics become fields of their own."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         metrics = values.pop("metrics", {})
         return {"kind": self.kind, **values, **metrics}
@@ -32,7 +32,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEvent(RunEvent):
-    """News of one adapter after one of its steps."""
+    """An event of one adapter after one of its steps."""
 
     adapter: str
     step: int
@@ -40,7 +40,7 @@ class AdapterEvent(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBegun(RunEvent):
-    """Something takes a while that is no training; no listener writes it down."""
+    """A phase other than training has begun. It is shown, but not recorded."""
 
     kind = "phase"
     text: str
@@ -72,7 +72,7 @@ class StartedUp(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMoved(RunEvent):
-    """A resumed run was planned again, for other devices."""
+    """A resumed run was replanned for other devices."""
 
     kind = "moved"
     stages: int
@@ -84,7 +84,7 @@ class RunMoved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(RunEvent):
-    """A sitting begins: the run's sizes, and where its adapters stand.
+    """A session of the run has started: sizes of the run, and progress of its adapters.
 
     Attributes:
         mesh: stages, data, fsdp.
@@ -149,7 +149,12 @@ class SlotDone(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTaken(AdapterEvent):
-    """Attributes: loss: what the adapter's objective minimises. metrics: what else it measures."""
+    """An adapter took an optimizer step.
+
+    Attributes:
+        loss: value that the adapter's objective minimises.
+        metrics: further metrics of the objective.
+    """
 
     kind = "step"
     loss: float
@@ -161,7 +166,11 @@ class StepTaken(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEvaluated(AdapterEvent):
-    """Attributes: metrics: of the objective, `eval_` before each name."""
+    """An adapter was evaluated.
+
+    Attributes:
+        metrics: metrics of the objective, with the prefix `eval_`.
+    """
 
     kind = "eval"
     eval_loss: float
@@ -192,7 +201,7 @@ class AdapterExported(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFailed(AdapterEvent):
-    """An adapter's folder could not be written; the run goes on."""
+    """An adapter's folder could not be written; the run continues."""
 
     kind = "export-failed"
     code: str
@@ -206,7 +215,7 @@ class AdapterDone(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFailed(AdapterEvent):
-    """An adapter trains no more; its folder holds `kept_step`."""
+    """An adapter failed and stopped training; its folder holds `kept_step`."""
 
     kind = "adapter-failed"
     reason: str
@@ -215,7 +224,7 @@ class AdapterFailed(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChanged(AdapterEvent):
-    """A request about one adapter was carried out.
+    """A request about one adapter was applied.
 
     Attributes:
         action: cancel, pause, continue, finish, weight, extend or add.
@@ -233,7 +242,7 @@ class AdapterChanged(AdapterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRevised(RunEvent):
-    """What is left was planned again while the run went on."""
+    """The rest of the plan was replanned during training."""
 
     kind = "replanned"
     slots: int
@@ -244,7 +253,7 @@ class PlanRevised(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRefused(RunEvent):
-    """A request in `control/` cannot be carried out; its file is gone."""
+    """A request in `control/` was rejected and its file removed."""
 
     kind = "request-refused"
     text: str
@@ -252,7 +261,7 @@ class RequestRefused(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesDamaged(RunEvent):
-    """Files are not as they were written; `text` also says what the run does without them."""
+    """Files are damaged; `text` also says how the run continues without them."""
 
     kind = "damaged"
     text: str
@@ -260,7 +269,7 @@ class FilesDamaged(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSkipped(RunEvent):
-    """Something cannot be checked in a folder that an earlier version wrote."""
+    """A check is not possible in a folder of an earlier version."""
 
     kind = "unchecked"
     text: str
@@ -285,14 +294,14 @@ class RunFinished(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInterrupted(RunEvent):
-    """By a signal; the state is saved."""
+    """A signal interrupted the run; the state is saved."""
 
     kind = "interrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped(RunEvent):
-    """By an error, or at once by a signal."""
+    """An error or a second signal stopped the run."""
 
     kind = "stopped"
     code: str

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count(number: float) -> str:
 
 
 def whole(number: int) -> str:
-    """Counts that are exact: thousands apart.
+    """Formats an exact count, with spaces between thousands.
 
     >>> whole(8000), whole(412)
     ('8 000', '412')
@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage.
+    """Formats a share as a percentage.
 
     >>> percent(0.931)
     '93.1 %'
@@ -56,7 +56,7 @@ def percent(share: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Learning rates.
+    """Formats a learning rate.
 
     >>> rate(0.0002), rate(0)
     ('2.0e-4', '0')
@@ -65,24 +65,24 @@ def rate(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
-def layout(mesh: Mapping[str, int], layers: Sequence[int | float], keep: str) -> str:
-    """What runs where, in words; empty for one device that keeps everything.
+def layout(mesh: Mapping[str, int], layers: Sequence[int | float], remat: str) -> str:
+    """Describes the mesh and the remat policy; empty for one device that saves everything.
 
     >>> layout({"stages": 2, "data": 4, "fsdp": 1}, [17, 15], "everything")
     '2 stages (17 + 15 layers) × 4 replicas'
     >>> layout({"stages": 1, "data": 2, "fsdp": 2}, [32], "gemm_inputs")
-    '4 replicas, 2 share a copy of the base  ·  kept for backward: gemm_inputs'
+    '4 replicas, 2 share a copy of the base  ·  saved for backward: gemm_inputs'
     """
     stages, replicas = mesh["stages"], mesh["data"] * mesh["fsdp"]
     parts = [f"{stages} stages ({' + '.join(map(str, layers))} layers)"] if stages > 1 else []
     parts += [f"{replicas} replicas"] if replicas > 1 else []
     shared = f", {mesh['fsdp']} share a copy of the base" if mesh["fsdp"] > 1 else ""
-    kept = f"kept for backward: {keep}" if keep != "everything" else ""
-    return "  ·  ".join(text for text in (" × ".join(parts) + shared, kept) if text)
+    saved = f"saved for backward: {remat}" if remat != "everything" else ""
+    return "  ·  ".join(text for text in (" × ".join(parts) + shared, saved) if text)
 
 
 def better_layers(layers: Sequence[int | float], saving: float) -> str:
-    """What to set where stages took unequal times.
+    """Suggests the setting for stages that took unequal times.
 
     >>> better_layers([20.5, 20.5, 20, 19], 0.033)
     "stages took unequal times: with 'mesh.layers=[20.5,20.5,20,19]' the slowest would take 3.3 % less"

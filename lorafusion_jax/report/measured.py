@@ -1,4 +1,4 @@
-"""What the devices of a run did: its measured timeline, and the part of it that a prediction is about."""
+"""The measured timeline of a run, and the part of it to compare with a prediction."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from lorafusion_jax.errors import CheckpointError
 from scheduling import Plan, Timeline
 
-FILE = "timeline.json"  # in a run folder, of its last sitting
+FILE = "timeline.json"  # in a run folder; of its last session
 
 
 def read_timeline(run: Path) -> Timeline:
-    """The measured timeline of a run's last sitting.
+    """Reads the measured timeline of a run's last session.
 
     Raises:
-        CheckpointError: `run.no-timeline`, there is none.
+        CheckpointError: `run.no-timeline`, there is no timeline.
         PlanError: `plan.timeline-format`, the file is damaged.
     """
     file = run / FILE
@@ -22,17 +22,17 @@ def read_timeline(run: Path) -> Timeline:
         raise CheckpointError(
             "run.no-timeline",
             f"there is no {FILE} in {run}.",
-            why="a sitting writes it when it ends",
+            why="a session writes it when it ends",
             fix=f"lorafusion status {run}",
         )
     return Timeline.from_json(file.read_text(encoding="utf-8"))
 
 
 def settled_slots(plan: Plan, timeline: Timeline) -> range:
-    """Slots of a sitting after every adapter's first optimizer step in it; all of them if too few are left.
+    """Slots of a session after every adapter's first optimizer step; all slots if too few remain.
 
-    The first ones fill the pipeline, caches and queues and bring a GPU to its temperature, and a prediction knows
-    nothing of that. S more slots are left out, which were in the pipeline meanwhile.
+    In the first slots pipeline, caches and queues fill and the GPU warms up, which predictions do not model. S more
+    slots are excluded, because they were in the pipeline at that time.
     """
     seen = sorted({span.slot for span in timeline.spans})
     if not seen:

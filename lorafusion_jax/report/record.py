@@ -1,4 +1,4 @@
-"""run.json: what made a run, so that it can be checked and repeated."""
+"""run.json: versions, digests and seeds of a run, so that it can be checked and repeated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lorafusion_jax.errors import CheckpointError
 from scheduling import Plan
 
 PACKAGES = ("lorafusion-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-SCHEMA = 2  # since then all files of a run have digests
+SCHEMA = 2  # from 2 on, all files of a run have digests
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes; "-" where a package is not installed as one."""
+    """Versions of the packages that compute; "-" if a package is not installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -28,11 +28,11 @@ def versions() -> dict[str, str]:
 def make_record(
     config: JobConfig, prepared: Prepared, plan: Plan, base_files: dict, warm_starts: dict[str, dict[str, str]]
 ) -> dict:
-    """Collects versions, digests and seeds at the start of a run; the device is added when it is known.
+    """Collects versions, digests and seeds at the start of a run. The device is added later.
 
     Args:
         base_files: from `base_digests`.
-        warm_starts: adapter that goes on from a PEFT folder → digests of its files.
+        warm_starts: adapter that continues from a PEFT folder → digests of its files.
     """
     return {
         "schema": SCHEMA,
@@ -49,27 +49,27 @@ def make_record(
 
 
 def unchecked(record: dict) -> str | None:
-    """What cannot be checked in a run that an earlier version began."""
+    """Names what cannot be checked in a run of an earlier version."""
     names = {"base_files": "the base model", "config": "the settings", "eval": "held-out data"}
     missing = [text for key, text in names.items() if key not in record]
-    return f"{', '.join(missing)}: an earlier version began this run and kept no digests of them" if missing else None
+    return f"{', '.join(missing)}: an earlier version started this run without their digests" if missing else None
 
 
 def other_versions(record: dict) -> str | None:
-    """What computes with another version than when the run began."""
+    """Names packages whose version has changed since the run started."""
     before, now = record.get("versions", {}), versions()
     changed = [
         f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
     ]
-    return f"{', '.join(changed)}: what follows may differ by rounding" if changed else None
+    return f"{', '.join(changed)}: results may differ by rounding from here on" if changed else None
 
 
 def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str | None = None) -> None:
-    """Makes sure that a resumed run meets the data that it started with, and a plan of its own.
+    """Checks that a resumed run has the data that it started with, and one of its own plans.
 
     Args:
-        saved_with: digest of the plan that its newest checkpoint belongs to. A plan that the run has had since then
-            will do as well, because a move to other devices keeps what has run; an earlier one will not.
+        saved_with: digest of the plan of its newest checkpoint. Later plans of the run are accepted too, because
+            replanning keeps the slots that have run; earlier plans are not.
 
     Raises:
         CheckpointError: `run.other-plan` or `run.data-changed`.
@@ -81,7 +81,7 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
             "run.other-plan",
             "plan.json is not the plan of this run.",
             why=f"the run has {saved_with or plans[-1]}, the file {plan.digest}",
-            fix="bring the run's own plan.json back from a copy, or choose another --out for a new run",
+            fix="restore the run's plan.json from a copy, or choose another --out for a new run",
         )
     for key, what, now in (
         ("data", "data", prepared.digests()),
@@ -98,5 +98,5 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
 
 
 def eval_digests(prepared: Prepared) -> dict[str, str]:
-    """Adapter → digest of its held-out data; "" where it has none."""
+    """Adapter → digest of its held-out data; "" if it has none."""
     return {name: "" if data.eval is None else data.eval.digest for name, data in prepared.adapters.items()}

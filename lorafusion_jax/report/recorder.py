@@ -1,4 +1,4 @@
-"""Writes `metrics.jsonl` (numbers) and `events.jsonl` (changes of state) of a run folder, always.
+"""Writes `metrics.jsonl` (numbers) and `events.jsonl` (changes of state) of a run folder.
 
 Rows of metrics.jsonl:
     {"kind": "step", "slot", "adapter", "step", "loss", "grad_norm", "lr", "loss_tokens", "time"}
@@ -24,7 +24,7 @@ from lorafusion_jax.log_file import read_rows as read_rows
 from lorafusion_jax.report.events import PhaseBegun, RunEvent, StateSaved
 
 METRICS = ("step", "eval", "slot")
-# Events that a resumed run tells again.
+# Events that a resumed run repeats.
 REPEATED = ("adapter-done", "adapter-failed", "adapter-changed", "exported", "export-failed")
 CHUNK = 1 << 20
 
@@ -33,8 +33,8 @@ class Recorder:
     """A listener that appends to the run folder.
 
     Args:
-        directory: run folder.
-        resume_slot: rows of later slots are dropped first, because they will be written again.
+        directory: the run folder.
+        resume_slot: first drops rows of later slots, because they will be written again.
     """
 
     def __init__(self, directory: Path, resume_slot: int | None = None):
@@ -47,7 +47,7 @@ class Recorder:
         if isinstance(event, PhaseBegun):
             return
         row = {key: _number(value) for key, value in event.row().items()} | {"time": round(time.time(), 3)}
-        if isinstance(event, StateSaved) and self._metrics.exists():  # rows that go missing later are noticed
+        if isinstance(event, StateSaved) and self._metrics.exists():  # missing rows are detected later
             row["metrics_bytes"] = self._metrics.stat().st_size
         path = self._metrics if event.kind in METRICS else self._events
         with path.open("ab") as file:
@@ -59,10 +59,10 @@ def _number(value):
 
 
 def _cut_after(path: Path, slot: int) -> None:
-    """Cuts a log after its last row of a checkpoint's slot or of one before.
+    """Truncates a log after its last row of a checkpoint's slot or an earlier one.
 
-    Everything is drained when a checkpoint is written, so no row after that place is of an earlier slot. Damaged
-    lines before it stay where they are.
+    The pipeline is drained when a checkpoint is written, so later rows are of later slots. Damaged lines before that
+    place stay.
     """
     if not path.exists():
         return
@@ -73,7 +73,7 @@ def _cut_after(path: Path, slot: int) -> None:
             file.seek(start)
             block = file.read(end - start) + rest
             lines = split_lines(block)
-            rest = lines.pop(0) if start else b""  # it may begin in the chunk before
+            rest = lines.pop(0) if start else b""  # it may start in the previous chunk
             place = start + len(block)
             for line in reversed(lines):
                 row = parse_row(line)
@@ -86,7 +86,7 @@ def _cut_after(path: Path, slot: int) -> None:
 
 
 def _drop_repeated(path: Path, slot: int) -> None:
-    """Drops the events that a run tells again after a slot, and a last line cut off by a crash; others stay as is."""
+    """Drops the events that a run repeats after a slot, and a truncated last line; other lines stay unchanged."""
     if not path.exists():
         return
     content = path.read_bytes()

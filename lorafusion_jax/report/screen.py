@@ -1,4 +1,4 @@
-"""The live view of a run: a block that is redrawn on a terminal, one line now and then otherwise."""
+"""The live view of a run: a redrawn block on a terminal, occasional lines otherwise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LiveView(Protocol):
 
 
 class Screen:
-    """A listener that draws.
+    """A listener that draws the live view.
 
     Args:
         name: of the run.
@@ -74,7 +74,7 @@ class Screen:
         self._speed: SlotDone | None = None
         self._predicted_bubbles: float | None = None
         self._phase, self._phase_since, self._line_at = "", 0.0, float("-inf")
-        self._told = ""  # the last line about progress, without the time of day
+        self._last_line = ""  # last line about progress, without the time of day
         self._started = False
         redrawn = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: LiveView | None = None
@@ -139,7 +139,7 @@ class Screen:
                 self._line(f"{event.adapter}  step {event.step}  written to {event.path}")
 
     def block(self) -> Group:
-        """What stands on the terminal now."""
+        """The current content of the live view."""
         width = self._console.width
         lines = (
             [
@@ -163,7 +163,7 @@ class Screen:
 
     def _on_phase(self, event: PhaseBegun) -> None:
         self._phase, self._phase_since = event.text, time.monotonic()
-        if not self._started or self._phase.startswith("compiling"):  # of the others, the result is told
+        if not self._started or self._phase.startswith("compiling"):  # other phases report their result
             self._line(f"{self._phase} …")
 
     def _on_started(self, event: RunStarted) -> None:
@@ -174,7 +174,7 @@ class Screen:
         for text in (
             f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
             f"{whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
-            f"  {count(event.trainable)} trainable parameters beside {count(event.frozen)} frozen ones  ·  "
+            f"  {count(event.trainable)} trainable and {count(event.frozen)} frozen parameters  ·  "
             f"{event.device}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
             *([f"  {devices}"] if devices else ()),
         ):
@@ -212,9 +212,9 @@ class Screen:
             self._line_at = now
             head = head_line("", self._slot, self._slots, event, 200, self._predicted_bubbles).plain
             text = f"{head.replace('  ·  ', '  ')}  |  {plain_state(self._rows)}"
-            if text != self._told:  # the last slot is told when it is due, and when all is done
+            if text != self._last_line:  # the last slot is reported when it is due and at the end
                 self._line(time.strftime("%H:%M:%S") + text)
-            self._told = text
+            self._last_line = text
 
     def _on_step(self, event: StepTaken) -> None:
         row = self._row(event)
@@ -247,14 +247,14 @@ class Screen:
                 self._console.print(text, highlight=False, soft_wrap=True, markup=False, style=style or None)
 
     def _redraw(self) -> None:
-        """Redraws while the run computes; Live's own thread may draw into a line that is just being printed."""
+        """Redraws from this thread; Live's own thread could draw into a line that is being printed."""
         while self._live and not self._end.wait(REDRAW_EVERY_S):
             with self._drawing:
                 self._live.refresh()
 
 
 def _rows_at(event: RunStarted) -> dict[str, Row]:
-    """The adapters where a sitting begins: a resumed one has taken steps, and some adapters may be at their end."""
+    """Rows of the adapters at the start of a session; resumed adapters have taken steps and may be done."""
     rows = {}
     for name, steps in event.adapters.items():
         step = event.taken.get(name, 0)

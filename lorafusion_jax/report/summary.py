@@ -1,4 +1,4 @@
-"""Final numbers of a run, read back from its metrics."""
+"""Summary of a run, from its metrics."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from lorafusion_jax.log_file import parse_row, read_rows
 
-SLOT_ROWS = 1000  # newest rows that rates are taken of: half an hour
-SPARE = 3  # newest steps of an adapter, should the last row be damaged
+SLOT_ROWS = 1000  # newest rows for the rates: about half an hour
+SPARE = 3  # newest steps of an adapter, in case the last row is damaged
 BUFFER = 1 << 20
 STEP, SLOT, ADAPTER = b'{"kind": "step"', b'{"kind": "slot"', b'"adapter": "'
 
 
 @dataclass(slots=True, kw_only=True)
 class MetricsSummary:
-    """What matters of metrics.jsonl for a look at a run.
+    """Summary of metrics.jsonl.
 
     Attributes:
         adapters: per adapter its last training loss, held-out loss before training and at the end, last step.
         slots: the newest rows of kind "slot", oldest first.
-        slot: slots of the plan that were done.
-        time: of the newest row.
+        slot: number of slots of the plan that are done.
+        time: time of the newest row.
     """
 
     adapters: dict[str, dict] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class MetricsSummary:
 
 
 def read_summary(folder: Path) -> MetricsSummary:
-    """Reads metrics.jsonl in one pass that looks at every line and parses few.
+    """Reads metrics.jsonl in one pass and parses only a few lines.
 
-    Of the rows of an adapter's steps only the last one counts, so those are told apart by their first bytes.
+    Only the last step of an adapter matters, so rows of steps are recognised by their first bytes.
     """
     found, slots = MetricsSummary(), deque(maxlen=SLOT_ROWS)
     steps: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=SPARE))
@@ -79,12 +79,12 @@ def final_rows(folder: Path) -> dict[str, dict]:
 
 
 def remat_of(started: Mapping[str, Any]) -> Any:
-    """The remat policy in a row of kind "started"; runs of earlier versions call it `keep`."""
+    """The remat policy of a row of kind "started"; earlier versions call it `keep`."""
     return started.get("remat", started.get("keep", ""))
 
 
 def got_worse(name: str, before: float | None, after: float | None) -> str | None:
-    """Says so where an adapter's held-out loss is higher than before training: it may be finite and of no use.
+    """Warns if an adapter's held-out loss is higher than before training.
 
     >>> got_worse("law", 4.6575, 8.0301)
     'law: held-out loss rose from 4.6575 to 8.0301 in training; a smaller optim.lr or fewer steps may help'

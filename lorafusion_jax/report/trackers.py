@@ -1,4 +1,4 @@
-"""Optional trackers: TensorBoard and Weights & Biases, loaded only when a job asks for them."""
+"""Optional trackers, TensorBoard and Weights & Biases, loaded only for jobs that enable them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent
 
 NUMBERS = ("step", "eval", "slot")
-PLACES = ("slot", "step")  # where, not what
+PLACES = ("slot", "step")  # the x axes
 
 
 @contextmanager
 def trackers(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]:
-    """Gives the trackers that a job asks for and closes them at the end; they open with the first numbers.
+    """Yields the trackers of a job and closes them at the end; they open with the first numbers.
 
     Raises:
         ConfigError: the package of a tracker is not installed.
@@ -33,7 +33,7 @@ def trackers(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]
 
 
 def scalars(event: RunEvent) -> dict[str, float]:
-    """The numbers of an event under the names that users look for: `adapter/<name>/loss`, …
+    """The numbers of an event by tracker name: `adapter/<name>/loss`, …
 
     >>> from lorafusion_jax.report.events import AdapterEvaluated
     >>> scalars(AdapterEvaluated(adapter="law", step=3, eval_loss=1.5, eval_tokens=9, metrics={"eval_margin": 0.1}))
@@ -48,7 +48,7 @@ def scalars(event: RunEvent) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Writes `tensorboard/` inside the run folder; the x axis of an adapter is its own steps."""
+    """Writes `tensorboard/` in the run folder. The x axis of an adapter is its own steps."""
 
     def __init__(self, package: Any, folder: Path, stack: ExitStack):
         self._package, self._folder, self._stack, self._writer = package, folder, stack, None
@@ -63,7 +63,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to a project of Weights & Biases; the x axis is slots."""
+    """Logs to a project of Weights & Biases. The x axis is slots."""
 
     def __init__(self, package: Any, project: str, folder: Path, stack: ExitStack):
         self._package, self._project, self._folder, self._stack, self._run = package, project, folder, stack, None

@@ -1,1 +1,1 @@
-"""How frozen weights are stored, as a table of kinds. Never imports jax."""
+"""Storage formats of frozen weights. Never imports jax."""

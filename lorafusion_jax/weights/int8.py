@@ -1,6 +1,6 @@
 """int8 with a float32 scale per output channel: W[k, n] ≈ values[k, n] · scales[n]. jax is imported on use.
 
-Symmetric, rounded to the nearest, ties to even; half the bytes of bfloat16.
+Symmetric, rounded to nearest with ties to even. It takes half the bytes of bfloat16.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 LARGEST = 127
-# A product, not a quotient: compilers may turn a division by a constant into either.
+# A product, because compilers may turn a division by a constant into a product.
 STEP = np.float32(1 / LARGEST)
 
 
 def quantise(kernel_KN: Any) -> dict[str, Any]:
-    """values = round(W / scales), scales = max over K of |W| / 127; a channel of zeros has the scale 1."""
+    """values = round(W / scales), scales = max over K of |W| / 127; the scale of a zero channel is 1."""
     import jax.numpy as jnp
 
     scales_N = jnp.max(jnp.abs(kernel_KN), axis=0) * STEP

@@ -1,7 +1,7 @@
-"""Stored weights: how a frozen [K, N] kernel lies in memory, and how it becomes the kernel that a product reads.
+"""Stored weights: how a frozen [K, N] kernel is stored, and how it is dequantised for a product.
 
-To add a kind, add a row to `KINDS`; from another package, install an entry point of the group
-`lorafusion_jax.stored_weights` that loads a `StoredKind`. Never imports jax: planning asks for sizes.
+To add a kind, add a row to `KINDS`. Other packages can install an entry point of the group
+`lorafusion_jax.stored_weights` that loads a `StoredKind`. Never imports jax, because planning needs sizes.
 
 Axes: `K` in features · `N` out features
 """
@@ -28,12 +28,12 @@ NONE = "none"  # kernels stay plain arrays of `base.dtype`
 class ArraySpec:
     """Shape and dtype of one stored array.
 
-    With `mesh.fsdp` an array of two axes or more is split along its first axis that divides; others lie whole on every
-    device. So give large arrays two axes.
+    With `mesh.fsdp`, an array of two or more axes is sharded along its first axis that divides; other arrays are
+    replicated. So give large arrays two axes.
 
     Args:
-        shape: of the whole array.
-        dtype: its name in numpy or ml_dtypes: "int8", "float8_e4m3fn".
+        shape: shape of the whole array.
+        dtype: name of the dtype in numpy or ml_dtypes: "int8", "float8_e4m3fn".
     """
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class ArraySpec:
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
 
     @property
@@ -124,7 +124,7 @@ KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8, "nf4": NF4}
 
 
 def stored_kind(name: str) -> StoredKind | None:
-    """Finds a kind by the name that a job file gives it; None for `none`.
+    """Finds a kind by its name in a job file; None for `none`.
 
     Raises:
         ConfigError: `plugin.unknown`, `plugin.broken`.
@@ -152,5 +152,5 @@ def check_kernels(name: str, shapes: Mapping[str, tuple[int, int]]) -> None:
 
 
 def unknown_stored_kind(name: str) -> str | None:
-    """What `base.quantize` should have been; None for a name that exists."""
+    """Explains an unknown `base.quantize`; None if the name exists."""
     return not_known(GROUP, {NONE: None, **KINDS}, name)

@@ -1,4 +1,4 @@
-"""Packed causal attention: rows see the earlier rows of their document; blocks of other documents cost nothing."""
+"""Packed causal attention: rows attend to the earlier rows of their document; other documents' blocks are skipped."""
 
 from pallas_kernels.attention.api import Saved as Saved
 from pallas_kernels.attention.api import attention_backward as attention_backward

@@ -1,9 +1,8 @@
-"""Packed causal attention as two pure functions on arrays, forward and backward.
+"""Packed causal attention as two pure functions, forward and backward.
 
-Isolated: a NaN or infinity reaches rows of its own document and no others, at almost no cost. Weights of other
-documents' rows are exact zeros, chosen by `select`. What a zero does not stop, 0 · NaN in a product that sums over
-rows, is stopped by cleaning the operand that the sum runs over: keys and values beforehand (they are few), queries and
-dO in the kernel, and only if some row's softmax or delta says that there is something to clean.
+NaN and infinity stay inside their own document, at almost no cost. Weights of other documents' rows are exact zeros by
+`select`. Because 0 · NaN is NaN, the operands of sums over rows are cleaned as well: keys and values before the kernel
+(they are small), queries and dO in the kernel, and only if the softmax or delta of some row is not finite.
 
 T packed rows · H query heads · K key heads, H a multiple · C head width
 """
@@ -26,7 +25,7 @@ from pallas_kernels.device import num_sms
 
 
 class Saved(NamedTuple):
-    """What backward needs: q as given, keys and values cleaned, o, base-2 logarithms of sums, the documents' rows."""
+    """Residuals: q unchanged, cleaned keys and values, o, base-2 logarithms of sums, and the rows of the documents."""
 
     q_THC: jax.Array
     k_TKC: jax.Array
@@ -46,12 +45,12 @@ def attention_forward(
     *,
     config: AttentionConfig | None = None,
 ) -> tuple[Float[Array, "T H C"], Saved]:
-    """o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and what backward needs.
+    """Returns o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s] over first[t] ≤ s ≤ t, and the residuals.
 
     Args:
         first_T, end_T: int32, first row and end of each row's document, see `document_rows`.
     Raises:
-        NotImplementedError: these shapes or this dtype are not served, see `unsupported_reason`.
+        NotImplementedError: shapes or dtype are not supported, see `unsupported_reason`.
     """
     if reason := unsupported_reason(q_THC, k_TKC):
         raise NotImplementedError(f"packed attention for Hopper {reason}")
@@ -65,7 +64,7 @@ def attention_forward(
 def attention_backward(
     saved: Saved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
-    """Gradients of q, k and v, the same bits in every run: sums have a fixed order and there are no atomics.
+    """Returns the gradients of q, k and v. They are deterministic: sums have a fixed order, without atomics.
 
     Args:
         saved: from `attention_forward`.
@@ -82,7 +81,7 @@ def attention_backward(
 
 
 def unsupported_reason(q_THC: jax.Array, k_TKC: jax.Array) -> str | None:
-    """Why the kernels cannot serve these arrays, whatever the device; None if they can."""
+    """Why the kernels do not support these arrays on any device; None if they do."""
     T, H, C = q_THC.shape
     return policy.attention_unsupported_reason(
         rows=T, heads=H, key_heads=k_TKC.shape[1], width=C, dtype=str(q_THC.dtype)

@@ -1,4 +1,4 @@
-"""Packed causal attention by definition, float32 and a square of the rows: what the kernels are tested against.
+"""Reference implementation of packed causal attention, in float32 with a full score matrix, for tests of the kernels.
 
 T packed rows · H query heads · K key heads · C head width
 """

@@ -1,4 +1,4 @@
-"""Root-mean-square norm as a pure function, alone or together with the residual addition before it.
+"""Root-mean-square norm as a pure function, optionally fused with the preceding residual addition.
 
 T rows · D width
 """
@@ -24,12 +24,12 @@ def rms_norm(
 
     y = weight · x / sqrt(mean(x²) + eps)
 
-    Backward keeps x and one number per row.
+    The residuals are x and one number per row.
 
     Args:
         x: [..., D], floating.
-        weight: [D], floating, of any width; frozen as a rule (its gradient costs nothing unless somebody asks for it).
-        implementation: None takes the one that measured fastest.
+        weight: [D], floating, of any width. It is usually frozen; its gradient is only computed if it is used.
+        implementation: None selects the fastest measured one.
     Returns:
         [..., D] in the dtype of x.
     Raises:
@@ -51,10 +51,10 @@ def add_rms_norm(
     eps: float,
     implementation: NormImplementation | None = None,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """Adds and normalises: (s, y) with s = x + delta and y = rms_norm(s).
+    """Returns (s, y) with s = x + delta and y = rms_norm(s).
 
     Args:
-        x, delta: [..., D], of one shape and one floating dtype, in which s is rounded before it is normalised.
+        x, delta: [..., D], of equal shape and floating dtype. s is rounded to this dtype before it is normalised.
         weight, implementation: as in `rms_norm`.
     Returns:
         s and y, both with the shape and dtype of x.
@@ -74,7 +74,7 @@ def rms_norm_with_residual(
     x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float,
     implementation: NormImplementation | None = None,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:  # fmt: skip
-    """(x, rms_norm(x)): the start of a residual branch. The two gradients of x are added in the norm's own pass.
+    """Returns (x, rms_norm(x)), the start of a residual branch. Backward adds the two gradients of x in its kernel.
 
     Args, Raises: as in `rms_norm`.
     Returns:
@@ -93,7 +93,7 @@ def _flat(x, delta, weight, eps, implementation, *, with_residual: bool = False)
     name = "add_rms_norm" if delta is not None else "rms_norm_with_residual" if with_residual else "rms_norm"
     _check(name, x, delta, weight)
     backend = _select(x, implementation)
-    # outside of the rule, so that their gradients are summed over the mesh
+    # outside the custom_vjp, so that their gradients are summed over the mesh
     delta, weight = vary_like((delta, weight), x)
     rows = (-1, x.shape[-1])
     delta = None if delta is None else delta.reshape(rows)
@@ -108,7 +108,7 @@ def _select(x: jax.Array, implementation: str | None) -> vjp.NormBackend:
 
 
 def _check(name: str, x: jax.Array, delta: jax.Array | None, weight: jax.Array) -> None:
-    """Raises one ValueError that lists everything that does not fit: a kernel would read beyond a short array."""
+    """Raises a ValueError with all mismatches, because a kernel would read out of bounds."""
     wrong = []
     if x.ndim == 0 or x.size == 0:
         wrong.append(f"x has shape {x.shape}, expected [..., D] with at least one element")

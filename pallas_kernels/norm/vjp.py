@@ -1,4 +1,4 @@
-"""Differentiation of the norm. Residuals are the rows and one number per row.
+"""The custom_vjp of the norm. Residuals are the rows and one number per row.
 
 T rows · D width
 """
@@ -24,7 +24,7 @@ _HOMES: dict[NormImplementation, str] = {
 
 @runtime_checkable
 class NormBackend(Protocol):
-    """The two functions of an implementation; see `norm.xla`."""
+    """Protocol of an implementation; see `norm.xla`."""
 
     def norm_forward(
         self, x: jax.Array, delta: jax.Array | None, weight: jax.Array, *, eps: float, interpret: bool
@@ -46,7 +46,7 @@ def load(name: str) -> NormBackend:
     """Returns an implementation.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: unknown name.
     """
     if name not in _HOMES:
         raise ValueError(f"implementation={name!r} is none of {', '.join(map(repr, _HOMES))}")
@@ -55,7 +55,7 @@ def load(name: str) -> NormBackend:
 
 @functools.cache
 def load_available(name: NormImplementation) -> NormBackend:
-    """The same, or XLA's where this version of jax cannot lower the kernel."""
+    """Returns an implementation, or XLA's if this version of jax cannot import the kernel."""
     try:
         return load(name)
     except ImportError as missing:
@@ -67,7 +67,7 @@ def load_available(name: NormImplementation) -> NormBackend:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def apply(backend: NormBackend, eps: float, with_residual: bool, x, delta, weight):
-    """Returns (sum or x, y), or y alone where neither was asked for."""
+    """Returns (sum or x, y), or only y if neither was requested."""
     return _forward(backend, eps, with_residual, x, delta, weight)[0]
 
 
@@ -79,12 +79,12 @@ def _forward(backend: NormBackend, eps: float, with_residual: bool, x, delta, we
 
 
 def _backward(backend: NormBackend, eps: float, with_residual: bool, residuals, cotangents):
-    del eps  # unused: it is in `inverse`
+    del eps  # unused: included in `inverse`
     s, inverse, weight = residuals
     *ds, dy = cotangents
     ds = ds[0] if ds else None
     dx = backend.norm_backward(dy, ds, s, inverse, weight, interpret=interprets())
-    # Dropped by the compiler where the base is frozen.
+    # Removed by the compiler if the base is frozen.
     dweight = jnp.sum(dy.astype(jnp.float32) * s.astype(jnp.float32) * inverse[:, None], axis=0).astype(weight.dtype)
     return dx, None if ds is None or with_residual else dx, dweight
 

@@ -1,1 +1,1 @@
-"""Tile sizes: heuristics, and tables of what measured fastest."""
+"""Autotuner of tile sizes, and its tables."""

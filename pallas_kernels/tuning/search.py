@@ -1,4 +1,4 @@
-"""Times candidate tile sizes of every kernel for one layer shape.
+"""Candidate tile sizes of every kernel for one layer shape.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -40,7 +40,7 @@ from pallas_kernels.problem import Operands, Static
 from pallas_kernels.sizes import row_block
 from pallas_kernels.tiles import row_adapter
 
-SETS = 3  # copies of the large operand a call walks through, so that it never sits in the cache
+SETS = 3  # copies of the large operand that calls rotate through, so that it is not in the cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Candidate:
 
 
 def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
-    """Yields every candidate that fits the shape: of each kernel first the heuristic's own choice, the one to beat."""
+    """Yields every candidate that fits the shape; for each kernel, the heuristic's choice first, as the baseline."""
     t, k, n, r, tile = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank), _tile(spec)
     over_x, over_dy, product = _work(spec)
     yield from _compared(
@@ -76,7 +76,7 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
     )  # fmt: skip
     if tile % ROWS == 0:
         yield from hopper_passes(spec, quick)
-    rows = row_block(tile, 128)  # of a product's block; shorter tiles take the same grid lower
+    rows = row_block(tile, 128)  # rows of a product's block; shorter tiles use the same grid with fewer rows
     of_hopper = [dataclasses.replace(config, tile_m=min(config.tile_m, rows)) for config in hopper_grid(quick)]
     of_triton = [dataclasses.replace(config, block_m=min(config.block_m, rows)) for config in triton_grid(quick)]
     for kernel, inner, outer, run, large in (("fwd", k, n, _forward, "x"), ("dx", n, k, _dx, "dy")):
@@ -93,7 +93,7 @@ def candidates(spec: LinearSpec, *, quick: bool = False) -> Iterator[Candidate]:
 
 
 def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
-    """Passes over x with dropout and over dY by the copy engine."""
+    """Candidates of the Hopper passes over x with dropout and over dY."""
     t, k, n, r = spec.tokens, spec.in_features, spec.out_features, padded_rank(spec.rank)
     over_x, over_dy, _ = _work(spec)
     if spec.rate and k % BLOCK == 0:
@@ -115,26 +115,26 @@ def hopper_passes(spec: LinearSpec, quick: bool) -> Iterator[Candidate]:
 
 
 def _compared[C](own: C | None, grid: list[C], fits: Callable[[C], bool], **rest: Any) -> Iterator[Candidate]:
-    """The heuristic's choice and what of the grid fits beside it; nothing where there is nothing to choose."""
+    """The heuristic's choice and the fitting ones of the grid; empty if there is no alternative."""
     others = [config for config in dict.fromkeys(grid) if config != own and fits(config)]
     if own is not None and others:
         yield from (Candidate(config=config, **rest) for config in (own, *others))
 
 
 def _fitted[C: (HopperGemmConfig, DropDownConfig, DropDaConfig, WideDsdbConfig)](grid: list[C], rank: int) -> list[C]:
-    """What fits into shared memory, with fewer pipeline stages where it must."""
+    """Configurations that fit into shared memory, with fewer pipeline stages if needed."""
     return [config for config in (fit(config, rank) for config in grid) if config.stages > 1]
 
 
 def _work(spec: LinearSpec) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What a pass over x, a pass over dY and a product read or compute."""
+    """Bytes and FLOPs of a pass over x, a pass over dY and a product."""
     over_x = {"large": "x", "bytes": 2 * spec.tokens * spec.in_features}
     over_dy = {"large": "dy", "bytes": 2 * spec.tokens * spec.out_features}
     return over_x, over_dy, {"flops": 2 * spec.tokens * spec.in_features * spec.out_features}
 
 
 def _tile(spec: LinearSpec) -> int:
-    """Rows that belong to one adapter: all of them where there is only one."""
+    """Rows per tile: all of them if there is only one adapter."""
     return spec.tokens if spec.adapters == 1 else spec.tile
 
 
@@ -146,7 +146,7 @@ def drop_down_grid(quick: bool) -> list[DropDownConfig]:
         DropDownConfig(split_k=4, stages=2, block_k=256),
         DropDownConfig(split_k=2, stages=4),
         DropDownConfig(split_k=8, stages=3),
-        DropDownConfig(split_k=4, stages=2),  # more programs a multiprocessor, each with less under way
+        DropDownConfig(split_k=4, stages=2),  # more programs per multiprocessor, each with fewer loads in flight
         DropDownConfig(split_k=8, stages=2),
     ]
     return grid[:2] if quick else grid
@@ -160,7 +160,7 @@ def drop_da_grid(quick: bool) -> list[DropDaConfig]:
         DropDaConfig(blocks_per_chunk=16, block_k=64, stages=4),
         DropDaConfig(blocks_per_chunk=32, block_k=128, stages=4),
         DropDaConfig(blocks_per_chunk=16, block_k=256, stages=3),
-        DropDaConfig(blocks_per_chunk=8, block_k=128, stages=2),  # more programs a multiprocessor
+        DropDaConfig(blocks_per_chunk=8, block_k=128, stages=2),  # more programs per multiprocessor
         DropDaConfig(blocks_per_chunk=16, block_k=64, stages=3),
         DropDaConfig(blocks_per_chunk=8, block_k=64, stages=3),
     ]
@@ -248,7 +248,7 @@ def triton_grid(quick: bool) -> list[triton.GemmConfig]:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("ops", "s", "ds", "bits"), meta_fields=("static",))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The arrays a candidate meets besides the large operand."""
+    """The operands of a candidate except the large one."""
 
     static: Static
     ops: Operands
@@ -262,7 +262,7 @@ class Inputs:
 
 
 def make_inputs(spec: LinearSpec) -> tuple[Inputs, dict[str, list[jax.Array]]]:
-    """Draws the arrays, and copies of x, dY and w to walk through.  S and dS are drawn too: no time depends on them."""
+    """Draws the arrays, and copies of x, dY and w to rotate through. S and dS are random too."""
     arrays = make_arrays(spec)
     single = spec.adapters == 1
     static = Static(
@@ -310,7 +310,7 @@ def _drop_down(inputs: Inputs, config: DropDownConfig, x: jax.Array, w: jax.Arra
 def _drop_da(inputs: Inputs, config: DropDaConfig, x: jax.Array, w: jax.Array):
     prepared, ds, bank = inputs.prepared, inputs.ds.T, None
     chunks, rank = prepared.chunks(ROWS, config.blocks_per_chunk), prepared.layout.total
-    if rank > MIN_RANK:  # there it makes the low-rank part of dx as well
+    if rank > MIN_RANK:  # it also computes the low-rank part of dx
         bank = prepared.transposed_bank_a(LOW_RANK)
         ds = jnp.pad(ds, ((0, bank.shape[1] - rank), (0, 0)))
     partials, low = drop_da(x, ds, inputs.bits, chunks, bank, rank=rank, config=config)

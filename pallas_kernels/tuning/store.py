@@ -1,4 +1,4 @@
-"""The tuner's side of `config_store`: which configuration each kernel has, and how a table is written."""
+"""Writing of the tables of `config_store`, and the configuration class of each kernel."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ CONFIGS = {
 
 
 def load(path: pathlib.Path) -> Table | None:
-    """Reads a table of this version's kernels; None where there is no file.
+    """Reads a table of this version's kernels; None if there is no file.
 
     Raises:
-        ValueError: the file is no table of this version.
+        ValueError: the file is not a table of this version.
     """
     return config_store.load(path, CONFIGS)
 
 
 def save(table: Table, path: pathlib.Path) -> None:
-    """Writes a table, whole or not at all."""
+    """Writes a table atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"device": table.device, "conditions": table.conditions}
     lines = ",\n".join("    " + json.dumps(dataclasses.asdict(entry)) for entry in table.entries)

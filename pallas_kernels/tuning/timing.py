@@ -1,4 +1,4 @@
-"""Timing of compiled calls on a power-limited card: variants take turns, so that a slow second hits all of them."""
+"""Timing of compiled calls on a power-limited GPU. Variants are interleaved, so that slow phases affect all of them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def time_calls(
 ) -> dict[str, Timing]:
     """Times every call `rounds` times, in a new random order each round.
 
-    A turn runs its call untimed first, as long as it is timed: the clock of a power-limited card follows the load of
-    the last tens of milliseconds, so a call that always came after a light one would look fast.
+    Each turn first runs its call untimed for the same time, because the clock of a power-limited GPU follows the load
+    of the last tens of milliseconds: a call after a light one would look fast.
 
     Args:
         calls: name -> (compiled function, argument tuples to rotate through, so that nothing stays in the cache).
-        round_s: how long one turn is timed; back-to-back asynchronous calls, one wait at the end.
+        round_s: duration of one timed turn: back-to-back asynchronous calls with one wait at the end.
     """
     repeats = {name: _repeats(fn, sets, round_s) for name, (fn, sets) in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}

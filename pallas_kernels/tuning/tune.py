@@ -1,4 +1,4 @@
-"""Offline autotuner: times every candidate of every kernel for a list of shapes and keeps all results in a table.
+"""Offline autotuner: times every candidate of every kernel for a list of shapes and stores all results in a table.
 
 T packed tokens · K in features · N out features · R padded rank
 """
@@ -20,12 +20,12 @@ from pallas_kernels.policy import padded_rank
 from pallas_kernels.tuning import search, store
 from pallas_kernels.tuning.timing import time_calls
 
-REASON = 300  # characters of a compiler's message: enough for the first sentence
+REASON = 300  # characters of a compiler message to store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A candidate that this device does not run, and why."""
+    """A candidate that does not run on this device, and the reason."""
 
     kernel: str
     shape: str
@@ -35,7 +35,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the tuner has done so far, for a progress bar."""
+    """Progress of the tuner."""
 
     done: int
     total: int
@@ -51,29 +51,29 @@ def tune(
     progress: Callable[[Progress], None] = lambda _: None,
     quick: bool = False,
 ) -> store.Table:
-    """Measures what the table at `path` does not hold yet, and writes it after every kernel: stop and go on any time.
+    """Measures the missing entries of the table at `path`. It is written after every kernel and can be continued.
 
     Args:
         specs: layer shapes, e.g. those of a model, or `arg_specs.tuning_specs()`.
-        path: default: the shipped table of this device.
+        path: the table. Default: the built-in table of this device.
         progress: called after every group of candidates.
-        quick: a third of the candidates.
+        quick: measures a third of the candidates.
     Raises:
-        ValueError: what is at `path` is no table of this version, or one of another device.
+        ValueError: the file at `path` is not a table of this version, or is of another device.
 
     Example:
         >>> table = tune([LinearSpec(tokens=8192, in_features=4096, out_features=4096)])  # doctest: +SKIP
     """
     kind = jax.devices()[0].device_kind
     path = path or store.DATA / store.file_name(kind)
-    table = begun(path, kind) or store.Table(device=kind, conditions=conditions())
+    table = existing_table(path, kind) or store.Table(device=kind, conditions=conditions())
     groups = [(spec, kernel, group) for spec in specs for kernel, group in _groups(spec, quick).items()]
     done, failed = 0, ()
     total = sum(len(group) for _, _, group in groups)
     for spec, kernel, group in groups:
         key = key_of(spec, kernel)
         missing, kept = [candidate for candidate in group if not table.has(key, candidate.config)], table
-        if missing and missing[0] is group[0]:  # the one to beat: nothing can be compared with times of another day
+        if missing and missing[0] is group[0]:  # measure the baseline again: times of different days are not comparable
             missing, kept = group, table.without(key, [candidate.config for candidate in group])
         entries, bad = _measure(spec, missing) if missing else ([], [])
         failed += tuple(bad)
@@ -88,15 +88,15 @@ def tune(
 
 
 def count(specs: Iterable[LinearSpec], *, quick: bool = False) -> int:
-    """Candidates that `tune` would consider on this device."""
+    """Number of candidates of `tune` on this device."""
     return sum(len(group) for spec in specs for group in _groups(spec, quick).values())
 
 
-def begun(path: pathlib.Path, device_kind: str) -> store.Table | None:
-    """The table at `path`, to be gone on with; None where there is no file.
+def existing_table(path: pathlib.Path, device_kind: str) -> store.Table | None:
+    """Reads the table at `path` to continue it; None if there is no file.
 
     Raises:
-        ValueError: it is no table of this version, or its times are of another device.
+        ValueError: it is not a table of this version, or is of another device.
     """
     table = store.load(path)
     if table is not None and table.device != device_kind:
@@ -110,16 +110,16 @@ def key_of(spec: LinearSpec, kernel: str) -> tuple:
 
 
 def conditions() -> dict[str, str]:
-    """Versions and date: a figure without them is not one."""
-    platform = " ".join(jax.devices()[0].client.platform_version.split())  # CUDA's version, and so the assembler's
+    """Versions and date of the measurements."""
+    platform = " ".join(jax.devices()[0].client.platform_version.split())  # CUDA version, and so that of ptxas
     today = datetime.date.today().isoformat()
     return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
 
 
 def _joined(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
-    """Conditions of a table that is gone on with: every version and day that its times are of."""
-    told = {name: each[name].split(", ") for each in (new, old) for name in each}  # new first: old counts
-    return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in told.items()}
+    """Conditions of a continued table: all versions and dates of its times."""
+    merged = {name: each[name].split(", ") for each in (new, old) for name in each}  # old wins
+    return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in merged.items()}
 
 
 def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:
@@ -131,7 +131,7 @@ def _groups(spec: LinearSpec, quick: bool) -> dict[str, list[search.Candidate]]:
 
 
 def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[store.Entry], list[Failure]]:
-    """Times the candidates of one kernel in turn; one that does not compile or run counts as failed."""
+    """Times the candidates of one kernel, interleaved. A candidate that does not compile or run counts as failed."""
     inputs, copies = search.make_inputs(spec)
     calls, by_name, failed = {}, {}, []
     for candidate in group:
@@ -139,7 +139,7 @@ def _measure(spec: LinearSpec, group: list[search.Candidate]) -> tuple[list[stor
         fn, sets = jax.jit(_walk(candidate)), _sets(inputs, copies, candidate)
         try:
             jax.block_until_ready(fn(*sets[0]))
-        except Exception as error:  # too much shared memory, too many registers: not a candidate on this device
+        except Exception as error:  # for example too much shared memory or too many registers
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:REASON]}"
             config = dataclasses.asdict(candidate.config)
             failed.append(Failure(kernel=candidate.kernel, shape=spec.name, config=config, reason=reason))
@@ -167,7 +167,7 @@ def _walk(candidate: search.Candidate):
 
 
 def _sets(inputs, copies: dict, candidate: search.Candidate) -> list[tuple]:
-    """Short kernels run over all copies in one program, GEMMs over one copy at a time."""
+    """Short kernels run over all copies in one program; GEMMs run over one copy at a time."""
     larges, weights = copies[candidate.large], copies["w"]
     if candidate.bytes:
         return [(inputs, larges, weights[0])]

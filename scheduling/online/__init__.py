@@ -1,4 +1,4 @@
-"""Who trains with whom, where and when: an online scheduler for jobs that come and go, and its simulator.
+"""Online scheduling of jobs that arrive over time: which jobs share a group, on which GPUs and when; and its simulator.
 
 >>> from scheduling.online import Job, Worker, simulate_cluster
 >>> jobs = [Job(name, "ann", "llama-3.1-8b", 60.0 * i, [512, 700, 300], 8, 2000) for i, name in enumerate("abc")]

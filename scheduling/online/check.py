@@ -1,4 +1,4 @@
-"""Checks every decision before it takes effect; a policy that breaks a rule is stopped."""
+"""Checks the decisions of a policy before they take effect."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from scheduling.errors import PlanError
 from scheduling.online.rates import MESHES, Rates
 from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, after, held_gpus
 
-PATIENCE = 10.0  # times its own time alone that a job waits at most while later ones of equal weight start
+PATIENCE = 10.0  # longest wait while later jobs of equal weight start, in multiples of the job's isolated time
 BOUND_SLACK = 1e-6
 
 
 def check_decisions(
     state: ClusterState, decisions: Sequence[Decision], rates: Rates, policy: Policy, now: float
 ) -> None:
-    """Refuses decisions that use what is not there, or break what the policy promises.
+    """Checks that decisions are possible and that they keep the promises of the policy.
 
-    Rules: groups are opened once and changed or closed only while they exist; each job is in one group, of its own
-    base; each GPU is in one group, of one worker that is up; meshes are of 1, 2, 4 or 8 GPUs, with memory for all
-    members and room for their longest samples. Promises: every member's predicted slowdown is within its bound; no
-    job that has waited ten times its own time alone sees a later one of its weight or less start; no user gets GPUs
-    beyond its quota.
+    Rules: a group is opened once, and is changed or closed only while it exists. Each job is in one group, of its own
+    base. Each GPU is in one group and belongs to a worker that is up. A mesh has 1, 2, 4 or 8 GPUs, with memory for all
+    members and room for their longest samples.
+
+    Promises: the predicted slowdown of every member is within its bound. When a job has waited ten times its isolated
+    time, no later job of equal or lower weight starts before it. No user gets more GPUs than its quota.
 
     Raises:
         PlanError: `online.decision`, with every violation.
@@ -126,7 +127,7 @@ def _starvation(state: ClusterState, groups: dict[str, GroupState], rates: Rates
             break  # jobs come in order of arrival
         if one.job.name in running or one.group is not None:
             continue
-        if one.waited(now) > PATIENCE * time_alone(one, rates, state):
+        if one.waited(now) > PATIENCE * isolated_time_s(one, rates, state):
             later = next(
                 (s for s in started if s.job.arrival_s > one.job.arrival_s and s.job.weight <= one.job.weight), None
             )
@@ -148,9 +149,9 @@ def _quotas(state: ClusterState, groups: dict[str, GroupState]) -> Iterator[str]
             yield f"{user} holds {now[user]:.2f} GPUs and has a quota of {most:g}"
 
 
-def time_alone(one: JobState, rates: Rates, state: ClusterState) -> float:
-    """Seconds of all of a job's steps alone on its best mesh, on the first kind of worker that holds it."""
+def isolated_time_s(one: JobState, rates: Rates, state: ClusterState) -> float:
+    """Isolated seconds of all steps of a job on its best mesh, on the first kind of worker that it fits on."""
     for worker in state.workers.values():
-        if rate := rates.best_alone(one.job, worker.kind, worker.gpus):
+        if rate := rates.best_isolated_rate(one.job, worker.kind, worker.gpus):
             return rate.step_s * one.job.steps
     return float("inf")

@@ -1,4 +1,4 @@
-"""One call: jobs, a cluster and a policy in, completion times out."""
+"""Entry point of the cluster simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = {"ours": Ours, "fifo": Fifo, "srtf": Srtf, "mlora": Mlora, "packing":
 
 
 def make_policy(name: str, rates: Rates) -> Policy:
-    """A policy by its name.
+    """Returns a policy by its name.
 
     Raises:
         PlanError: `online.policy`.
@@ -36,17 +36,17 @@ def simulate_cluster(
     users: Sequence[User] = (),
     rates: Rates | None = None,
 ) -> ClusterResult:
-    """Plays jobs that arrive over time on a cluster until all are done; equal arguments give equal results.
+    """Simulates jobs that arrive over time on a cluster until all are done. The result is deterministic.
 
     Args:
         policy: a name from `POLICIES`, or an object with `decide(state, now)`.
-        seed: for policies that draw; none that ships does.
+        seed: for policies that draw random numbers; the built-in ones do not.
         faults: workers that fail for some time; tuples are (worker, start_s, duration_s).
-        users: weights and quotas; users that are not named have weight 1.
-        rates: predictions to use again, for several runs of the same jobs.
+        users: weights and quotas; other users have weight 1.
+        rates: cached predictions, to share between several runs of the same jobs.
 
     Raises:
-        PlanError: bad input, a job that fits nowhere, or a decision that breaks a rule.
+        PlanError: bad input, a job that no worker has the memory for, or a decision that breaks a rule.
     """
     rates = rates or Rates()
     chosen = make_policy(policy, rates) if isinstance(policy, str) else policy

@@ -1,4 +1,4 @@
-"""Seconds of a slot on a mesh, and seconds of starting or changing a group."""
+"""Costs of a slot on a mesh, and of starting or changing a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduling.cost_parts import CostParts, stages_from_parts
 from scheduling.online.shapes import ModelShape
 from scheduling.rates import default_cost_parts
 
-TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of that length
+TYPICAL_SAMPLE = 1024  # tokens; stages are balanced for samples of this length
 
 
 class SlotCost(NamedTuple):
@@ -28,13 +28,13 @@ class SlotCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCosts:
-    """What changes of groups cost; the same for every policy.
+    """Costs of starting and changing groups, equal for all policies.
 
     Args:
-        start_s: a new session: processes, programs from the compilation cache.
-        load_bytes_per_s: of the base's weights, into all GPUs of a group at once.
-        change_s: a running group drains and goes on with other members or another capacity.
-        checkpoint_s: between saves of every member; a fault loses what came after the last one.
+        start_s: start of a new session: processes, and programs from the compilation cache.
+        load_bytes_per_s: rate of loading the base weights into all GPUs of a group at once.
+        change_s: a running group drains and continues with other members or another capacity.
+        checkpoint_s: interval between saves of every member. A fault loses the progress since the last save.
     """
 
     start_s: float = 30.0
@@ -43,7 +43,7 @@ class ChangeCosts:
     checkpoint_s: float = 600.0
 
     def open_s(self, shape: ModelShape) -> float:
-        """Seconds from the decision to open a group until it trains."""
+        """Seconds from the decision to open a group to its first step."""
         return self.start_s + 2 * shape.parameters / self.load_bytes_per_s
 
 
@@ -62,9 +62,9 @@ def cost_parts(shape: ModelShape, device: str) -> CostParts:
 
 @lru_cache(maxsize=1024)
 def stage_costs(shape: ModelShape, device: str, num_stages: int, recompute: bool = False) -> CostModel:
-    """The stages of a pipeline, layers dealt so that the slowest is as quick as it can be.
+    """Costs of the stages of a pipeline, with layers distributed so that the slowest stage is as fast as possible.
 
-    With recomputation a backward pass runs the layers' forward once more.
+    With recomputation a backward pass runs the forward of the layers again.
     """
     parts = cost_parts(shape, device)
     if recompute:
@@ -80,7 +80,7 @@ def stage_costs(shape: ModelShape, device: str, num_stages: int, recompute: bool
 
 @lru_cache(maxsize=1024)
 def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, ...]:
-    """Whole layers of each stage; the last one has fewer, because it has the head."""
+    """Number of layers of each stage; the last stage has fewer, because it has the head."""
     parts = cost_parts(shape, device)
     layer, head = (
         part.forward.seconds(TYPICAL_SAMPLE, TYPICAL_SAMPLE**2)
@@ -96,7 +96,7 @@ def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, .
 
 @lru_cache(maxsize=1024)
 def slot_cost(shape: ModelShape, device: str, num_stages: int, recompute: bool) -> SlotCost:
-    """What a slot costs on the slowest stage, forward and backward."""
+    """Cost of a slot on the slowest stage, forward plus backward."""
 
     def of_stage(stage: int) -> SlotCost:
         cost = stage_costs(shape, device, num_stages, recompute).stage(stage)

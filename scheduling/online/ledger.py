@@ -1,4 +1,4 @@
-"""Accounts of a simulated cluster: GPU time, tokens, and what every user got."""
+"""Accounts of a simulated cluster: GPU time, tokens, and the work of every user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduling.online.types import Job, Worker
 
 
 class GroupSpan(NamedTuple):
-    """A group with the same members for some time."""
+    """A period in which a group has the same members."""
 
     group: str
     worker: str
@@ -32,14 +32,14 @@ class Accounts:
     """Totals of a run.
 
     Args:
-        gpu_s: of all GPUs that were up, until the last job finished.
-        busy_s: of GPUs in groups that trained.
-        waiting_gpu_s, waiting_busy_s: the same while at least one job waited.
-        useful_s: busy time, counted in full slots.
-        lost_tokens: trained again after faults.
-        user_got: GPU-seconds of work, measured alone on the best mesh, of every user.
-        user_entitled: the same in a cluster without groups that is max–min fair at every moment.
-        groups: every stretch of every group.
+        gpu_s: GPU-seconds of all GPUs that were up, until the last job finished.
+        busy_s: GPU-seconds in groups that trained.
+        waiting_gpu_s, waiting_busy_s: the same, while at least one job waited.
+        useful_s: busy time weighted by the density of slots.
+        lost_tokens: tokens that were trained again after faults.
+        user_got: per user, GPU-seconds of work, counted as isolated time on the best mesh.
+        user_entitled: the same in a cluster without groups that is max–min fair at all times.
+        groups: every period of every group.
     """
 
     gpu_s: float
@@ -61,7 +61,7 @@ class _Running(NamedTuple):
 
 
 class Ledger:
-    """Adds up as time advances; a policy reads the users' accounts."""
+    """Keeps the accounts as time advances; policies read those of the users."""
 
     def __init__(self, workers: Sequence[Worker], rates: Rates, users: dict[str, UserState], jobs: Mapping[str, Job]):
         self.rates, self.users, self.jobs = rates, users, jobs
@@ -70,7 +70,7 @@ class Ledger:
         self.workers_up = {worker.name for worker in workers}
         self.running: dict[str, _Running] = {}
         self.members: dict[str, int] = {}  # per group
-        self.demand: dict[str, float] = {}  # GPUs that a user's unfinished jobs would take alone
+        self.demand: dict[str, float] = {}  # GPUs that a user's unfinished jobs would take without sharing
         self.present: dict[str, int] = {}
         self.placed: dict[str, int] = {}
         self.totals = dict.fromkeys(
@@ -143,14 +143,14 @@ class Ledger:
         self.shares = None
 
     def _best(self, job: Job):
-        found = (self.rates.best_alone(job, kind, gpus) for kind, gpus in self.kinds)
+        found = (self.rates.best_isolated_rate(job, kind, gpus) for kind, gpus in self.kinds)
         return next(rate for rate in found if rate)
 
     def _step_work(self, job: Job) -> float:
         return self._best(job).gpu_s(1)
 
     def advance(self, start: float, end: float) -> None:
-        """Accounts for the time between two events."""
+        """Adds the time between two events to the accounts."""
         seconds = end - start
         busy = useful = 0.0
         for group in self.running.values():
@@ -184,7 +184,7 @@ class Ledger:
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index: (Σ x)² / (n Σ x²); 1 when all are equal, 1/n when one has all.
+    """Jain's fairness index: (Σ x)² / (n Σ x²); 1 if all are equal, 1/n if one has everything.
 
     >>> jain([1.0, 1.0]), jain([1.0, 0.0])
     (1.0, 0.5)

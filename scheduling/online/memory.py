@@ -1,6 +1,6 @@
-"""Bytes that a group needs on each GPU of its fullest stage.
+"""Memory of a group, per GPU of its fullest stage.
 
-Counted from shapes, as a run counts its own before it starts, with the tensors that decide and without the small ones.
+A coarse count from shapes: the large tensors of a run's own memory plan, without the small ones.
 T tokens of a microbatch · D model width · F MLP width · S stages
 """
 
@@ -13,20 +13,20 @@ from typing import NamedTuple
 from scheduling.online.shapes import LINEARS, ModelShape
 
 GIB = 2**30
-USABLE = 0.92  # of a GPU; the rest is for CUDA, NCCL, fragments and what the compiler adds
+USABLE = 0.92  # of a GPU; the rest is for CUDA, NCCL, fragmentation and temporaries of the compiler
 BFLOAT16, FLOAT32 = 2, 4
 LOSS_BYTES = 2**30  # logits in chunks
-COPIES = 4  # of a trainable weight in float32: itself, its gradient's sum, two of AdamW
+COPIES = 4  # of a trainable weight in float32: itself, its accumulated gradient, two moments of AdamW
 
 
 class StageBytes(NamedTuple):
-    """Bytes on the fullest stage: fixed + token · tokens of a microbatch, and trainable weights on top."""
+    """Bytes on the fullest stage: fixed + token · tokens of a microbatch + trainable weights."""
 
     fixed: float
     token: float
 
     def room(self, memory_gib: float, trainable: float) -> int:
-        """Tokens of the largest microbatch that fits; 0 or less: none."""
+        """Tokens of the largest microbatch that fits; 0 or less if none does."""
         return int((USABLE * memory_gib * GIB - self.fixed - trainable) / self.token)
 
     def total(self, tokens: int, trainable: float) -> float:
@@ -35,7 +35,7 @@ class StageBytes(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def stage_bytes(shape: ModelShape, num_stages: int, recompute: bool) -> StageBytes:
-    """Of the first stage, which holds most microbatches, with the tables of both ends."""
+    """Bytes of the first stage, which holds the most microbatches, with the tables of both ends."""
     layers = ceil(shape.num_layers / num_stages)
     width, mlp = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -51,6 +51,6 @@ def stage_bytes(shape: ModelShape, num_stages: int, recompute: bool) -> StageByt
 
 @lru_cache(maxsize=4096)
 def trainable_bytes(shape: ModelShape, num_stages: int, rank: int, targets: tuple[str, ...] = LINEARS) -> float:
-    """One adapter's weights, gradient and optimizer state on a stage."""
+    """Bytes of one adapter's weights, gradient and optimizer state on a stage."""
     sizes = (sum(shape.linear(target)) for target in targets)
     return COPIES * FLOAT32 * rank * sum(sizes) * ceil(shape.num_layers / num_stages)

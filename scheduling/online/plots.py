@@ -1,4 +1,4 @@
-"""Completion times of several policies as one static SVG picture."""
+"""Completion times of several policies as a static SVG picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TICKS = ((60, "1 min"), (600, "10 min"), (3600, "1 h"), (6 * 3600, "6 h"), (8640
 
 
 def completion_svg(results: Sequence[ClusterResult]) -> str:
-    """Draws the share of jobs that completed within a time after their arrival, one curve per policy."""
+    """Draws the share of jobs that are complete by time since arrival, one curve per policy."""
     times = {result.policy: np.sort([*result.jct_s.values()]) for result in results}
     everything = np.concatenate([*times.values(), [60.0, 3600.0]])
     low, high = np.log(max(1.0, everything.min())), np.log(everything.max())

@@ -1,4 +1,4 @@
-"""What a job's lengths say about its batches: their tokens, and the microbatches they fill at any capacity."""
+"""Profile of a job's batches: their tokens, and the microbatches that they fill at any capacity."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from scheduling.online.types import Job
 
 TILE = 128
 LARGEST_CAPACITY = 16384
-BATCHES = 12  # of a job that are packed to learn how well they fill microbatches
-PACKED_SAMPLES = 96  # of a batch; larger ones fill microbatches like that many
+BATCHES = 12  # batches of a job that are packed to estimate how well they fill microbatches
+PACKED_SAMPLES = 96  # samples of a batch that are packed; larger batches are extrapolated
 LADDER = tuple(sorted({round(256 * 1.2**step / TILE) * TILE for step in range(24)} | {4096, 8192, LARGEST_CAPACITY}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A job's batches in figures.
+    """Statistics of a job's batches.
 
     Args:
-        batch_tokens: of a mean batch.
+        batch_tokens: mean tokens of a batch.
         spread: standard deviation of a batch's tokens over its mean.
-        longest: sample, in whole tiles.
-        mean_tokens: of a sample.
+        longest: tokens of the longest sample, in whole tiles.
+        mean_tokens: mean tokens of a sample.
         squares: Σ length² / Σ length.
-        capacities: that its longest sample fits, ascending.
-        bins: microbatches of each of some batches at each capacity, int[batches, capacities].
+        capacities: capacities that the longest sample fits, ascending.
+        bins: microbatches of some batches at each capacity, int[batches, capacities].
     """
 
     batch_tokens: float
@@ -39,25 +39,23 @@ class Profile:
     squares: float
     capacities: tuple[int, ...]
     bins: NDArray[np.int64]
-    _known: dict[tuple[int, ...], Any] = field(
-        default_factory=dict[tuple[int, ...], Any], repr=False
-    )  # answers, asked for again and again
+    _known: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False)  # cache
 
     def slots(self, place: int, replicas: int) -> float:
-        """Mean slots of a batch that is trained alone, at `capacities[place]` on so many replicas."""
+        """Mean slots of a batch that shares no microbatch, at `capacities[place]` on this number of replicas."""
         known = self._known.get((place, replicas))
         if known is None:
             known = self._known[place, replicas] = float((-(-self.bins[:, place] // replicas)).mean())
         return known
 
     def slots_at(self, capacity_tokens: int, replicas: int) -> float:
-        """The same at any capacity that the longest sample fits."""
+        """The same at any capacity that fits the longest sample."""
         return self.slots(bisect_right(self.capacities, capacity_tokens) - 1, replicas)
 
     def wanted(self, stages: int, replicas: int, capacity_tokens: int) -> tuple[float, float]:
-        """Tokens per slot that the job can take at most on a mesh, without and with padding to whole tiles.
+        """Largest number of tokens per slot that the job can use on a mesh, without and with padding to whole tiles.
 
-        Its batch fills some slots, and stages - 1 more pass before the next one may start.
+        Its batch fills some slots, and stages - 1 more slots pass before the next batch may start.
         """
         known = self._known.get((stages, replicas, capacity_tokens))
         if known is None:
@@ -68,7 +66,7 @@ class Profile:
 
 
 def make_profile(job: Job) -> Profile:
-    """Packs some of the job's batches, first fit decreasing, at every capacity of the ladder.
+    """Packs some of the job's batches at every candidate capacity, by first fit decreasing.
 
     >>> from scheduling.online import Job
     >>> profile = make_profile(Job("law", "ann", "llama-3.1-8b", 0.0, [1000, 900], global_batch=4, steps=10))
@@ -97,9 +95,9 @@ def make_profile(job: Job) -> Profile:
 
 
 def _first_fit(batches: NDArray[np.int64], capacities: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Microbatches of every batch at every capacity, int[batches, capacities]; samples come longest first.
+    """Microbatches of every batch at every capacity, int[batches, capacities]. Samples are sorted, longest first.
 
-    A microbatch of one job needs no padding between its samples, only whole tiles.
+    A microbatch of one job is padded to whole tiles only at its end.
     """
     count, size = batches.shape
     most = size + 1

@@ -1,4 +1,4 @@
-"""How quickly jobs train, alone on a mesh and together in a group; every answer is remembered."""
+"""Training rates of jobs, isolated on a mesh or together in a group. All results are cached."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
 from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
-from scheduling.online.sharing import AloneRate, GroupRate, Members, Mesh, share, take_turns
+from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share
 from scheduling.online.types import Job
 
 MESHES = (1, 2, 4, 8)  # GPUs of a group
-USUAL_CAPACITY = 8192  # larger microbatches are hardly cheaper per token
+USUAL_CAPACITY = 8192  # larger microbatches are barely cheaper per token
 EMPTY = 0.5  # density below which larger microbatches are not tried
-Kind = tuple[str, float]  # of a worker: device, GiB of a GPU
+Kind = tuple[str, float]  # kind of worker: device, GiB of a GPU
 
 
 class Rates:
-    """Predicts rates; every answer follows from its arguments alone.
+    """Predicts rates. Every result depends only on the arguments.
 
     Args:
-        changes: what starting and changing groups costs.
+        changes: costs of starting and changing groups.
     """
 
     def __init__(self, changes: ChangeCosts | None = None):
@@ -35,7 +35,7 @@ class Rates:
         self._fair: dict[tuple[int, Kind, float], float] = {}
 
     def key(self, job: Job) -> int:
-        """A number for what a job's rates depend on; jobs of one number are interchangeable."""
+        """A key of everything that a job's rates depend on; jobs with equal keys are interchangeable."""
         known = self._keys.get(job.name)
         if known is None or known[0] is not job:
             of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets, job.weight, job.max_slowdown)
@@ -43,29 +43,29 @@ class Rates:
         return known[1]
 
     def profile(self, job: Job) -> Profile:
-        """The job's batches, packed once."""
+        """The profile of the job's batches, computed once."""
         key = self.key(job)
         if key not in self._profiles:
             self._profiles[key] = make_profile(job)
         return self._profiles[key]
 
-    def alone(self, job: Job, kind: Kind, gpus: int) -> AloneRate | None:
-        """The quickest mesh of exactly so many GPUs; None if none holds the job."""
-        return self._once(("alone", self.key(job), kind, gpus), lambda: self._search_alone(job, kind, gpus))
+    def isolated_rate(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
+        """The fastest mesh of exactly this number of GPUs; None if the job fits on none."""
+        return self._once(("alone", self.key(job), kind, gpus), lambda: self._search_isolated(job, kind, gpus))
 
-    def best_alone(self, job: Job, kind: Kind, most_gpus: int = 8) -> AloneRate | None:
-        """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if none holds the job."""
+    def best_isolated_rate(self, job: Job, kind: Kind, most_gpus: int = 8) -> IsolatedRate | None:
+        """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if the job fits on none."""
 
-        def search() -> AloneRate | None:
-            found = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.alone(job, kind, gpus))]
+        def search() -> IsolatedRate | None:
+            found = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.isolated_rate(job, kind, gpus))]
             return min(found, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
 
         return self._once(("best", self.key(job), kind, most_gpus), search)
 
     def fair_steps_per_s(self, job: Job, kind: Kind, share: float) -> float:
-        """Steps per second alone on a share of GPUs, at least the smallest mesh that holds the job.
+        """Isolated steps per second on a share of GPUs, at least the smallest mesh that the job fits on.
 
-        Between two meshes the rate is interpolated; more GPUs are never slower.
+        Rates between two meshes are interpolated, and more GPUs are never slower.
         """
         key = (self.key(job), kind, share)
         if key not in self._fair:
@@ -73,9 +73,9 @@ class Rates:
         return self._fair[key]
 
     def group(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
-        """The best mesh of so many GPUs for jobs of one base: most tokens within every bound, or nearest to the bounds.
+        """The best mesh for jobs of one base: most tokens per second within all bounds, or else closest to the bounds.
 
-        Returns None if no mesh holds them.
+        Returns None if the jobs fit on no mesh.
         """
         keys = tuple(map(self.key, members))
         asked = (keys, kind, gpus)
@@ -91,21 +91,21 @@ class Rates:
         return rate
 
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        """These jobs on this very mesh; None if it does not hold them."""
+        """The rate of these jobs on this mesh; None if they do not fit."""
         return self._on_mesh(share, members, kind, mesh)
 
-    def in_turn(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
-        """Jobs that take turns, a batch each, and never share a microbatch; the quickest mesh of so many GPUs."""
+    def alternating_rate(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
+        """The fastest mesh for jobs that alternate batch by batch and never share a microbatch."""
         meshes = self._meshes(members, kind, gpus)
-        rates = [take_turns(self._members(members, kind, gpus), mesh, cost) for mesh, cost in meshes]
+        rates = [alternate(self._members(members, kind, gpus), mesh, cost) for mesh, cost in meshes]
         return max(rates, key=lambda rate: rate.tokens_per_s, default=None)
 
-    def turns_on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
-        """Jobs that take turns on this very mesh; None if it does not hold them."""
-        return self._on_mesh(take_turns, members, kind, mesh)
+    def alternating_on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
+        """The rate of jobs that alternate batch by batch on this mesh; None if they do not fit."""
+        return self._on_mesh(alternate, members, kind, mesh)
 
     def memory_gib(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> float | None:
-        """GiB on each GPU of the fullest stage; None if the mesh does not hold these jobs."""
+        """GiB on each GPU of the fullest stage; None if the jobs do not fit on the mesh."""
         adapters = self._adapters(members, mesh.stages)
         for recompute in (False, True):
             stage = self._stage(members[0], mesh.stages, recompute)
@@ -114,7 +114,7 @@ class Rates:
         return None
 
     def recomputes(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> bool:
-        """Whether backward runs the forward once more, so that the mesh holds these jobs."""
+        """Whether the jobs fit on the mesh only with recomputation in backward."""
         adapters = self._adapters(members, mesh.stages)
         return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
 
@@ -123,21 +123,21 @@ class Rates:
             self._known[key] = search()
         return self._known[key]
 
-    def _search_alone(self, job: Job, kind: Kind, gpus: int) -> AloneRate | None:
+    def _search_isolated(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
         profile, best = self.profile(job), None
         for mesh, cost in self._meshes([job], kind, gpus, profile.capacities):
             slots = profile.slots_at(mesh.capacity_tokens, mesh.replicas) + mesh.stages - 1
             tokens = mesh.capacity_tokens
             step_s = slots * cost.seconds(tokens, tokens * profile.squares) + cost.update_s
             if best is None or step_s < best.step_s:
-                best = AloneRate(step_s, mesh)
+                best = IsolatedRate(step_s, mesh)
         return best
 
     def _interpolate(self, job: Job, kind: Kind, share: float) -> float:
         points: list[tuple[int, float]] = []
         best = 0.0
         for gpus in MESHES:
-            if rate := self.alone(job, kind, gpus):
+            if rate := self.isolated_rate(job, kind, gpus):
                 best = max(best, 1 / rate.step_s)
                 points.append((gpus, best))
         if not points:
@@ -151,7 +151,7 @@ class Rates:
 
     def _search_group(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         if len(members) == 1:
-            alone = self.alone(members[0], kind, gpus)
+            alone = self.isolated_rate(members[0], kind, gpus)
             return self.on_mesh(members, kind, alone.mesh) if alone else None
         known, best, last = self._members(members, kind, gpus), None, None
         for mesh, cost in self._meshes(members, kind, gpus):
@@ -188,7 +188,7 @@ class Rates:
     def _meshes(
         self, members: Sequence[Job], kind: Kind, gpus: int, capacities: Sequence[int] | None = None
     ) -> list[tuple[Mesh, SlotCost]]:
-        """Meshes of so many GPUs that hold these jobs, by stages and capacity; more stages only if they make room."""
+        """Meshes that these jobs fit on, by stages and capacity; more stages only if memory needs them."""
         longest = max(self.profile(job).longest for job in members)
         ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
         found: list[tuple[Mesh, SlotCost]] = []
@@ -218,7 +218,7 @@ class Rates:
         return self._once(key, lambda: stage_bytes(job.shape, stages, recompute))
 
     def _adapters(self, members: Sequence[Job], stages: int) -> float:
-        """Trainable bytes of all members; weights and sums, half of them, are padded to the largest rank."""
+        """Trainable bytes of all members. Weights and gradients, half of the copies, are padded to the largest rank."""
         widest, total = max(job.rank for job in members), 0.0
         for job in members:
             key = ("adapter", job.base_name, stages, job.rank, job.targets)

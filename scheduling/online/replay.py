@@ -1,4 +1,4 @@
-"""A simulated run as one self-contained HTML page: who trained where and when, and why; no network, no libraries."""
+"""A simulated run as one self-contained HTML page: jobs on GPUs over time, and the decisions. No libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduling.online.result import ClusterResult
 
-# Okabe and Ito's palette: told apart with every kind of colour vision
+# Okabe and Ito's palette, distinguishable with every kind of colour vision
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7f5ab6")
 MOST_DECISIONS = 20_000
 COLUMNS = (
@@ -26,8 +26,8 @@ COLUMNS = (
 
 
 def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster replay") -> str:
-    """Draws one or several runs of the same jobs: a row per GPU, a colour per base, the queue, and decisions."""
-    from importlib.resources import files  # slow to import, and few runs draw
+    """Draws one or more runs of the same jobs: a row per GPU, a colour per base, the queue, and the decisions."""
+    from importlib.resources import files  # slow to import and rarely needed
 
     template = files("scheduling.online").joinpath("replay.html").read_text("utf-8")
     bases = sorted({job.base_name for result in results for job in result.jobs})
@@ -80,7 +80,7 @@ def _run(result: ClusterResult, bases: list[str]) -> dict[str, Any]:
 
 
 def _queue(result: ClusterResult, points: int = 600) -> list[int]:
-    """Jobs that wait for their first start, at evenly spaced times."""
+    """Number of jobs that wait for their first start, at evenly spaced times."""
     end = max(result.finish_s.values(), default=1.0)
     changes = sorted(
         [(job.arrival_s, 1) for job in result.jobs] + [(start_s, -1) for start_s in result.start_s.values()]
@@ -106,7 +106,7 @@ def _table(results: Sequence[ClusterResult]) -> str:
 
 
 def format_figure(name: str, value: float) -> str:
-    """A figure of `ClusterResult.summary` as people read it."""
+    """Formats a figure of `ClusterResult.summary`."""
     if name == "tokens_per_s":
         return f"{value:,.0f}"
     if name.endswith("_s"):

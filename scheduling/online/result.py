@@ -1,4 +1,4 @@
-"""What came of a simulated cluster, in figures."""
+"""Result of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduling.online.types import Job
 
 
 class Span(NamedTuple):
-    """A job that trained in a group for some time."""
+    """A period in which a job trained in a group."""
 
     job: str
     group: str
@@ -28,11 +28,11 @@ class ClusterResult:
 
     Args:
         jobs: in order of arrival.
-        finish_s, start_s: seconds since 0, per job; a job starts when it first trains.
-        slowdown: per job, its time in groups over its time alone on its fair share of the same GPUs.
-        preemptions: how often a running job was sent back to wait.
+        finish_s, start_s: per job, seconds since 0. A job starts when it first trains.
+        slowdown: per job, its time in groups over its isolated time on its fair share of the same GPUs.
+        preemptions: number of times that a running job went back to the queue.
         decisions: (seconds, text) of every change.
-        spans: what every job trained when.
+        spans: periods of training of every job.
         accounts: totals of the cluster.
     """
 
@@ -54,17 +54,17 @@ class ClusterResult:
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the first arrival to the last finish."""
+        """Seconds from the first arrival to the last finish."""
         return max(self.finish_s.values(), default=0.0) - min((job.arrival_s for job in self.jobs), default=0.0)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all jobs over the makespan."""
+        """Tokens of all jobs / makespan."""
         return sum(job.tokens for job in self.jobs) / self.makespan_s if self.makespan_s else 0.0
 
     @property
     def utilisation(self) -> float:
-        """Share of GPU time in groups that train, while jobs wait; of all time if none ever does."""
+        """Share of GPU time in groups that train, while jobs wait; over the whole run if no job ever waits."""
         of = self.accounts
         if of.waiting_gpu_s:
             return of.waiting_busy_s / of.waiting_gpu_s
@@ -72,20 +72,20 @@ class ClusterResult:
 
     @property
     def overall_utilisation(self) -> float:
-        """The same over the whole run, with the times when there is too little work."""
+        """Share of GPU time in groups that train, over the whole run, including times with too little work."""
         return self.accounts.busy_s / self.accounts.gpu_s if self.accounts.gpu_s else 0.0
 
     @property
     def fairness(self) -> float:
-        """Jain's index, over users, of the work they got over the work that max–min fair shares would have given them.
+        """Jain's index over users of (work received / work under max–min fair shares).
 
-        Work is tokens times what they cost alone; shares follow the users' weights, while they have unfinished jobs.
+        Work is tokens times their isolated cost. Shares follow the weights of the users with unfinished jobs.
         """
         got, entitled = self.accounts.user_got, self.accounts.user_entitled
         return jain([got[user] / entitled[user] for user in got if entitled[user] > 0])
 
     def summary(self) -> dict[str, float]:
-        """The figures of a table's row."""
+        """The figures of one table row."""
         jct = np.array(list(self.jct_s.values())) if self.jobs else np.zeros(1)
         slow = np.array(list(self.slowdown.values())) if self.slowdown else np.ones(1)
         deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.jobs if job.deadline_s is not None]

@@ -1,4 +1,4 @@
-"""Shapes of base models: a table of well-known ones, and any object that describes a decoder."""
+"""Shapes of base models: a table of known models, and conversion of other descriptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelShape:
                 raise PlanError("online.base", f"{field.name} of a base must be a positive whole number, not {value!r}")
 
     def linear(self, name: str) -> tuple[int, int]:
-        """(in, out) of one of the seven projections."""
+        """(in, out) features of one of the seven projections."""
         model, mlp = self.hidden_size, self.intermediate_size
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -58,7 +58,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of layers and tables, without norms and biases."""
+        """Parameters of layers and tables, without norms and biases."""
         return self.num_layers * self.layer_parameters + self.table_parameters * (1 if self.tie_embeddings else 2)
 
 
@@ -98,7 +98,7 @@ SHAPES = {
 
 
 def resolve_base(base: Any) -> ModelShape:
-    """The shape that a job's `base` means: a name from the table, a `ModelShape`, or an object with its attributes.
+    """Returns the shape of a job's `base`: a name from the table, a `ModelShape`, or an object with its attributes.
 
     Raises:
         PlanError: `online.unknown-base`, `online.base`.
@@ -123,7 +123,7 @@ def resolve_base(base: Any) -> ModelShape:
 
 
 def base_name(base: Any) -> str:
-    """What a base is called in tables and decisions; equal names mean equal bases."""
+    """Name of a base in tables and decisions. Equal names mean equal bases."""
     if isinstance(base, str):
         return base
     shape = resolve_base(base)

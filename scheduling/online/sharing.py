@@ -1,7 +1,7 @@
-"""How a group's slots are shared: like a fluid, max–min fairly by weight.
+"""A fluid model of how jobs share the slots of a group: max–min fair by weight.
 
-Per slot, job i takes at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i tokens fills n_i slots, and S - 1
-more pass before its next batch may start. What all want, x = Σ cap_i / room, fills the slots to
+Per slot, job i uses at most cap_i = B_i / (n_i + S - 1) tokens: its batch of B_i tokens fills n_i slots, and S - 1
+more slots pass before its next batch may start. The total demand x = Σ cap_i / room fills the slots to
 x · (1 + (x / FULL)^p)^(-1/p)  of their room. `benchmarks/online.py rates` compares this with plans of `make_plan`,
 played by `simulate`.
 """
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from scheduling.online.costs import SlotCost
 from scheduling.online.profile import Profile
 
-FULL = 0.97  # of a slot's room that the planner fills when there is always a sample that fits
-SHARPNESS = 5.0  # p for many jobs; few leave larger holes
+FULL = 0.97  # of a slot's room that the planner fills when demand is unlimited
+SHARPNESS = 5.0  # p for many jobs; it is lower for few jobs, which leave larger gaps
 
 
 class Mesh(NamedTuple):
-    """How a group uses its GPUs."""
+    """Layout of a group on its GPUs."""
 
     stages: int
     replicas: int
@@ -31,8 +31,8 @@ class Mesh(NamedTuple):
         return self.stages * self.replicas
 
 
-class AloneRate(NamedTuple):
-    """A job alone on its best mesh of some GPUs."""
+class IsolatedRate(NamedTuple):
+    """Rate of an isolated job on its best mesh."""
 
     step_s: float
     mesh: Mesh
@@ -43,14 +43,14 @@ class AloneRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRate:
-    """A group on a mesh.
+    """Rates of a group on a mesh.
 
     Args:
         steps_per_s: of each member, in the order given.
-        tokens_per_s: of all members.
-        slowdowns: of each member, against it alone on its fair share of the GPUs.
-        density: real tokens over room.
-        excess: largest slowdown over its bound; up to 1 all bounds hold.
+        tokens_per_s: sum over all members.
+        slowdowns: of each member, relative to isolated training on its fair share of the GPUs.
+        density: real tokens / room.
+        excess: largest ratio of a slowdown to its bound; all bounds hold if it is at most 1.
     """
 
     mesh: Mesh
@@ -65,13 +65,13 @@ class GroupRate:
         return self.excess <= 1.0
 
     def better_than(self, other: GroupRate) -> bool:
-        """More tokens within all bounds; beyond them, nearer to the bounds."""
+        """Compares by tokens per second if both are within their bounds, otherwise by excess."""
         if self.within_bounds and other.within_bounds:
             return self.tokens_per_s > other.tokens_per_s
         return self.excess < other.excess
 
     def reordered(self, places: Sequence[int]) -> GroupRate:
-        """The same for members in another order."""
+        """The same rates for members in another order."""
         return GroupRate(
             mesh=self.mesh,
             steps_per_s=tuple(self.steps_per_s[place] for place in places),
@@ -83,11 +83,11 @@ class GroupRate:
 
 
 class Members(NamedTuple):
-    """What sharing needs to know of a group's jobs.
+    """The jobs of a group, as the fluid model needs them.
 
     Attributes:
-        fair: steps per second of each alone on its fair share.
-        bounds: on slowdowns.
+        fair: isolated steps per second of each on its fair share.
+        bounds: bounds on the slowdowns.
     """
 
     profiles: Sequence[Profile]
@@ -97,7 +97,7 @@ class Members(NamedTuple):
 
 
 def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
-    """Jobs that share microbatches: each slot takes from every job what fits."""
+    """Rates of jobs that share microbatches."""
     profiles, weights, fair, bounds = members
     room = mesh.replicas * mesh.capacity_tokens
     caps: list[float] = []
@@ -117,8 +117,8 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     return _rate(mesh, [steps / slot_s for steps in per_slot], tokens / slot_s, fair, bounds, tokens / room)
 
 
-def take_turns(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
-    """Jobs that never share a microbatch: a batch of each in turn, all in the pipeline at once."""
+def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
+    """Rates of jobs that alternate batch by batch: the pipeline holds several jobs, a microbatch only one."""
     profiles, _, fair, bounds = members
     slots = [profile.slots_at(mesh.capacity_tokens, mesh.replicas) for profile in profiles]
     cycle = max(sum(slots), max(slots) + mesh.stages - 1)
@@ -145,13 +145,13 @@ def _rate(
 
 
 def filled(wanted: float, jobs: int) -> float:
-    """Share of a slot's room that is used when so many jobs want `wanted` times its room."""
+    """Share of a slot's room that is used when jobs demand `wanted` times the room."""
     sharpness = min(SHARPNESS, 3 + jobs / 2)
     return wanted * (1 + (wanted / FULL) ** sharpness) ** (-1 / sharpness)
 
 
 def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) -> list[float]:
-    """Max–min fair shares: in proportion to weights, nobody above its cap, room used up if caps allow.
+    """Max–min fair shares: proportional to weights, limited by caps, and using all room if the caps allow it.
 
     >>> fair_shares([1.0, 5.0, 9.0], [1.0, 1.0, 1.0], 9.0)
     [1.0, 4.0, 4.0]

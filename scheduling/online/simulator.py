@@ -1,4 +1,4 @@
-"""Plays arrivals, faults and a policy's decisions, event by event."""
+"""Event-driven simulation of a cluster: arrivals, faults, and the decisions of a policy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, UserState
 from scheduling.online.types import Fault, Job, User, Worker, check_input
 
-TICK_S = 600.0  # a policy is asked that often while jobs wait, also when nothing happens
+TICK_S = 600.0  # interval at which the policy decides while jobs wait, even without events
 
 
 class _Event(NamedTuple):
     time_s: float
-    order: int  # at one time: repairs, faults, arrivals, finishes
+    order: int  # at equal times: repairs, faults, arrivals, finishes
     name: str
     version: int = 0
 
@@ -32,7 +32,7 @@ REPAIR, FAULT, ARRIVAL, FINISH, TICK = range(5)
 
 @dataclass(slots=True)
 class _Live:
-    """A group with what the simulator knows of it."""
+    """A group and its simulated progress."""
 
     state: GroupState
     rate: GroupRate | None
@@ -41,12 +41,12 @@ class _Live:
 
 
 class Simulator:
-    """A cluster in motion; `run` plays it to its end.
+    """Simulates a cluster; `run` returns the result.
 
     Args:
         jobs, workers, users, faults: as in `simulate_cluster`.
-        policy: who decides.
-        rates: what groups achieve.
+        policy: makes the decisions.
+        rates: predicts the rates of groups.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Simulator:
         self.jobs = {job.name: job for job in sorted(jobs, key=lambda job: (job.arrival_s, job.name))}
         self.workers = {worker.name: worker for worker in workers}
         self.now = 0.0
-        self.waiting: dict[str, JobState] = {}  # and running: all unfinished jobs that have arrived
+        self.waiting: dict[str, JobState] = {}  # all jobs that have arrived and are unfinished, running ones included
         self.groups: dict[str, _Live] = {}
         self.down: dict[str, int] = {}
         named = {user.name: user for user in users}
@@ -86,7 +86,7 @@ class Simulator:
         self._refuse_misfits()
 
     def run(self) -> ClusterResult:
-        """Plays until every job has finished.
+        """Simulates until every job has finished.
 
         Raises:
             PlanError: `online.decision`, `online.stuck`.
@@ -114,7 +114,7 @@ class Simulator:
         return self._result()
 
     def state(self) -> ClusterState:
-        """What the policy sees now."""
+        """The state that the policy sees now."""
         return ClusterState(
             time_s=self.now,
             workers={name: worker for name, worker in self.workers.items() if not self.down.get(name)},
@@ -128,7 +128,7 @@ class Simulator:
         self.now = now
 
     def _happen(self, event: _Event) -> bool:
-        """Takes note of an event; whether the policy should be asked."""
+        """Applies an event; returns whether the policy should decide."""
         if event.order == ARRIVAL:
             job = self.jobs[event.name]
             self.waiting[job.name] = JobState(job, at_s=self.now)
@@ -200,7 +200,7 @@ class Simulator:
             if decision.kind == "close":
                 self._dissolve(decision.group)
         for decision in decisions:
-            if decision.kind == "change":  # members leave before any joins
+            if decision.kind == "change":  # leave before any join
                 live = self.groups[decision.group]
                 for name in set(live.state.members) - set(decision.members):
                     self._detach(name)
@@ -232,7 +232,7 @@ class Simulator:
             mine = self.waiting[name]
             if mine.group is None:
                 mine = replace(mine, waited_s=mine.waited_s + self.now - mine.at_s, at_s=ready)
-            stalled = ready - trained_until if name in was_in else 0.0  # starting costs a job alone as much
+            stalled = ready - trained_until if name in was_in else 0.0  # isolated training pays for its start as well
             self.waiting[name] = replace(
                 mine, group=decision.group, at_s=max(ready, self.now), in_groups_s=mine.in_groups_s + max(0.0, stalled)
             )
@@ -240,7 +240,7 @@ class Simulator:
         self._set(live, state, ready)
 
     def _set(self, live: _Live, state: GroupState, ready_s: float) -> None:
-        """Gives a group its members and rates, and foresees its next finish."""
+        """Sets the members and rates of a group, and schedules its next finish."""
         live.state = replace(state, ready_s=ready_s)
         live.version += 1
         live.since_s = self.now
@@ -249,7 +249,7 @@ class Simulator:
         if state.members:
             jobs = [self.jobs[name] for name in state.members]
             kind = self.workers[state.worker].kind
-            how = self.rates.on_mesh if self.traits.mixes else self.rates.turns_on_mesh
+            how = self.rates.on_mesh if self.traits.mixes else self.rates.alternating_on_mesh
             live.rate = how(jobs, kind, state.mesh)
             assert live.rate is not None
             for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
@@ -261,7 +261,7 @@ class Simulator:
             heapq.heappush(self.events, _Event(max(first, self.now), FINISH, state.name, live.version))
 
     def _settle(self, live: _Live) -> None:
-        """Writes down what a group's members have trained so far."""
+        """Updates the progress of a group's members."""
         if live.rate is None:
             return
         for name, slowdown in zip(live.state.members, live.rate.slowdowns, strict=True):
@@ -289,7 +289,9 @@ class Simulator:
 
     def _refuse_misfits(self) -> None:
         for job in self.jobs.values():
-            if not any(self.rates.best_alone(job, worker.kind, worker.gpus) for worker in self.workers.values()):
+            if not any(
+                self.rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in self.workers.values()
+            ):
                 worker = max(self.workers.values(), key=lambda worker: worker.gpus * worker.memory_gib)
                 raise PlanError(
                     "online.job-too-large",

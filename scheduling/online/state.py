@@ -1,4 +1,4 @@
-"""What a policy sees and what it says: the state of a cluster, and decisions about groups."""
+"""Input and output of a policy: the state of a cluster, and decisions about groups."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class JobState:
 
     Args:
         done_steps: optimizer steps taken until `at_s`.
-        at_s: since then it has trained at `steps_per_s`.
+        at_s: time of the last update; since then the job trains at `steps_per_s`.
         steps_per_s: 0 while it waits.
         group: name of its group; None while it waits.
-        waited_s: without a group, until `at_s`.
-        in_groups_s: in groups, until `at_s`.
-        alone_s: what its steps so far would have taken alone on its fair share of its groups' GPUs.
-        speed: measured over predicted steps per second, where a live run has reported any.
+        waited_s: seconds without a group, until `at_s`.
+        in_groups_s: seconds in groups, until `at_s`.
+        alone_s: isolated time of its steps so far, on its fair share of its groups' GPUs.
+        speed: measured over predicted steps per second, if a live run has reported it.
     """
 
     job: Job
@@ -41,17 +41,18 @@ class JobState:
         return max(0.0, self.job.steps - done)
 
     def waited(self, now: float) -> float:
-        """Seconds without a group since its arrival."""
+        """Seconds without a group since arrival."""
         return self.waited_s + (now - self.at_s if self.group is None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Jobs that share a session on some GPUs of a worker.
+    """A group: jobs that share a session on some GPUs of a worker.
 
     Args:
-        members: names of jobs, in the order of their places; none: the session is idle, its base still loaded.
-        ready_s: when it trains, or trains again.
+        members: names of its jobs, in the order of their places. Without members the session is idle with its base
+            loaded.
+        ready_s: time at which it starts or continues to train.
     """
 
     name: str
@@ -65,7 +66,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class UserState:
-    """A user's account: GPU-seconds that its jobs got, and that a max–min fair cluster would have given them."""
+    """A user's account: GPU-seconds that its jobs received, and what they would receive in a max–min fair cluster."""
 
     user: User
     got: float = 0.0
@@ -74,12 +75,12 @@ class UserState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Everything that a decision depends on, besides the time.
+    """Everything that a decision depends on, except the time.
 
     Args:
-        time_s: latest time that the state knows of.
-        workers: those that can be used now.
-        jobs: that have arrived and are unfinished, in order of arrival.
+        time_s: latest time in the state.
+        workers: workers that are up.
+        jobs: jobs that have arrived and are unfinished, in order of arrival.
     """
 
     time_s: float
@@ -89,7 +90,7 @@ class ClusterState:
     users: Mapping[str, UserState] = field(default_factory=dict[str, UserState])
 
     def check_clock(self, now: float) -> None:
-        """Refuses a time before the state's own.
+        """Checks that the clock has not gone back.
 
         Raises:
             PlanError: `online.clock`.
@@ -107,11 +108,11 @@ Kind = Literal["open", "change", "close"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One change of one group. All decisions of one moment take effect together.
+    """One change of one group. All decisions of one time take effect together.
 
     Args:
-        kind: "open" starts a session; "change" gives one other members, another mesh or other GPUs of its worker;
-            "close" ends one. A member that no group names any more waits, with its progress saved.
+        kind: "open" starts a session. "change" changes its members, its mesh or its GPUs within the worker. "close"
+            ends it. A job that is no longer a member of any group waits, with its progress saved.
         why: the reason, in one line.
     """
 
@@ -133,9 +134,9 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Who decides. Pure: equal states and times give equal decisions.
+    """A scheduling policy. It is pure: equal states and times give equal decisions.
 
-    It may have the attributes of `Traits`.
+    It may define the attributes of `Traits`.
     """
 
     def decide(self, state: ClusterState, now: float) -> list[Decision]: ...
@@ -143,12 +144,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What is known of a policy besides its decisions.
+    """Properties of a policy.
 
     Args:
         name: shown in tables.
-        mixes: microbatches of a group may hold samples of several jobs.
-        promises: rules beyond capacity that the checker holds it to: "bounds", "no starvation", "quotas".
+        mixes: a microbatch of a group may hold samples of several jobs.
+        promises: rules that the checker enforces beyond capacity: "bounds", "no starvation", "quotas".
     """
 
     name: str
@@ -157,7 +158,7 @@ class Traits:
 
     @staticmethod
     def of(policy: Policy) -> Traits:
-        """A policy's attributes, where it has them."""
+        """Reads the attributes of a policy; missing ones have their defaults."""
         return Traits(
             name=getattr(policy, "name", type(policy).__name__),
             mixes=getattr(policy, "mixes", True),
@@ -166,7 +167,7 @@ class Traits:
 
 
 def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, GroupState]:
-    """The groups once these decisions have taken effect, without times."""
+    """The groups after these decisions, without times."""
     groups = dict(state.groups)
     for decision in decisions:
         if decision.kind == "close":
@@ -181,7 +182,7 @@ def after(state: ClusterState, decisions: Sequence[Decision]) -> dict[str, Group
 
 
 def held_gpus(groups: Iterable[tuple[int, Sequence[str]]], jobs: Mapping[str, JobState]) -> dict[str, float]:
-    """GPUs that groups of (GPUs, members) hold on each user's behalf: a member's share of the group's weights."""
+    """GPUs per user: a group's GPUs are split by the weights of its members."""
     held: dict[str, float] = {}
     for gpus, members in groups:
         weights = [jobs[name].job.weight for name in members]

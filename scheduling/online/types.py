@@ -1,4 +1,4 @@
-"""Jobs, workers, users and faults: what an online scheduler is given."""
+"""Input of the online scheduler: jobs, workers, users and faults."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from scheduling.online.shapes import LINEARS, ModelShape, base_name, resolve_bas
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One adapter to train, known from the moment it arrives.
+    """One adapter to train, known from its arrival on.
 
     Args:
         name: unique among the jobs.
-        user: who pays; users share the cluster max–min fairly.
+        user: owner; users share the cluster max–min fairly.
         base: an entry of `scheduling.online.SHAPES`, a `ModelShape`, or an object with its attributes.
         arrival_s: seconds since 0.
-        lengths: tokens of a sample of its data; its order is that of training.
+        lengths: token counts of some samples of its data, in training order.
         global_batch: samples per optimizer step.
         steps: optimizer steps to take.
-        rank: of its LoRA matrices.
+        rank: rank of its LoRA matrices.
         weight: share of a group relative to its other members.
-        deadline_s: when its user wants it, seconds since 0; jobs that would miss theirs go first.
-        max_slowdown: bound on time in groups over time alone on its fair share of the same GPUs.
+        deadline_s: deadline, in seconds since 0. Jobs that would miss theirs go first.
+        max_slowdown: bound on the time in groups over the isolated time on its fair share of the same GPUs.
         targets: projections with LoRA.
         priority: jobs of a higher priority go first, whatever their size.
 
@@ -54,7 +54,7 @@ class Job:
     priority: int = 0
     shape: ModelShape = field(init=False, repr=False, compare=False)
     base_name: str = field(init=False, repr=False, compare=False)
-    tokens: float = field(init=False, repr=False, compare=False)  # expected, of all steps
+    tokens: float = field(init=False, repr=False, compare=False)  # expected tokens of all steps
 
     def __post_init__(self):
         for name in ("name", "user"):
@@ -103,9 +103,9 @@ class Worker:
 
     Args:
         name: unique among the workers.
-        gpus: how many.
-        memory_gib: of each GPU.
-        device: whose rates predict times, as in `scheduling.rates`.
+        gpus: number of GPUs.
+        memory_gib: memory of each GPU.
+        device: device whose rates predict times, as in `scheduling.rates`.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def kind(self) -> tuple[str, float]:
-        """Workers of one kind run a group equally fast."""
+        """Key of workers that run a group equally fast."""
         return self.device, float(self.memory_gib)
 
 
@@ -135,7 +135,7 @@ class User:
 
     Args:
         weight: share of the cluster relative to other users who have work.
-        max_gpus: quota; groups hold no more GPUs on the user's behalf (None: no quota).
+        max_gpus: quota on the user's share of GPUs in groups (None: no quota).
     """
 
     name: str
@@ -153,12 +153,12 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A worker that fails, with all its groups, and comes back.
+    """Failure of a worker, with all its groups, and its return.
 
     Args:
         worker: its name.
         start_s: seconds since 0.
-        duration_s: until it can be used again.
+        duration_s: seconds until it is up again.
     """
 
     worker: str
@@ -175,7 +175,7 @@ class Fault:
 
 
 def check_input(jobs: Sequence[Job], workers: Sequence[Worker], faults: Sequence[Fault] = ()) -> None:
-    """Refuses names that occur twice, a cluster without workers, and faults of unknown workers.
+    """Checks that names are unique, that there is a worker, and that faults name known workers.
 
     Raises:
         PlanError: `online.duplicate-name`, `online.no-workers`, `online.fault`.

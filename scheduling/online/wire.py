@@ -1,4 +1,4 @@
-"""States and decisions as JSON, for a caller in another process."""
+"""States and decisions as JSON, for callers in another process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def state_to_json(state: ClusterState) -> str:
 
 
 def state_from_json(text: str) -> ClusterState:
-    """Reads what `state_to_json` wrote.
+    """Reads the output of `state_to_json`.
 
     Raises:
-        PlanError: `online.format`, or what a job or worker in it is refused for.
+        PlanError: `online.format`, or the error of an invalid job or worker.
     """
     try:
         data = json.loads(text)
@@ -70,7 +70,7 @@ def decisions_to_json(decisions: Sequence[Decision]) -> str:
 
 
 def decisions_from_json(text: str) -> list[Decision]:
-    """Reads what `decisions_to_json` wrote.
+    """Reads the output of `decisions_to_json`.
 
     Raises:
         PlanError: `online.format`.
@@ -94,14 +94,14 @@ def decisions_from_json(text: str) -> list[Decision]:
 
 
 def job_to_dict(job: Job) -> dict[str, Any]:
-    """A job's arguments as plain values."""
+    """Arguments of a job as plain values."""
     data = {name: getattr(job, name) for name in JOB_FIELDS}
     data["base"] = job.base if isinstance(job.base, str) else asdict(resolve_base(job.base))
     return data | {"lengths": list(job.lengths), "targets": list(job.targets)}
 
 
 def job_from_dict(data: dict[str, Any]) -> Job:
-    """The job that `job_to_dict` described."""
+    """Reads the output of `job_to_dict`."""
     base: Any = data["base"]
     return Job(
         **(

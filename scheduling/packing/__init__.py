@@ -1,1 +1,1 @@
-"""Filling slots: the problem as plain numbers, a greedy filler, search, and an exact solver."""
+"""Packing of samples into slots: greedy pass, beam search, exact solver, and balancing of the result."""

@@ -1,4 +1,4 @@
-"""A filling whose samples can be moved from microbatch to microbatch, with the rules at hand."""
+"""A mutable filling: moves samples between microbatches within the rules of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Place = tuple[int, int]  # (slot, replica)
 
 
 class Bins:
-    """Microbatches by (slot, replica): load, and per (job, batch) the mask of its samples."""
+    """Microbatches by (slot, replica): their load, and per (job, batch) the mask of its samples."""
 
     def __init__(self, problem: Problem, filling: Filling):
         self.problem = problem
@@ -32,11 +32,11 @@ class Bins:
         return sum(tokens[bit] for bit in bits(mask))
 
     def tokens_of(self, at: Place) -> dict[Key, int]:
-        """Tokens of each batch that is there."""
+        """Tokens of each batch in a microbatch."""
         return {key: self.tokens(key, mask) for key, mask in self.parts[at].items()}
 
     def may_run(self, key: Key, slot: int) -> bool:
-        """Whether a sample of the batch may be in that slot, given where its neighbours are."""
+        """Whether a sample of the batch may run in that slot, given the slots of the neighbouring batches."""
         job, batch = key
         distance = self.problem.num_stages
         after = self.last[job, batch - 1] + distance if batch else self.problem.ready[job]
@@ -44,7 +44,7 @@ class Bins:
         return after <= slot <= before
 
     def room_for(self, at: Place, key: Key) -> int:
-        """Tokens of that batch that still fit."""
+        """Tokens of that batch that still fit in a microbatch."""
         tile, tiles = self.problem.tile_tokens, self.problem.tiles
         own = 0
         for other, mask in self.parts[at].items():

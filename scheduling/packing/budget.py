@@ -1,4 +1,4 @@
-"""What a search may spend."""
+"""Budget of a search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Budget:
-    """Work left, in evaluations of partial plans; the deadline only stops a search that a busy machine delays."""
+    """Remaining work, in evaluations of partial plans. The deadline only stops a search on a busy machine."""
 
     evaluations: float
     deadline: float

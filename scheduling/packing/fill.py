@@ -1,4 +1,4 @@
-"""Filling one microbatch: whole rests of batches while they fit, then the subset that fills the room best."""
+"""Fills one microbatch: whole remainders of batches while they fit, then the subset that fills the room best."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def fill_best(problem: Problem) -> Choose:
 
 
 def longest_first(problem: Problem) -> Choose:
-    """Chooses the longest sample that fits, and what fills the rest of the room best."""
+    """Chooses the longest sample that fits, then the subset that fills the remaining room best."""
 
     def choose(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
         tokens = problem.batches[job][batch].tokens
         longest = next((bit for bit in reversed(bits(mask)) if tokens[bit] <= room), None)
         if longest is None:
             return 0, 0
-        beside, taken = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
-        return beside | 1 << longest, taken + tokens[longest]
+        others, taken = fullest(tokens, mask & ((1 << longest) - 1), room - tokens[longest])
+        return others | 1 << longest, taken + tokens[longest]
 
     return choose
 
 
-def remembering(choose: Choose) -> Choose:
-    """The same answers; a search asks the same question many times."""
+def memoised(choose: Choose) -> Choose:
+    """Caches the choices; a search repeats many of them."""
     known: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def remembered(*question: int) -> tuple[int, int]:
-        answer = known.get(question)
+    def cached(*arguments: int) -> tuple[int, int]:
+        answer = known.get(arguments)
         if answer is None:
-            answer = known[question] = choose(*question)
+            answer = known[arguments] = choose(*arguments)
         return answer
 
-    return remembered
+    return cached
 
 
 def fill_microbatch(
@@ -53,8 +53,8 @@ def fill_microbatch(
 
     Args:
         batch: per job, its current batch.
-        mask: per job, which samples of the current batch are left.
-        tokens: per job, their tokens.
+        mask: per job, the samples of the current batch that are left.
+        tokens: per job, tokens of these samples.
     """
     tile, tiles = problem.tile_tokens, problem.tiles
     parts: list[tuple[int, int, int]] = []
@@ -65,7 +65,7 @@ def fill_microbatch(
         if -(-taken // tile) > tiles:
             shortest = problem.batches[job][batch[job]].tokens[(take & -take).bit_length() - 1]
             if shortest > tiles * tile:
-                continue  # most jobs of hundreds, when little room is left
+                continue  # fast path: with little room left, most jobs end here
             take, taken = choose(job, batch[job], take, tiles * tile)
         if take:
             parts.append((job, batch[job], take))

@@ -1,4 +1,4 @@
-"""One pass over the slots: begun batches first, then the longest way to go, each slot filled to the brim."""
+"""Greedy packing in one pass: batches in progress first, then jobs with the most slots left; each slot is filled."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scheduling.packing.problem import Filling, Microbatch, Problem
 
 
 def greedy(problem: Problem, *, ahead: Sequence[float] | None = None, choose: Choose | None = None) -> Filling:
-    """Fills slot after slot until nothing is left; never breaks a rule, takes about 7 µs per sample.
+    """Fills slot after slot until no sample is left. The result is valid.
 
     Args:
-        ahead: per job, slots by which it goes before others (or after them, if negative), from start to end.
-        choose: how to take a part of a batch (None: what fills best).
+        ahead: per job, a priority in slots over other jobs (negative: behind them), for the whole run.
+        choose: chooses a part of a batch (None: the subset that fills best).
     """
     state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem))
     filling: Filling = []
@@ -25,12 +25,12 @@ def greedy(problem: Problem, *, ahead: Sequence[float] | None = None, choose: Ch
 
 
 class _State:
-    """Where each job stands; changed in place.
+    """Progress of each job; changed in place.
 
     Attributes:
-        rank: order of service, smallest first: minus the slots left to do; with weights, slots served per weight.
-        free: (not begun, rank, job) of jobs that may run, sorted; begun batches come first (not with weights).
-        waiting: (slot, job), a heap: jobs that may run from that slot on.
+        rank: order of service, smallest first: minus the slots left, or with weights, slots served per weight.
+        free: sorted (not begun, rank, job) of jobs that may run. Without weights, batches in progress come first.
+        waiting: heap of (slot, job): the job may run from that slot on.
     """
 
     def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose):

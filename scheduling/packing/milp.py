@@ -1,6 +1,6 @@
 # pyright: basic
 # scipy has no types.
-"""The exact answer for small instances: a mixed-integer program, solved by HiGHS through scipy.
+"""Exact solution of small instances: a mixed-integer program, solved by HiGHS through scipy.
 
 For a given number of slots: x[i, t, r] = sample i runs in slot t, replica r; k[a, t, r] = tiles of adapter a there;
 d[b, t] = batch b is complete after slot t.
@@ -21,11 +21,11 @@ from scheduling.packing.problem import Filling, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """What the solver found.
+    """Result of the solver.
 
     Args:
         filling: the best plan known.
-        proven: no plan has fewer slots.
+        proven: the solver proved that no plan has fewer slots.
     """
 
     filling: Filling
@@ -33,7 +33,7 @@ class Exact:
 
 
 def solve_exactly(problem: Problem, *, incumbent: Filling, bound: int, time_limit_s: float) -> Exact:
-    """Asks for one slot less again and again, until that is impossible, the bound is met, or time is up."""
+    """Solves for one slot less repeatedly, until that is infeasible, the bound is reached, or time is up."""
     best = incumbent
     while len(best) > bound:
         found, decided = _with_slots(problem, len(best) - 1, time_limit_s)
@@ -44,7 +44,7 @@ def solve_exactly(problem: Problem, *, incumbent: Filling, bound: int, time_limi
 
 
 class _Rows:
-    """Sparse constraints lower ≤ A x ≤ upper, collected one by one."""
+    """Sparse constraints lower ≤ A x ≤ upper, added one by one."""
 
     def __init__(self):
         self.data, self.row, self.column, self.lower, self.upper = [], [], [], [], []
@@ -59,8 +59,8 @@ class _Rows:
 
 
 def _with_slots(problem: Problem, slots: int, time_limit_s: float) -> tuple[Filling | None, bool]:
-    """A plan with that many slots (None if not found), and whether that answer is certain."""
-    from scipy.optimize import milp  # not at import: most runs never solve exactly
+    """A filling with that many slots (None if not found), and whether None is proven."""
+    from scipy.optimize import milp  # imported late: few runs use the exact solver
     from scipy.sparse import csr_array
 
     replicas = problem.data_parallel
@@ -91,12 +91,12 @@ def _with_slots(problem: Problem, slots: int, time_limit_s: float) -> tuple[Fill
         options={"time_limit": time_limit_s},
     )
     if answer.x is None:
-        return None, answer.status == 2  # 2: infeasible; anything else: out of time
+        return None, answer.status == 2  # status 2: infeasible; otherwise out of time
     return _filling(problem, samples, np.round(answer.x)[x].astype(bool)), True
 
 
 def _close_windows(problem: Problem, samples: list, x: np.ndarray, upper: np.ndarray, slots: int) -> None:
-    """A batch cannot run before its predecessors could, nor so late that its successors could not."""
+    """Limits each batch to the slots that leave room for its predecessors and successors."""
     heads: dict[tuple[int, int], int] = {}
     for job, batches in enumerate(problem.batches):
         head = problem.ready[job]

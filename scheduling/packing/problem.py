@@ -1,4 +1,4 @@
-"""The jobs as plain numbers: what the packers work on."""
+"""The packing problem: jobs and limits as plain numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Filling = list[tuple[Microbatch, ...]]  # per slot, per replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One global batch (or what is left of it), samples in ascending order of length.
+    """One global batch, or the rest of it. Samples are in ascending order of length.
 
     Args:
-        slots: fewest slots that it needs alone.
-        tail: fewest slots from its last slot (not counted) to the last slot of its job.
+        slots: minimum number of slots that it needs.
+        tail: minimum number of slots after its last slot, up to the last slot of its job.
     """
 
     tokens: tuple[int, ...]
@@ -32,12 +32,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is left to plan, and under which limits.
+    """The samples to plan and the limits of a plan.
 
     Args:
-        jobs: with their samples; `batches` may cover a part of them.
+        jobs: jobs with their samples; `batches` may cover a part of them.
         batches: per job, in order.
-        ready: per job, the first slot in which its first batch may run (more than 0 when planning again).
+        ready: per job, the first slot in which its first batch may run (above 0 only when replanning).
     """
 
     jobs: tuple[AdapterJob, ...]
@@ -67,12 +67,12 @@ class Problem:
 
     @property
     def waits(self) -> bool:
-        """Whether anything waits for the slowest microbatch: other replicas, or the next stage."""
+        """Whether other replicas or the next stage wait for the slowest microbatch."""
         return self.num_stages * self.data_parallel > 1
 
     @property
     def weighted(self) -> bool:
-        """Equal weights mean no preference: the planner is free to share so that the run is shortest."""
+        """Whether weights differ. Equal weights leave the planner free to make the run short."""
         return len({job.weight for job in self.jobs}) > 1
 
 
@@ -83,7 +83,7 @@ def make_problem(
     left: Sequence[Sequence[int]] | None = None,
     ready: Sequence[int] | None = None,
 ) -> Problem:
-    """All samples of all jobs, free to start in slot 0; or those at the positions in `left`, from slots `ready` on."""
+    """Builds the problem of all samples from slot 0 on, or of the positions in `left` from slots `ready` on."""
     left = [range(job.num_samples) for job in jobs] if left is None else left
     return Problem(
         jobs=tuple(jobs),
@@ -94,7 +94,7 @@ def make_problem(
 
 
 def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple[Batch, ...]:
-    """Groups positions of the stream (ascending) into their global batches; from last to first, for the tails."""
+    """Groups ascending positions of the stream by global batch; goes from last to first to add up the tails."""
     lengths, count = job.sample_tokens, len(job.sample_tokens)
     groups = [list(group) for _, group in groupby(positions, key=job.batch_of)]
     batches: list[Batch] = []
@@ -120,7 +120,7 @@ def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple
 
 
 def to_slots(problem: Problem, filling: Filling) -> tuple[Slot, ...]:
-    """Names the samples behind the masks."""
+    """Converts masks to sample references."""
     return tuple(Slot(replicas=tuple(_refs(problem, parts) for parts in replicas)) for replicas in filling)
 
 

@@ -1,7 +1,7 @@
-"""One-pass plans with some jobs put ahead of others.
+"""Restarts of the greedy pass with random priorities of jobs.
 
-Cheap, and better than a beam where jobs run in step because their updates take long (deep pipelines): who goes first in
-a round decides who is last at the end, and a beam sees that too late.
+They are cheap, and better than a beam search in deep pipelines, where jobs run in lockstep because of the distance
+between batches: the order within a round decides which job ends last, and a beam search sees that too late.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem
 
 RESTARTS = 24
-AHEAD = (0.05, 0.05, 0.05, 0.3)  # largest shift as a part of the slots, in turn
-PASS_PRICE = 0.7  # of a slot in one pass, in evaluations
+AHEAD = (0.05, 0.05, 0.05, 0.3)  # largest priority as a share of the slots, used in turn
+PASS_PRICE = 0.7  # of one slot of a greedy pass, in evaluations
 
 
 def restart(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, seed: int) -> Filling:
-    """Improves a plan by one-pass plans, each with other jobs ahead, for at most half of the budget."""
+    """Improves a plan by greedy passes with random priorities; uses at most half of the budget."""
     best, noise = incumbent, random.Random(seed)
     choosers = (fill_best(problem), longest_first(problem))
     for index in range(RESTARTS):

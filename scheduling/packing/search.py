@@ -1,16 +1,16 @@
-"""Beam search over slots: many partial plans side by side, the most promising kept after each slot.
+"""Beam search over slots: extends many partial plans by one slot at a time and keeps the best.
 
-A partial plan is continued by filling the next slot in several orders of the jobs. Its promise is
+A partial plan is extended by filling the next slot in several orders of the jobs. Its score (smaller is better) is
 
     slots used + tokens left / tokens of a slot
     + Σ_jobs exp((end of the job if it runs alone - that sum) / SOFTNESS) - LONG · Σ_placed samples (length / room)²,
 
-the end that fluid tokens would reach, made worse by jobs whose chain of batches may outlast it, and better by having
-placed long samples, which are hard to place later. So jobs stagger themselves: a state in which all wait for their
-updates at once, or one is left behind, promises less.
+The first sum is the end if samples could be split freely. Jobs whose chain of batches may take longer raise the score;
+long samples that are already placed lower it, because they are hard to place later. So jobs become staggered: states in
+which all jobs wait for their updates at once, or in which one job lags, score worse.
 
-Work is limited by a number of evaluations, not by the clock, so the result depends on the inputs alone unless the
-deadline cuts in.
+Work is limited by a number of evaluations instead of time, so the result depends only on the inputs unless the deadline
+ends the search.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from itertools import permutations, product
 from math import exp
 
 from scheduling.packing.budget import Budget
-from scheduling.packing.fill import fill_best, fill_microbatch, longest_first, remembering
+from scheduling.packing.fill import fill_best, fill_microbatch, longest_first, memoised
 from scheduling.packing.problem import Filling, Microbatch, Part, Problem, bits
 
-SOFTNESS = 4.0  # slots; 2 and 8 give the same plans on the shared workloads
-LONG = 0.1  # slots; 0 is worse by 0.1 % of the slots on drawn workloads, 1 as well
+SOFTNESS = 4.0  # in slots; results are not sensitive to it
+LONG = 0.1  # in slots; 0 and 1 are both slightly worse
 FIRST_WIDTH, LAST_WIDTH = 4, 512
-HURRIED = 400  # slots that may still be filled after the deadline, about 10 ms
-JITTER = 0.02  # slots; breaks ties differently when a width is searched again
+HURRIED = 400  # slots that may still be filled after the deadline
+JITTER = 0.02  # in slots; breaks ties differently when a width is searched again
 
 
 @dataclass(slots=True)
 class _Node:
-    """A partial plan: the state after its slots, and how it came about.
+    """A partial plan: the state after its slots, with a link to its parent.
 
     Args:
-        end: no continuation has fewer slots.
-        way: per job, fewest slots from its first free one to its end; 0 when it is done.
-        left: tokens of all jobs together.
+        end: lower bound on the slots of any continuation.
+        way: per job, minimum number of slots from its first free slot to its end; 0 when it is done.
+        left: remaining tokens of all jobs.
         placed: Σ (length / room)² of the samples in the slots.
     """
 
-    promise: float
+    score: float
     end: float
     batch: tuple[int, ...]
     mask: tuple[int, ...]
@@ -57,14 +57,14 @@ class _Node:
 
 
 def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, seed: int) -> Filling:
-    """Improves a plan until it meets the bound or the budget is spent: a narrow beam, then as wide as affordable."""
+    """Improves a plan until it reaches the bound or the budget is spent: a narrow beam first, then wider ones."""
     beam = _Beam(problem, budget, seed)
     best, width = incumbent, FIRST_WIDTH
-    if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two new children per partial plan
+    if budget.evaluations < 2 * FIRST_WIDTH * beam.price * len(best):  # about two children per partial plan
         return best
     while len(best) > bound and not budget.spent:
         found = beam.run(width, len(best))
-        if found is None and not beam.cut:  # nothing was left out, so wider beams see the same
+        if found is None and not beam.cut:  # nothing was pruned, so a wider beam finds the same
             if beam.thorough:
                 break
             beam.thorough = True
@@ -75,11 +75,11 @@ def search(problem: Problem, *, incumbent: Filling, bound: int, budget: Budget, 
 
 
 class _Beam:
-    """The search with its tables; remembers subset sums from one width to the next."""
+    """The search and its tables. Cached subset choices are shared by all widths."""
 
     def __init__(self, problem: Problem, budget: Budget, seed: int):
         self.problem, self.budget = problem, budget
-        self.choosers = (remembering(fill_best(problem)), remembering(longest_first(problem)))
+        self.choosers = (memoised(fill_best(problem)), memoised(longest_first(problem)))
         self.squares: dict[Part, float] = {}
         self.noise = random.Random(seed)
         self.jitter, self.hurry, self.cut, self.thorough = 0.0, False, False, False
@@ -87,25 +87,25 @@ class _Beam:
         self.price = (1 + len(problem.jobs) / 16) * (3 + problem.data_parallel) / 4  # of a child
 
     def run(self, width: int, slots: int) -> Filling | None:
-        """The best plan with fewer than `slots` slots that a beam finds, as wide as the budget affords at each slot."""
+        """Returns the best plan with fewer than `slots` slots that the beam finds within the budget."""
         level, self.cut = [self._root()], False
         for slot in range(slots - 1):
             if self.budget.late and not self.hurry:
                 if slots - slot > HURRIED:
                     return None
                 self.hurry = True
-                del level[1:]  # no time left: only finish the most promising one, the plain way
+                del level[1:]  # out of time: finish the best one greedily
             before = self.budget.evaluations
             found: dict[tuple[tuple[int, ...], ...], _Node] = {}
             for node in level:
                 for child in self._children(node, slot):
                     key = (child.batch, child.mask, child.ready)
                     rival = found.get(key)
-                    if rival is None or child.promise < rival.promise:
+                    if rival is None or child.score < rival.score:
                         found[key] = child
             cost = (before - self.budget.evaluations) / len(level)
             affordable = max(1, int(self.budget.evaluations / cost / (slots - slot)))
-            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_promise)
+            level = sorted((child for child in found.values() if child.end <= slots - 1), key=_score)
             self.cut |= len(level) > min(width, affordable)
             del level[min(width, affordable) :]
             if not level:
@@ -118,7 +118,7 @@ class _Beam:
     def _root(self) -> _Node:
         first = [batches[0] if batches else None for batches in self.problem.batches]
         return _Node(
-            promise=0.0,
+            score=0.0,
             end=0.0,
             batch=(0,) * len(first),
             mask=tuple(batch.full_mask if batch else 0 for batch in first),
@@ -148,7 +148,7 @@ class _Beam:
                 yield self._child(node, slot, filled, mask, tokens)
 
     def _orders(self, node: _Node, free: list[int]) -> list[list[int]]:
-        """Begun batches first; longest way first; shortest rest first; and each of the first few jobs in front."""
+        """Orders to try: batches in progress, longest way, shortest rest, or one of the first few jobs first."""
         way, tokens, batches = node.way, node.tokens, self.problem.batches
         begun = [job for job in free if node.mask[job] != batches[job][node.batch[job]].full_mask]
         by_way = sorted(free, key=lambda job: (-way[job], job not in begun, -tokens[job]))
@@ -185,10 +185,10 @@ class _Beam:
                 following = batches[current]
                 mask[job], tokens[job] = following.full_mask, following.total
                 way[job] = following.slots + following.tail
-        promise, end = self._promise(slot + 1, left, mask, ready, way)
+        score, end = self._score(slot + 1, left, mask, ready, way)
         placed = node.placed + sum(self._squares(part) for parts in filled for part in parts)
         return _Node(
-            promise=promise - LONG * placed,
+            score=score - LONG * placed,
             end=end,
             batch=tuple(batch),
             mask=tuple(mask),
@@ -209,21 +209,21 @@ class _Beam:
             known = self.squares[part] = sum((tokens[bit] / room) ** 2 for bit in bits(mask))
         return known
 
-    def _promise(self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]) -> tuple[float, float]:
-        """The promise (see the head of this file; smaller is better), and a bound on the slots."""
-        promise = end = now + left / self.slot_tokens
+    def _score(self, now: int, left: int, mask: list[int], ready: list[int], way: list[int]) -> tuple[float, float]:
+        """The score (see the module docstring), and a lower bound on the slots."""
+        score = end = now + left / self.slot_tokens
         due = end + self.problem.num_stages - 1
         for job, rest in enumerate(mask):
             if rest:
                 alone = (ready[job] if ready[job] > now else now) + way[job]
-                promise += exp((alone - due) / SOFTNESS)
+                score += exp((alone - due) / SOFTNESS)
                 if alone > end:
                     end = alone
-        return promise + self.jitter * self.noise.random() if self.jitter else promise, end
+        return score + self.jitter * self.noise.random() if self.jitter else score, end
 
 
-def _promise(node: _Node) -> float:
-    return node.promise
+def _score(node: _Node) -> float:
+    return node.score
 
 
 def _filling(node: _Node) -> Filling:

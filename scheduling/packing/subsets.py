@@ -1,4 +1,4 @@
-"""Which sums of samples can be reached: subset sums as one big integer, bit n set = n tokens can be reached."""
+"""Subset sums of sample lengths as one big integer: bit n is set if some subset has n tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import lru_cache
 
 from scheduling.packing.problem import bits
 
-EXACT = 18  # samples searched exactly; more would cost time and win nothing (2^18 subsets hit any sum)
+EXACT = 18  # samples searched exactly; 2^18 subsets reach practically any sum
 
 
 def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
-    """The subset of the masked samples with the most tokens that fit in `room`; long samples go first among equals.
+    """Finds the subset of the masked samples that fills `room` best; prefers long samples among equals.
 
     Returns:
         (mask of the subset, its tokens).
@@ -18,7 +18,7 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
     pending = [(bit, tokens[bit]) for bit in bits(mask) if tokens[bit] <= room]
     chosen, taken = 0, 0
     while len(pending) > EXACT and pending[-1][1] * 4 <= room - taken:
-        bit, length = pending.pop()  # many samples left: the long ones first, the exact search finds the rest
+        bit, length = pending.pop()  # many samples: take long ones first, then search exactly
         chosen, taken = chosen | 1 << bit, taken + length
         room_left = room - taken
         while pending and pending[-1][1] > room_left:
@@ -29,7 +29,7 @@ def fullest(tokens: tuple[int, ...], mask: int, room: int) -> tuple[int, int]:
 
 
 def _spread(pending: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At most EXACT samples, evenly from short to long, the longest always among them."""
+    """At most EXACT samples, evenly spaced from short to long, including the longest."""
     if len(pending) <= EXACT:
         return pending
     step = (len(pending) - 1) / (EXACT - 1)

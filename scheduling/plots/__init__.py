@@ -1,4 +1,4 @@
-"""Drawings of a timeline, predicted or measured: HTML, SVG, Perfetto, terminal."""
+"""Renders timelines as HTML, SVG, Perfetto traces and text."""
 
 from scheduling.plots.html import timeline_html as timeline_html
 from scheduling.plots.perfetto import to_perfetto as to_perfetto

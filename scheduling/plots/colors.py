@@ -6,7 +6,7 @@ import colorsys
 
 from scheduling.timeline import Timeline
 
-# Okabe and Ito's palette: told apart with every kind of colour vision
+# Okabe and Ito's palette, distinguishable with every kind of colour vision
 _DISTINCT = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7f5ab6")
 
 

@@ -1,4 +1,4 @@
-"""A timeline as one self-contained HTML page: zoom, drag, hover; no network, no libraries."""
+"""A timeline as one self-contained HTML page with zoom, drag and hover; no network, no libraries."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MOST_SPANS = 60_000  # about 2 MB of page; browsers stay quick
 
 
 def timeline_html(timeline: Timeline, *, title: str = "", note: str = "", compare: Timeline | None = None) -> str:
-    """Draws a timeline, or two under each other on one scale of time (predicted and measured, ours and another's).
+    """Draws a timeline, or two timelines on one time scale (for example predicted and measured).
 
     Args:
-        title: of the page; the timeline's own when absent.
+        title: title of the page (empty: the timeline's title).
         note: a sentence under the title, for example what limits the plan.
         compare: a second timeline.
     """
     shown = [timeline] if compare is None else [timeline, compare]
-    from importlib.resources import files  # slow to import, and few runs draw
+    from importlib.resources import files  # slow to import and rarely needed
 
     template = files("scheduling.plots").joinpath("timeline.html").read_text("utf-8")
     data = json.dumps(
@@ -71,7 +71,7 @@ def _place(timeline: Timeline, span: Span) -> list[float]:
 
 
 def _ends(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """The first and the last of too many spans."""
+    """The first and the last spans, if there are too many."""
     if len(spans) <= most:
         return spans
     ordered = sorted(spans, key=lambda span: span.start_s)

@@ -1,4 +1,4 @@
-"""Timelines for ui.perfetto.dev or chrome://tracing."""
+"""Timelines as traces for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduling.timeline import Timeline
 def to_perfetto(timeline: Timeline, *, compare: Timeline | None = None) -> dict[str, Any]:
     """Converts to the trace event format: a process per timeline, a track per stage and one each for host and pauses.
 
-    Times are microseconds from the first forward of each timeline, so predicted and measured lie on one scale.
+    Times are microseconds from the first forward of each timeline, so predicted and measured runs align.
     """
     shown = [timeline] if compare is None else [timeline, compare]
     events = [event for pid, one in enumerate(shown, start=1) for event in _process(one, pid)]

@@ -1,4 +1,4 @@
-"""A timeline as one static SVG picture."""
+"""A timeline as a static SVG picture."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def timeline_svg(
     end_s: float | None = None,
     compare: Timeline | None = None,
 ) -> str:
-    """Draws stages as rows and time from left to right; forward pale, backward full, update dark, host grey.
+    """Draws stages as rows and time from left to right: forward pale, backward full, update dark, host grey.
 
-    Pauses lie behind them, a little darker than idle time.
+    Pauses are in the background, slightly darker than idle time.
 
     Args:
-        start_s: left edge, from the first forward (None: there). With `end_s`, a part of a long run.
-        compare: a second timeline, under the first and on the same scale of time.
+        start_s: left edge, in seconds from the first forward (None: the first forward). With `end_s`, a part of a run.
+        compare: a second timeline, under the first on the same time scale.
     """
     shown = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
@@ -50,14 +50,14 @@ def timeline_svg(
 
 
 class _Window(NamedTuple):
-    """What of the run is shown."""
+    """The visible part of the run."""
 
     start: float
     end: float
     scale: float
 
     def place(self, timeline: Timeline, span: Span | Pause) -> tuple[float, float] | None:
-        """Left edge and width of a bar; None if it is outside."""
+        """Left edge and width of a bar; None if it is not visible."""
         left, right = (at - timeline.start_s - self.start for at in (span.start_s, span.end_s))
         whole = self.end - self.start
         if right <= 0 or left >= whole:

@@ -1,4 +1,4 @@
-"""A timeline in a terminal."""
+"""A timeline as text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ IDLE = "·"
 
 
 def timeline_text(timeline: Timeline, width: int = 100) -> str:
-    """Draws one line per stage: a letter per adapter (small = forward, capital = backward), · = idle.
+    """Draws one line per stage: a letter per adapter (lower case = forward, upper case = backward), · = idle.
 
-    Each column shows the adapter that had most of its time; adapters of one microbatch share it equally.
+    Each column shows the adapter with the most time in it. The adapters of a microbatch share its time equally.
     """
     names = adapter_names(timeline)
     letters = dict(zip(names, islice(ascii_lowercase, len(names)), strict=False))

@@ -1,4 +1,4 @@
-"""The accuracy check of the attention benchmark, without the GPU that it needs: it must compare what has one shape."""
+"""The attention benchmark compares arrays of equal shapes; checked without a GPU."""
 
 import functools
 
@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from benchmarks import attention
 
 
-def test_a_kernel_alone_has_the_shapes_of_the_facade():
+def test_kernels_and_api_have_equal_shapes():
     case = attention.CHECKS[0]
     arrays, segments = jax.eval_shape(lambda: case.arrays(0)), case.segments()
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

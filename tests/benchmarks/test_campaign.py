@@ -1,4 +1,4 @@
-"""The benchmarks of a host run side by side, and what is measured is never lost."""
+"""The campaign runs benchmarks in parallel and never loses measurements."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def cell(tmp_path):
     )
 
 
-def test_cells_share_the_gpus_and_one_that_hangs_costs_itself_alone(tmp_path, cell):
+def test_a_hanging_cell_does_not_affect_others(tmp_path, cell):
     cells = [cell("pair", 2, 1, 0.3), cell("hangs", 1, 0.5, 600), cell("all", 3, 1, 0.1), cell("long", 1, 600, 0)]
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir()
@@ -58,5 +58,5 @@ def test_a_cell_can_be_named_again_with_a_number():
     first, again = cell_named(CELLS[0].name), cell_named(f"{CELLS[0].name}.2")
     assert (again.name, again.command, again.gpus) == (f"{first.name}.2", first.command, first.gpus)
     for wrong in ("second", "", "²"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no cell"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a cell"):
             cell_named(f"{CELLS[0].name}.{wrong}")

@@ -1,4 +1,4 @@
-"""What stands beside a measurement is of the GPU that was measured."""
+"""Conditions of a measurement describe the measured GPU."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Whole runs as the benchmark makes them, small enough for a CPU, and what its table and plot say of them."""
+"""The end-to-end benchmark on a CPU: runs, table and plot."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def test_a_row_per_variant_with_its_conditions(rows):
         assert all(0 <= wait < row["seconds"] for wait in row["host_wait_s"])
 
 
-def test_rates_are_of_tokens_that_fit_into_the_slots(rows):
+def test_rates_count_tokens_in_the_slots(rows):
     for row in rows.values():
         tokens = row["useful_tokens_per_s"] * row["seconds"]
         assert row["slots"] >= 6
         assert 0.2 < tokens / (row["slots"] * row["capacity_tokens"]) <= 1
 
 
-def test_together_fills_microbatches_best(rows):
+def test_joint_training_has_the_highest_density(rows):
     """Times of a busy CPU say nothing, the plans do."""
     assert rows["ours"]["density"] >= rows["mlora"]["density"] > rows["single_xla"]["density"]
     assert rows["ours"]["noops"] < rows["single_xla"]["noops"]
 
 
-def test_it_ends_with_table_plot_and_traces(folder, rows):
+def test_table_plot_and_traces_are_written(folder, rows):
     with (folder / "end_to_end.csv").open() as stream:
         table = list(csv.DictReader(stream))
     assert tuple(table[0]) == COLUMNS
@@ -96,7 +96,7 @@ def test_published_waits_for_the_host_are_those_of_the_traces(name, waits_ms, se
     assert timeline.duration_s == pytest.approx(seconds, abs=0.05)
 
 
-def test_a_peak_is_of_the_variant_that_made_it():
+def test_peaks_of_earlier_variants_are_not_repeated():
     assert grown([0.0, 3.0], [50.0, 3.0]) == [50.0, None]
     assert grown([50.0, 3.0], [50.0, 3.0]) is None
     process = {"run": "first", "model": "32b", "mesh": {"stages": 2, "data": 1, "fsdp": 1}}

@@ -1,4 +1,4 @@
-"""One command makes every table of the kernel benchmark, and fails if a planned row has no figure."""
+"""The kernel benchmark makes all tables and fails if a planned row has no result."""
 
 import argparse
 import csv
@@ -33,7 +33,7 @@ def count_bytes(monkeypatch, tmp_path):
     return run
 
 
-def test_rows_that_were_planned_and_not_come_to_are_told_by_shape():
+def test_missing_rows_are_listed_by_shape():
     found = [
         {"conditions": {}},
         {"group": "8192x4096->4096", "planned": ["frozen", "xla", "ours", "wide"]},
@@ -74,7 +74,7 @@ def test_a_section_that_is_killed_at_its_deadline_fails(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "rows"), [((), 15), (("--variants", "frozen", "xla", "--matching", "^frozen|A4_p0$"), 2)]
 )
-def test_the_command_fails_where_time_runs_out_and_names_the_rows(tmp_path, chosen, rows):
+def test_running_out_of_time_fails_and_names_the_rows(tmp_path, chosen, rows):
     command = [
         sys.executable,
         "-m",
@@ -92,7 +92,7 @@ def test_the_command_fails_where_time_runs_out_and_names_the_rows(tmp_path, chos
     assert f"MISSING: no time was left for\n  ops, 256x256->512: {rows} of {rows} rows: all" in done.stdout
 
 
-def test_bytes_are_skipped_with_the_reason_where_there_is_no_profiler(monkeypatch, count_bytes, tmp_path, capsys):
+def test_bytes_are_skipped_without_a_profiler(monkeypatch, count_bytes, tmp_path, capsys):
     monkeypatch.setattr(kernel_bytes.shutil, "which", lambda program: None)
     _, skipped = count_bytes()
     assert skipped == {"skipped": "the profiler ncu is not on the path"}

@@ -1,4 +1,4 @@
-"""What the profiler's table of counters adds up to."""
+"""Sums over the profiler's table of counters."""
 
 import pytest
 
@@ -9,7 +9,7 @@ def row(number, name, metric, value, unit):
     return {"ID": number, "Kernel Name": name, "Metric Name": metric, "Metric Value": value, "Metric Unit": unit}
 
 
-def test_bytes_and_times_are_added_up_by_kernel_whatever_their_units():
+def test_bytes_and_times_of_all_units_are_summed_by_kernel():
     read, written, time = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
     found = added(
         [

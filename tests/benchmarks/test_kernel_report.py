@@ -1,4 +1,4 @@
-"""The tables of the kernel benchmark compare rows of one run only, and leave out what failed."""
+"""The tables of the kernel benchmark only compare rows of one run and exclude failures."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ def table(file):
         return list(csv.DictReader(stream))
 
 
-def test_ratios_are_of_rows_of_the_same_run(tmp_path):
+def test_ratios_compare_rows_of_one_run(tmp_path):
     conditions = {"conditions": {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-22"}}
     slow = lines(
         tmp_path / "slow.jsonl", conditions, op("frozen", 1000.0, rate=0.0), op("xla", 1500.0), op("xla_naive", 1400.0),
@@ -42,7 +42,7 @@ def test_ratios_are_of_rows_of_the_same_run(tmp_path):
     assert (rows[0]["tokens"], rows[0]["in_features"], rows[0]["out_features"]) == ("8192", "4096", "14336")
 
 
-def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_measured_on(tmp_path):
+def test_floors_exist_for_our_forms_and_measured_gpus_only(tmp_path):
     ops = [
         op(variant, 2000.0, rate=rate, adapters=adapters)
         for variant, rate, adapters in (
@@ -66,7 +66,7 @@ def test_floors_are_of_our_forms_and_of_the_frozen_layer_on_the_card_they_were_m
     assert floors[6:] == ["", "", ""]
 
 
-def test_a_row_of_a_later_file_takes_the_place_of_the_same_one_of_an_earlier_file(tmp_path):
+def test_later_files_replace_rows_of_earlier_files(tmp_path):
     old = lines(
         tmp_path / "old.jsonl", op("frozen", 1000.0, rate=0.0), op("xla_naive", 1300.0), op("default", 1200.0),
         op("ragged_dot", 3000.0), op("default", 1500.0, shape="8192x5120->5120"),
@@ -102,7 +102,7 @@ def test_the_summary_is_of_the_default_over_all_shapes(tmp_path):
     assert float(together["over_one_adapter_worst"]) == pytest.approx(1200 / 1100, abs=1e-3)
 
 
-def test_failures_plans_and_conditions_are_no_rows(tmp_path):
+def test_failures_plans_and_conditions_are_not_rows(tmp_path):
     others = ({"planned": ["a"], "group": "shape"}, {"name": "a", "error": "b"}, {"skipped": "no ncu"})
     file = lines(tmp_path / "ops.jsonl", {"conditions": {"device": "cpu"}}, *others, op("xla", 1.0))
     assert [(row["variant"], row["device"], row["file"]) for row in read(file)] == [
@@ -116,7 +116,7 @@ def layer(variant, time, **changes):
 
 
 @pytest.mark.parametrize("lost", ["ops", "layer"])
-def test_tables_are_written_where_a_frozen_row_is_missing(tmp_path, lost):
+def test_tables_are_written_without_a_frozen_row(tmp_path, lost):
     """It may have failed, or have had no time left."""
     failed = {"name": "frozen", "error": "no time left"}
     ops = [failed if lost == "ops" else op("frozen", 500.0, rate=0.0), op("pallas_mosaic_gpu", 600.0, adapters=4)]

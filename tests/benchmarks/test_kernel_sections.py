@@ -1,4 +1,4 @@
-"""The kernel benchmark has every row: nobody can leave one out because it looks bad."""
+"""The kernel benchmark times every row, including unfavourable ones."""
 
 import dataclasses
 from itertools import product
@@ -35,7 +35,7 @@ def test_every_form_of_every_size_is_timed():
     ("tokens", "shape", "plain", "with_dropout"),
     [(8192, (4096, 4096), BACKENDS[0], BACKENDS[0]), (2048, (5120, 5120), "xla", BACKENDS[0])],
 )
-def test_the_default_row_is_of_what_a_call_takes(tokens, shape, plain, with_dropout):
+def test_the_default_row_is_that_of_the_default_backend(tokens, shape, plain, with_dropout):
     with use_abstract_mesh(CARD):
         variants = [v for v in op_variants(tokens, *shape, tiny=False) if v.spec.rank == 16 or v.spec.adapters == 1]
         taken = {(v.spec.rate, default_backend(v)) for v in variants}

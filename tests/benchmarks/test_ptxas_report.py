@@ -20,9 +20,9 @@ TILES = """
 
 
 @pytest.mark.parametrize(("move", "moves"), [("R2UR UR8, R152", 1), ("UIADD3 UR8, UR8, 0x2, URZ", 0)])
-def test_moves_are_those_of_a_step_and_not_of_a_tile(move, moves):
+def test_moves_are_counted_per_step_not_per_tile(move, moves):
     assert moves_in_a_step(TILES.format(move=move)) == moves
 
 
-def test_a_kernel_without_such_a_loop_has_no_figure():
+def test_a_kernel_without_a_main_loop_has_no_count():
     assert moves_in_a_step(TILES.replace("HGMMA", "FFMA")) is None

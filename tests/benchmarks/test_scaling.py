@@ -1,4 +1,4 @@
-"""The predicted table of many GPUs is what the benchmark makes of today's planner, memory model and costs."""
+"""The scaling table agrees with the current planner, memory model and costs."""
 
 import csv
 

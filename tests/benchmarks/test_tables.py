@@ -1,4 +1,4 @@
-"""Published tables are what the raw rows give, and every run has a folder that names its script."""
+"""Published tables agree with the raw rows, and every run has a folder named after its script."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
 SCRIPTS = {file.stem for file in Path(tables.__file__).parent.glob("*.py")}
 
 
-def test_committed_tables_are_what_the_rows_give():
+def test_committed_tables_are_up_to_date():
     assert tables.outdated() == [], "run: make tables"
 
 
 @pytest.mark.parametrize("change", ["cell", "missing"])
-def test_a_table_that_differs_is_named(monkeypatch, tmp_path, change):
+def test_outdated_tables_are_named(monkeypatch, tmp_path, change):
     (tmp_path / "benchmarks" / "tables").mkdir(parents=True)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "FOLDER", tmp_path / "benchmarks" / "tables")
@@ -42,7 +42,7 @@ def row(variant, tokens, density, run):
     return job | {"variant": variant, "useful_tokens_per_s": tokens, "density": density}
 
 
-def test_a_ratio_is_of_one_run_and_its_parts_multiply_to_it(monkeypatch):
+def test_ratios_are_of_one_run_and_products_of_their_factors(monkeypatch):
     rows = [
         row("ours", 150.0, 0.9, "2026-11-22 10:00:00"),
         row("ours", 180.0, 0.9, "2026-11-22 11:00:00"),

@@ -1,4 +1,4 @@
-"""A small job file with its data, and what commands and runs leave behind."""
+"""A small job file with its data, and helpers to run commands and read their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input has its own code, names file and row and costs nothing; exit codes are right."""
+"""Invalid input: error codes, messages with file and row, exit codes, and nothing lost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_row_that_is_too_long_names_row_and_length(lorafusion, job):
     assert "max_length=48" in outcome.err
 
 
-def test_rows_that_lose_every_answer_are_an_error_and_not_a_loss_of_zero(lorafusion, job):
+def test_rows_without_learned_tokens_are_an_error(lorafusion, job):
     rows = make_rows(12, 0)
     rows[2]["prompt"] = "cat " * 60
     write_rows_to(job.folder / "law.jsonl", rows)
@@ -89,7 +89,7 @@ def test_rows_that_lose_every_answer_are_an_error_and_not_a_loss_of_zero(lorafus
     assert "law.jsonl, line 3" in outcome.err
 
 
-def test_mistakes_in_the_data_of_several_adapters_are_told_together(lorafusion, job):
+def test_data_errors_of_several_adapters_are_reported_together(lorafusion, job):
     (job.folder / "law.jsonl").write_text("")
     with (job.folder / "med.jsonl").open("a") as file:
         file.write("no json\n")
@@ -99,7 +99,7 @@ def test_mistakes_in_the_data_of_several_adapters_are_told_together(lorafusion, 
     assert not (job.folder / "run").exists()
 
 
-def test_mistakes_in_the_job_and_in_the_data_are_told_together(lorafusion, job):
+def test_job_and_data_errors_are_reported_together(lorafusion, job):
     (job.folder / "law.jsonl").write_text("")
     job.adapter("med")["lora"] = {"targets": ["q_prj"]}
     job.values["adapters"].append({"name": "med", "data": {"train": "med.jsonl"}, "lora": {"rank": "four"}})
@@ -126,7 +126,7 @@ def test_a_wrong_target_names_the_line_where_it_stands(lorafusion, job):
     assert "jobs.yaml, line 6" in own
 
 
-def test_all_bad_lines_of_a_file_are_told_together(lorafusion, job):
+def test_all_bad_lines_of_a_file_are_reported_together(lorafusion, job):
     lines = (job.folder / "law.jsonl").read_text().splitlines()
     lines[1], lines[3], lines[5] = '{"prompt": ', "[1]", '{"prompt": "cat", "completion": ""}'
     (job.folder / "law.jsonl").write_text("\n".join(lines))
@@ -182,7 +182,7 @@ def test_adapter_of_another_base(lorafusion, job, finished):
 
 
 @pytest.mark.parametrize("command", [("check",), ("plan",), ("train", "--out", "run")])
-def test_adapters_that_cannot_be_continued_are_told_together(lorafusion, job, finished, command):
+def test_warm_start_errors_are_reported_together(lorafusion, job, finished, command):
     old = finished[1] / "adapters" / "med" / "latest"
     (job.folder / "empty").mkdir()
     job.adapter("med")["lora"] = {"init_from": str(old), "rank": 8}
@@ -275,7 +275,7 @@ def test_stages_that_the_model_does_not_have(lorafusion, job, settings, codes, f
         assert lorafusion(command, job.path, *settings).errors == [*codes, "data.empty-file"]
 
 
-def test_stages_that_the_model_does_not_have_are_told_before_data_are_read(lorafusion, job, nothing_read, monkeypatch):
+def test_stage_errors_are_reported_before_data_is_read(lorafusion, job, nothing_read, monkeypatch):
     monkeypatch.setattr("lorafusion_jax.training.profiling.prepare", None)
     out = job.folder / "out"
     for command in (("train", job.path, "--out", out), ("profile", job.path, "-o", out)):
@@ -284,7 +284,7 @@ def test_stages_that_the_model_does_not_have_are_told_before_data_are_read(loraf
     assert not out.exists()
 
 
-def test_a_run_says_before_it_reads_data_that_it_cannot_go_on_there(lorafusion, finished, tmp_path, nothing_read):
+def test_mesh_errors_on_resume_are_reported_before_data_is_read(lorafusion, finished, tmp_path, nothing_read):
     run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
     shutil.rmtree(run / "state")  # all is left to do
@@ -317,7 +317,7 @@ def test_no_run_folder(lorafusion, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", '{"slot": 4, "adap', "[]"], ids=["empty", "cut off", "of something else"])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(lorafusion, finished, tmp_path, text):
+def test_resume_falls_back_to_the_previous_checkpoint(lorafusion, finished, tmp_path, text):
     run = tmp_path / "run"
     shutil.copytree(finished[1], run, symlinks=True)
     *_, before, newest = sorted((run / "state").iterdir(), key=lambda folder: int(folder.name))
@@ -371,7 +371,7 @@ def test_disk_that_fills_up_while_saving(lorafusion, job, finished, full_disk_at
     assert weights(out) == weights(finished[1])
 
 
-def test_disk_too_small_is_told_before_the_first_step(lorafusion, job, monkeypatch):
+def test_too_little_disk_space_is_reported_before_the_first_step(lorafusion, job, monkeypatch):
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     out = job.folder / "run"
     outcome = lorafusion("train", job.path, "--out", out)
@@ -382,7 +382,7 @@ def test_disk_too_small_is_told_before_the_first_step(lorafusion, job, monkeypat
     assert lorafusion("resume", out).code == 0
 
 
-def test_disk_that_is_full_for_an_export_leaves_nothing_behind(lorafusion, finished, tmp_path, monkeypatch):
+def test_failed_export_on_a_full_disk_leaves_no_files(lorafusion, finished, tmp_path, monkeypatch):
     def full(*arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Every command on a small job: what it prints, leaves on disk and suggests next."""
+"""Every command on a small job: its output, its files, and the suggested next command."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_check_counts_rows_and_tokens(lorafusion, job):
     assert all(0 < row["loss_tokens"] < row["tokens"] for row in numbers.values())
 
 
-def test_a_setting_that_an_adapter_has_of_its_own_is_told(lorafusion, job):
+def test_overrides_that_do_not_reach_an_adapter_are_reported(lorafusion, job):
     said = "optim.lr=1e-4 does not reach med, which has its own: adapters.med.optim.lr=1e-4 sets that"
     for command in (("check",), ("plan",), ("train", "train.max_steps=1", "--out", job.folder / "run")):
         shown = lorafusion(command[0], job.path, *command[1:], "optim.lr=1e-4")
@@ -104,7 +104,7 @@ def test_a_setting_that_an_adapter_has_of_its_own_is_told(lorafusion, job):
     assert "batch.global_samples=4 does not reach law" in lorafusion("check", job.path, "batch.global_samples=4").out
 
 
-def test_settings_without_effect_are_told(lorafusion, job):
+def test_settings_without_effect_are_reported(lorafusion, job):
     job.adapter("law")["optim"] = {"name": "lion", "eps": 1e-6}
     for command in ("check", "plan"):
         assert "law: optim.eps has no effect with lion" in lorafusion(command, job.write()).out
@@ -325,7 +325,7 @@ def test_help_of_train_shows_how_to_use_several_devices(lorafusion):
         assert word in shown, word
 
 
-def test_several_processes_do_not_train_the_same_run_each_by_itself(lorafusion, job, finished, monkeypatch):
+def test_several_processes_need_the_distributed_option(lorafusion, job, finished, monkeypatch):
     run = job.folder / "run"
     alone = lorafusion("train", job.path, "--out", run, "--coordinator", "localhost:1", "--num-processes", 2)
     assert (alone.code, alone.errors) == (2, ["processes.not-distributed"])
@@ -403,7 +403,7 @@ assert not xla_bridge._backends
         ("--xla_gpu_nccl_termination_timeout_seconds=5", "--xla_gpu_nccl_termination_timeout_seconds=5"),
     ],
 )
-def test_gpus_do_not_wait_for_ever_unless_somebody_wants_that(monkeypatch, told, expected):
+def test_collectives_time_out_unless_the_user_sets_otherwise(monkeypatch, told, expected):
     monkeypatch.setenv("XLA_FLAGS", told)
     prepare_machine()
     prepare_machine()

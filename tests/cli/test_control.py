@@ -1,4 +1,4 @@
-"""The commands that ask something of a run: carried out at the next resume where it does not train, refused aloud."""
+"""Control commands: requests wait for the next resume of a stopped run, and invalid ones are errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stopped(finished, tmp_path):
 def test_a_request_waits_for_the_next_resume(lorafusion, stopped):
     outcome = lorafusion("cancel", stopped, "law")
     assert outcome.code == 0, outcome.err
-    assert "The run does not train now: it does so when it goes on." in outcome.out
+    assert "The run is not training and applies it when it is resumed." in outcome.out
     assert outcome.last_line == f"next: lorafusion resume {stopped}"
     assert len(request_files(stopped)) == 1
     resumed = lorafusion("resume", stopped)
@@ -85,7 +85,7 @@ def test_an_unknown_adapter_is_refused(lorafusion, finished, command):
     assert "one of: law, med" in outcome.err
 
 
-def test_what_has_ended_and_what_is_no_weight_is_refused(lorafusion, finished, tmp_path):
+def test_ended_adapters_and_invalid_weights_are_errors(lorafusion, finished, tmp_path):
     assert lorafusion("pause", finished[1], "law").errors == ["control.ended"]
     assert lorafusion("weight", finished[1], "law", "0").errors == ["control.weight"]
     assert lorafusion("weight", finished[1], "law", "inf").errors == ["control.weight"]

@@ -1,4 +1,4 @@
-"""Data that the base model cannot take are refused by every command that reads them, training and held-out alike."""
+"""Every command that reads data rejects samples that the base model does not support."""
 
 from __future__ import annotations
 

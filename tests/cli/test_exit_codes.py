@@ -1,4 +1,4 @@
-"""0 all done · 1 nothing came of it · 3 some adapters failed · 130 interrupted, and resumed bit for bit."""
+"""Exit codes: 0 all done · 1 all failed · 3 some adapters failed · 130 interrupted, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_interrupt_before_the_first_microbatch(lorafusion, job, monkeypatch, kin
     assert not (job.folder / "run").exists()
 
 
-def test_a_run_that_is_alive_is_left_alone_and_one_that_was_killed_is_told(lorafusion, long_job):
+def test_status_tells_running_and_killed_runs_apart(lorafusion, long_job):
     out = long_job.folder / "run"
     long_job.values["epochs"] = 200
     long_job.write()
@@ -165,11 +165,11 @@ def test_a_run_that_is_alive_is_left_alone_and_one_that_was_killed_is_told(loraf
         assert json.loads(lorafusion("status", out, "--json").out)["state"] == "running"
         assert process.poll() is None
     watched = lorafusion("status", out, "--watch")  # ends, though nobody has told an end
-    assert f"stopped  without notice: process {process.pid} is no more" in watched.out
+    assert f"stopped  without notice: process {process.pid} has ended" in watched.out
     assert watched.last_line == f"next: lorafusion resume {out}"
 
 
-def test_stopped_at_once(lorafusion, job, monkeypatch):
+def test_second_signal_stops_at_once(lorafusion, job, monkeypatch):
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
 

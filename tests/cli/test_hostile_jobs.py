@@ -1,4 +1,4 @@
-"""Job files, settings and model folders that cannot be used: exit 2, one clear error, no traceback, soon."""
+"""Unusable job files, settings and model folders: exit code 2, one clear error, no traceback, quickly."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def test_toml_that_cannot_be_used(lorafusion, tmp_path, name):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting[:40])
-def test_settings_beyond_all_bounds(lorafusion, job, setting):
+def test_extreme_settings(lorafusion, job, setting):
     more = ["seed=[" + ",".join(map(str, range(1000))) + "]"] if setting.startswith("lora.rank") else []
     code = SETTINGS[setting] or "config.too-many-adapters"
     refuses(lorafusion, "plan", job.path, setting, *more, code=code)
 
 
-def test_many_epochs_that_are_never_begun_cost_nothing(lorafusion, job):
+def test_unused_epochs_cost_nothing(lorafusion, job):
     start = time.monotonic()
     assert lorafusion("plan", job.path, "epochs=1000000000", "train.max_steps=2").code == 0
     assert time.monotonic() - start < 10
 
 
-def test_aliases_in_good_faith_work(lorafusion, job):
+def test_ordinary_aliases_work(lorafusion, job):
     values = json.dumps(job.values)
     job.path.write_text(values[:-1] + ', "optim": {"lr": &lr 1e-3, "eps": *lr}}')
     assert lorafusion("check", job.path).code == 0

@@ -1,4 +1,4 @@
-"""What plan says about memory and time: per stage, whether it fits, what to change, and from whose figures."""
+"""Predictions of plan: memory per stage, advice, times, and the source of the costs."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_evaluations_and_saves_are_predicted_and_stand_beside_what_they_took(lor
 def test_screen_shows_memory_and_fit(lorafusion, large):
     text = lorafusion("plan", large.path, "mesh.stages=2", "--device", "h100").out
     assert re.search(r"^memory/stage  s0 \d+\.\d  s1 \d+\.\d GiB of 79   fits$", text, re.MULTILINE)
-    assert "layers 17 + 15, kept for backward: everything" in text
+    assert "layers 17 + 15, saved for backward: everything" in text
     assert "not modelled: copies and temporaries that the compiler adds" in text
 
 
-def test_auto_keeps_less_before_it_gives_up(lorafusion, large):
+def test_auto_remat_saves_less_if_memory_is_short(lorafusion, large):
     def memory(size, *arguments):
         return plan(lorafusion, large, *arguments, "--device", "h100", "--device-memory", str(size))["memory"]
 
@@ -90,7 +90,7 @@ def test_auto_keeps_less_before_it_gives_up(lorafusion, large):
     assert keeps == ["everything", "gemm_inputs", "nothing"]
 
 
-def test_what_does_not_fit_comes_with_a_capacity_that_does(lorafusion, large):
+def test_advice_names_a_capacity_that_fits(lorafusion, large):
     small = ("--device", "h100", "--device-memory", "30")
     text = lorafusion("plan", large.path, "train.remat=gemm_inputs", *small).out
     assert "does not fit" in text
@@ -169,7 +169,9 @@ def test_a_model_that_cannot_be_run_is_planned_without_predictions(lorafusion, l
     (large.folder / "large" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     numbers = plan(lorafusion, large)
     assert (numbers["memory"], numbers["predicted"]) == (None, None)
-    assert "no times and no memory are predicted: this model cannot be run: hidden_act 'gelu'" in numbers["warnings"][0]
+    assert (
+        "no times and no memory are predicted: this model is not supported: hidden_act 'gelu'" in numbers["warnings"][0]
+    )
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_70B])
@@ -200,7 +202,7 @@ def test_the_floor_is_that_of_products_at_the_ceilings(lorafusion, large):
     assert learned["floor_s"] > numbers["floor_s"]  # more rows of the head
 
 
-def test_the_floor_is_told_beside_the_time_and_only_of_devices_that_were_measured(lorafusion, large):
+def test_the_floor_is_shown_for_measured_devices_only(lorafusion, large):
     text = lorafusion("plan", large.path, "--device", "h200").out
     said = r"[\dhm.]+ s? ?at the least \(linear layers and head on H200s, no attention\)$"
     assert re.search(rf"^takes .* useful tok/s, {said}", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""lorafusion profile measures costs that plan takes; timeline draws a run, alone or beside its prediction."""
+"""lorafusion profile measures costs for plan; timeline draws a run with or without its prediction."""
 
 from __future__ import annotations
 
@@ -151,11 +151,11 @@ def test_costs_of_another_model_remat_or_fsdp_are_refused(lorafusion, two_stages
             f"base parameters={count}, mesh.fsdp={fsdp}, train.remat={remat}"
             for count, fsdp, remat in ((8, 2, "nothing"), (parameters, 1, "everything"))
         )
-        assert f"costs measured with {measured} for {wanted}" in said
+        assert f"the costs were measured with {measured}, the job has {wanted}" in said
         assert "lorafusion profile JOBS mesh.fsdp=1 train.remat=everything" in said
 
 
-def test_remat_auto_takes_costs_of_any_policy_and_a_run_those_of_its_own(lorafusion, two_stages, tmp_path):
+def test_remat_auto_accepts_costs_of_any_policy(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     model, file = CostModel.from_json(costs.read_text()), tmp_path / "nothing.json"
     file.write_text(replace(model, measured_with=model.measured_with | {"train.remat": "nothing"}).to_json())
@@ -163,10 +163,10 @@ def test_remat_auto_takes_costs_of_any_policy_and_a_run_those_of_its_own(lorafus
         assert lorafusion("plan", job.path, TWO, f"train.remat={remat}", "--cost-model", file).code == code
     outcome = lorafusion("timeline", run_folder, "--cost-model", file)  # which was told auto and kept everything
     assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-    assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
+    assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
 
 
-def test_costs_measured_under_the_old_name_of_the_setting_are_compared_all_the_same(lorafusion, two_stages, tmp_path):
+def test_costs_with_old_setting_names_are_compared(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     model, file = CostModel.from_json(costs.read_text()), tmp_path / "old-name.json"
     old = {name: value for name, value in model.measured_with.items() if name != "train.remat"}
@@ -175,10 +175,10 @@ def test_costs_measured_under_the_old_name_of_the_setting_are_compared_all_the_s
     for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
         outcome = lorafusion(*arguments, "--cost-model", file)
         assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-        assert "costs measured with train.remat=nothing for train.remat=everything" in outcome.err
+        assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
 
 
-def test_costs_that_do_not_say_what_they_were_measured_with_are_taken(lorafusion, two_stages, tmp_path):
+def test_costs_without_measured_with_are_accepted(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     values, file = json.loads(costs.read_text()), tmp_path / "old.json"
     del values["measured_with"]
@@ -201,7 +201,7 @@ def test_a_run_leaves_a_timeline_of_every_event_of_its_plan(two_stages):
     assert len(updates) == 2 * 2 * steps  # on each stage, a batch is closed and the adapter steps
 
 
-def test_a_run_shows_its_bubbles_beside_those_of_its_plan(lorafusion, job):
+def test_a_run_shows_measured_and_predicted_bubbles(lorafusion, job):
     def told(*settings) -> tuple[float | None, list[float | None]]:
         out = job.folder / f"run-{len(settings)}"
         assert lorafusion("train", job.path, "--out", out, "save.every_steps=1000", *settings).code == 0
@@ -235,7 +235,7 @@ def test_timeline_compares_with_a_prediction(lorafusion, two_stages, tmp_path):
     assert shown["slots"][1] == whole["slots"][1]
 
 
-def test_timeline_follows_a_run_that_went_on_with_fewer_stages(lorafusion, two_stages, tmp_path):
+def test_timeline_of_a_run_resumed_with_fewer_stages(lorafusion, two_stages, tmp_path):
     _, costs, finished = two_stages
     shutil.copytree(finished, tmp_path / "run")
     state = tmp_path / "run" / "state"
@@ -264,7 +264,7 @@ def test_timeline_of_one_device_needs_no_prediction(lorafusion, finished, tmp_pa
     assert len(drawn) >= len(read_timeline(out).spans)
 
 
-def test_the_page_is_called_after_its_run_and_says_nothing_empty(lorafusion, two_stages, tmp_path):
+def test_the_page_has_the_title_of_its_run(lorafusion, two_stages, tmp_path):
     _, costs, out = two_stages
     page = tmp_path / "timeline.html"
     for arguments, title in ((), "measured"), (("--cost-model", costs), "predicted and measured"):
@@ -273,7 +273,7 @@ def test_the_page_is_called_after_its_run_and_says_nothing_empty(lorafusion, two
         assert "<p></p>" not in page.read_text()
 
 
-def test_a_timeline_is_written_under_its_own_ending_only(lorafusion, finished, tmp_path):
+def test_wrong_output_suffix_is_an_error(lorafusion, finished, tmp_path):
     job, out = finished
     page = tmp_path / "page.txt"
     for command in (("timeline", out, "-o", page), ("plan", job.path, "--timeline", page)):
@@ -283,7 +283,7 @@ def test_a_timeline_is_written_under_its_own_ending_only(lorafusion, finished, t
     assert not page.exists()
 
 
-def test_a_run_without_a_timeline_says_so(lorafusion, finished, tmp_path):
+def test_a_run_without_a_timeline_is_an_error(lorafusion, finished, tmp_path):
     assert lorafusion("timeline", tmp_path / "nope").errors == ["run.missing"]
     shutil.copytree(finished[1], tmp_path / "run")
     (tmp_path / "run" / "timeline.json").unlink()
@@ -294,7 +294,7 @@ def test_a_run_without_a_timeline_says_so(lorafusion, finished, tmp_path):
     assert (outcome.code, outcome.errors) == (2, ["plan.timeline-format"])
 
 
-def test_status_says_what_ran_where(lorafusion, two_stages, finished):
+def test_status_shows_mesh_and_devices(lorafusion, two_stages, finished):
     _, _, out = two_stages
     numbers = json.loads(lorafusion("status", out, "--json").out)
     assert (numbers["mesh"], numbers["layers"]) == ({"stages": 2, "data": 1, "fsdp": 1}, [1, 1])

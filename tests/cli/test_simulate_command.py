@@ -1,4 +1,4 @@
-"""lorafusion simulate: a trace in, a table, a plot and a page out; bad traces are refused."""
+"""lorafusion simulate: tables, plots and pages from a trace; invalid traces are errors."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_json_has_every_figure(trace, tmp_path):
         (["--gpus", "1"], "online.job-too-large"),
     ],
 )
-def test_bad_requests_end_with_2_and_a_message(trace, tmp_path, monkeypatch, capfd, arguments, said):
+def test_invalid_arguments_exit_with_2(trace, tmp_path, monkeypatch, capfd, arguments, said):
     monkeypatch.chdir(tmp_path)
     big = generate_trace("steady", jobs=3, workers=[Worker("host0", 8)], seed=1, bases={"llama-3.1-70b": 1.0})
     trace.write_text(write_trace(big))

@@ -45,7 +45,7 @@ def test_every_projection_and_every_group_of_siblings_is_tuned_once(wide_job):
     assert {(s.tokens, s.tile, s.adapters, s.rate) for s in specs} == {(256, 128, 2, 0.1)}
 
 
-def test_tune_writes_a_table_and_goes_on_where_it_stopped(lorafusion, wide_job, tmp_path):
+def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path):
     path = tmp_path / "table.json"
     first = lorafusion("tune", wide_job, "--quick", "--out", path)
     assert first.code == 0, first.err
@@ -106,7 +106,7 @@ def test_what_failed_is_shown_with_the_first_reasons(lorafusion, wide_job, tmp_p
     assert path.exists() == works
 
 
-def test_a_job_that_no_kernel_divides_is_refused(lorafusion, job):
+def test_a_job_without_supported_kernels_is_an_error(lorafusion, job):
     outcome = lorafusion("tune", job.path)
     assert outcome.code == 2
     assert outcome.errors == ["tune.nothing-fits"]

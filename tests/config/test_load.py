@@ -1,4 +1,4 @@
-"""Job files: defaults, sweeps, overrides, and every mistake at once."""
+"""Job files: defaults, sweeps, overrides, and reports of all errors."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def errors_of(path: Path, overrides=()) -> dict[str, str]:
     return {error.code: str(error) for error in getattr(caught.value, "errors", [caught.value])}
 
 
-def test_four_lines_are_a_job(tmp_path):
+def test_minimal_job_has_four_lines(tmp_path):
     config = load_config(write(tmp_path, SMALL))
     assert [adapter.name for adapter in config.adapters] == ["law"]
     assert config.adapters[0].lora.rank == 16
@@ -95,7 +95,7 @@ def test_overrides_reach_sections_and_adapters(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["train.max_steps", "adapters.nobody.optim.lr=1", "adapters=3=4,[", "=3"])
-def test_an_override_that_names_nothing_is_refused(tmp_path, override):
+def test_overrides_of_unknown_settings_are_errors(tmp_path, override):
     assert errors_of(write(tmp_path, SMALL), [override])
 
 
@@ -120,7 +120,7 @@ def test_an_override_that_names_nothing_is_refused(tmp_path, override):
         ("adapters=3", "'adapters'", "must be a list"),
     ],
 )
-def test_a_wrong_override_is_named_as_it_was_typed(tmp_path, override, key, expected):
+def test_errors_quote_the_override(tmp_path, override, key, expected):
     path = write(tmp_path, SMALL + "mesh: {stages: 1}\nlora: {rank: 4}\n")
     (text,) = errors_of(path, [override]).values()
     assert f"{override} on the command line" in text
@@ -129,25 +129,25 @@ def test_a_wrong_override_is_named_as_it_was_typed(tmp_path, override, key, expe
     assert str(path) not in text
 
 
-def test_the_last_setting_of_a_key_is_to_blame_and_the_file_for_its_own(tmp_path):
+def test_errors_name_the_source_of_the_value(tmp_path):
     path = write(tmp_path, SMALL + "mesh: {stages: 1}\nlora: {rank: 0}\n")
     errors = errors_of(path, ["mesh.stages=2", "mesh.stages=x"])
     assert "mesh.stages=x on the command line" in errors["config.override"]
     assert "line 6" in errors["config.value"]
 
 
-def test_an_override_of_an_adapter_that_is_not_there_lists_those_that_are(tmp_path):
+def test_override_of_an_unknown_adapter_lists_the_known_ones(tmp_path):
     (text,) = errors_of(write(tmp_path, SMALL), ["adapters.lew.optim.lr=3"]).values()
     assert "there is no 'lew'" in text
     assert "fix: one of: law" in text
 
 
-def test_one_adapter_of_a_sweep_cannot_be_set_alone_and_the_error_says_so(tmp_path):
+def test_one_adapter_of_a_sweep_cannot_be_overridden(tmp_path):
     (text,) = errors_of(write(tmp_path, SMALL), ["adapters.law-lr1e-4.optim.lr=3"]).values()
     assert "those of a sweep are set all at once" in text
 
 
-def test_a_list_is_shown_by_an_example_as_it_would_be_typed(tmp_path):
+def test_list_errors_show_an_example(tmp_path):
     assert "mesh.layers=[20.5, 11.5]" in errors_of(write(tmp_path, SMALL), ["mesh.layers=3"])["config.override"]
     assert "mesh.layers: [20.5, 11.5]" in errors_of(write(tmp_path, SMALL + "mesh: {layers: 3}"))["config.value"]
 
@@ -164,7 +164,7 @@ def complaints(values: dict) -> str:
 
 
 @pytest.mark.parametrize("section", [*SHARED, *DEFAULTS, *SINGLE_DEFAULTS])
-def test_no_mistake_is_told_in_words_of_the_validator(section):
+def test_errors_do_not_use_pydantic_terms(section):
     model = SHARED.get(section) or DEFAULTS.get(section)
     sections = [{field: value} for field in model.model_fields for value in JUNK] if model else JUNK
     texts = [complaints(yaml.safe_load(SMALL) | {section: values}) for values in sections]
@@ -172,7 +172,7 @@ def test_no_mistake_is_told_in_words_of_the_validator(section):
     assert not [text for text in texts if re.search(r"\b([Ii]nput|valid|tuple|string|integer|dictionary|Keys)\b", text)]
 
 
-def test_five_mistakes_are_reported_in_one_go_with_lines_and_suggestions(tmp_path):
+def test_five_errors_are_reported_together_with_lines_and_suggestions(tmp_path):
     path = write(
         tmp_path,
         """
@@ -214,7 +214,7 @@ adapters:
     assert str(caught.value).count("error[") == 1
 
 
-def test_a_key_given_twice_is_not_silently_the_last_one(tmp_path):
+def test_duplicate_keys_are_errors(tmp_path):
     assert "config.twice" in errors_of(write(tmp_path, SMALL + "lora: {rank: 4}\nlora: {rank: 8}\n"))
 
 
@@ -253,7 +253,7 @@ def test_a_missing_file_names_the_command_that_makes_one(tmp_path):
     assert "lorafusion init" in errors_of(tmp_path / "nothing.yaml")["config.missing"]
 
 
-def test_toml_says_the_same_as_yaml(tmp_path):
+def test_toml_equals_yaml(tmp_path):
     path = tmp_path / "jobs.toml"
     path.write_text('base = {model = "some/model"}\n[[adapters]]\nname = "law"\ndata = {train = "law.jsonl"}\n')
     assert load_config(path) == load_config(write(tmp_path, SMALL))
@@ -272,7 +272,7 @@ def test_a_setting_that_was_renamed_is_refused_by_both_names(tmp_path):
         assert "'train.keep' is now 'train.remat'" in errors["config.renamed-key"]
 
 
-def test_the_configuration_of_a_run_that_began_under_an_old_name_is_read(tmp_path):
+def test_configurations_with_old_names_are_read(tmp_path):
     config = load_config(write(tmp_path, SMALL + "train: {remat: nothing}\n"))
     text = dump_config(config)
     assert text.count("  remat: nothing\n") == 1
@@ -285,7 +285,7 @@ def test_settings_without_effect_are_named(tmp_path):
     assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]
 
 
-def test_the_printed_starting_point_is_a_valid_job(tmp_path):
+def test_init_prints_a_valid_job(tmp_path):
     from lorafusion_jax.cli.init import TEXT
 
     config = load_config(write(tmp_path, TEXT))

@@ -1,4 +1,4 @@
-"""Packages of somebody else: a file with its entry points, found as an installed distribution is."""
+"""Toy packages: a file with entry points that is found like an installed distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model family from another package: Llama's layer under another model_type, other keys and other tensor names."""
+"""A model family from another package: Llama's layer with another model_type, other keys and tensor names."""
 
 from __future__ import annotations
 

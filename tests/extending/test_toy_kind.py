@@ -1,4 +1,4 @@
-"""An adapter kind from another package: LoRA whose product has a trainable scale per output column."""
+"""An adapter kind from another package: LoRA with a trainable scale per output column."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def trained(folder, name):
     return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
 
 
-def test_trains_beside_lora_to_peft_folders_that_evaluate_alike(job, tmp_path, capsys):
+def test_trains_with_lora_to_equivalent_peft_folders(job, tmp_path, capsys):
     assert run(["train", str(job({"toy": "scaled", "plain": "lora"})), "--out", str(tmp_path / "both")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "both" / "metrics.jsonl").read_text().splitlines()]
     evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == "toy"]
@@ -74,7 +74,7 @@ def test_trains_beside_lora_to_peft_folders_that_evaluate_alike(job, tmp_path, c
 
 
 @pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}])
-def test_joint_is_alone(job, tmp_path, mesh):
+def test_joint_equals_separate_training(job, tmp_path, mesh):
     """Another packing, so sums come in another order."""
     joint, alone = tmp_path / "joint", tmp_path / "alone"
     assert run(["train", str(job({"toy": "scaled", "plain": "lora"}, mesh=mesh)), "--out", str(joint)]) == 0
@@ -83,7 +83,7 @@ def test_joint_is_alone(job, tmp_path, mesh):
     assert max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours) < 1e-5
 
 
-def test_an_nnx_model_takes_it_and_it_computes_what_it_says():
+def test_works_in_an_nnx_model():
     specs = [
         AdapterSpec(name="toy", rank=2, alpha=4, kind="scaled", targets=(".*",)),
         AdapterSpec(name="plain", rank=3, alpha=3, targets=(".*",)),

@@ -1,4 +1,4 @@
-"""An objective from another package with two texts per sample, trained through the command line beside another one."""
+"""An objective from another package with two texts per sample, trained by the command line with another one."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(j
     assert {"eval_loss", "eval_tokens", "eval_margin", "eval_right"} <= {*held_out[0]}
 
 
-def test_who_shares_a_microbatch_changes_no_bit_of_a_fine_tuned_adapter(job, tmp_path, capsys):
+def test_other_objectives_in_a_microbatch_change_no_bit_of_sft(job, tmp_path, capsys):
     """The other adapter takes its mean over samples in one run and over tokens in the other: the slots are the same."""
     folders = []
     for number, objective in enumerate([{"name": "sft"}, {"name": "mean"}]):
@@ -215,7 +215,7 @@ def test_who_shares_a_microbatch_changes_no_bit_of_a_fine_tuned_adapter(job, tmp
         np.testing.assert_array_equal(weights(folders[1], "law")[key], wanted)
 
 
-def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(job, tmp_path, capsys):
+def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
     from lorafusion_jax.config import load_config
     from lorafusion_jax.training import train
 
@@ -277,7 +277,7 @@ def test_what_does_not_exist_is_refused_with_its_place(job, capsys, objective, s
         assert text in " ".join(shown.split())
 
 
-def test_an_objective_that_does_not_keep_its_word_is_refused_before_a_run_begins(job, tmp_path, capsys):
+def test_broken_objectives_are_errors_before_a_run_starts(job, tmp_path, capsys):
     entries = {"data": {"train": "law.jsonl"}, "objective": {"name": "undeclared"}}
     job(("law",))
     assert run(["train", job(**entries), "--out", str(tmp_path / "run")]) == 2

@@ -1,4 +1,4 @@
-"""An optimizer and a schedule from another package, trained with through the command line."""
+"""An optimizer and a schedule from another package, used in training by the command line."""
 
 from __future__ import annotations
 

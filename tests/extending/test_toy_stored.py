@@ -1,4 +1,4 @@
-"""Stored frozen weights from another package: int8 with a scale per output channel; and the built-in kind, alike."""
+"""Stored frozen weights from another package (int8 with a scale per output channel), and the built-in kind."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_trains_to_the_adapter_that_the_dequantised_base_gives(job, train, tiny_
 
 
 @pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}, {"fsdp": 2}], ids=str)
-def test_joint_is_alone_on_every_mesh(job, train, mesh):
+def test_joint_equals_separate_training_on_every_mesh(job, train, mesh):
     """Another packing and other devices, so sums come in another order."""
     joint = train("joint", job("eight", mesh=mesh))
     alone = train("alone", job("eight", names=["law"]))
@@ -126,13 +126,13 @@ def test_joint_is_alone_on_every_mesh(job, train, mesh):
 
 
 @pytest.mark.parametrize("remat", ["everything", "gemm_inputs", "nothing"])
-def test_whatever_backward_is_left_the_adapter_is_the_same(job, train, remat):
+def test_remat_policies_do_not_change_the_adapter(job, train, remat):
     path = job("eight", names=["law"])
     ours = weights(train(remat, path, f"train.remat={remat}"))
     assert largest_difference(ours, weights(train("auto", path))) < 1e-5
 
 
-def test_a_run_that_goes_on_is_bitwise_the_one_that_never_stopped(job, train, tmp_path, capsys):
+def test_resumed_run_equals_uninterrupted_run_bitwise(job, train, tmp_path, capsys):
     whole = train("whole", job("int8"), "save.every_steps=1", "save.keep=9")
     half = tmp_path / "half"
     shutil.copytree(whole, half, symlinks=True)

@@ -34,6 +34,6 @@ def found():
 
 
 @pytest.mark.parametrize("name", kernel_checks.names())
-def test_right_repeatable_and_isolated(found, name):
+def test_correct_deterministic_and_isolated(found, name):
     ok, detail = found[name]
     assert ok, detail

@@ -1,4 +1,4 @@
-"""Whole runs on a real GPU, with the kernels that a user gets: make gpu-test."""
+"""Whole runs on a real GPU, with the default kernels: make gpu-test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def learned(name, key, pair):
     return [tensor - first for tensor, first in zip(pair, start, strict=True)]
 
 
-def test_together_is_alone_to_the_rounding_of_bfloat16(weights, together):
+def test_joint_equals_separate_training_up_to_bfloat16_rounding(weights, together):
     """Activations are bfloat16 here, and rows lie elsewhere: 0.2 to 0.7 % of what is learned differs on a CPU."""
     alone = weights(["law"])["law"]
     assert alone.keys() == together["law"].keys()

@@ -1,4 +1,4 @@
-"""The description of a layer is what runs: same leaves, same halves, same names that a policy can save."""
+"""The layer description agrees with the modules: leaves, halves, and checkpoint names."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_a_layer_has_the_leaves_of_its_description(config, half):
     assert adapted == {linear.path for linear in LAYER.linears_of(half)}
 
 
-def test_halves_share_no_leaf_and_leave_none_out():
+def test_halves_partition_the_leaves():
     attention, mlp = (LAYER.frozen_shapes(LLAMA_70B, half) for half in HALVES)
     assert not attention.keys() & mlp.keys()
     assert attention | mlp == LAYER.frozen_shapes(LLAMA_70B)
@@ -47,7 +47,7 @@ def test_halves_share_no_leaf_and_leave_none_out():
 
 
 @pytest.mark.parametrize("leaf", ["post_feedforward_layernorm.weight", "mlp.router.kernel", "q_proj.kernel", "mlp"])
-def test_a_leaf_that_no_layer_has_belongs_to_no_half(leaf):
+def test_unknown_leaf_is_an_error(leaf):
     with pytest.raises(ValueError, match="no part of a decoder layer has the leaf"):
         LAYER.half_of(leaf)
     with pytest.raises(ValueError, match="no part of a decoder layer has the leaf"):
@@ -65,7 +65,7 @@ def test_targets_are_the_projections():
     assert resolve_targets("all-linear") == LAYER.targets
 
 
-def test_the_forward_pass_names_everything_that_a_policy_looks_for():
+def test_forward_defines_all_checkpoint_names():
     model = nnx.eval_shape(lambda: Decoder(EVERYTHING, ADAPTERS, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     rows = jnp.arange(16)

@@ -1,4 +1,4 @@
-"""A broken adapter breaks nobody else, and an adapter without a step is not touched: bit for bit."""
+"""A diverging adapter does not affect others, and an adapter without a step stays unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entries(write_rows, breaking_lr):
     ]
 
 
-def test_an_adapter_that_diverges_stops_alone(write_job, write_rows, tmp_path):
+def test_only_the_diverging_adapter_stops(write_job, write_rows, tmp_path):
     healthy = train(load_config(write_job(entries(write_rows, 1e-3))), tmp_path / "healthy")
     broken = train(load_config(write_job(entries(write_rows, 1e30))), tmp_path / "broken")
     assert healthy.exit_code == 0
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_no_moment(two, pois
     assert np.asarray(finite).tolist() == [True, False]  # in order of names: lora_a, lora_b
 
 
-def test_an_adapter_that_is_not_alive_takes_no_further_step(two):
+def test_a_failed_adapter_takes_no_further_step(two):
     _, lora, grads, _ = two
     after, sums, _, _, alive, _, _ = step(two, grads, alive=(False, True))
     chex.assert_trees_all_equal(after, lora)

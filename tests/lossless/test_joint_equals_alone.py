@@ -1,4 +1,4 @@
-"""The product's promise: an adapter trained with others is the adapter trained alone."""
+"""The main promise: joint training equals separate training."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def worst_difference(a: dict, b: dict) -> float:
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
 
 
-def test_joint_is_alone(run):
+def test_joint_equals_separate_training(run):
     joint = run(ADAPTERS).weights
     for name in ADAPTERS:
         alone = run([name]).weights

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped: bit for bit, weights and metrics."""
+"""A resumed run equals an uninterrupted run bit for bit, in weights and metrics."""
 
 from __future__ import annotations
 

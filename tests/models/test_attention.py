@@ -1,4 +1,4 @@
-"""Packed attention against its definition, and that segments cannot reach each other."""
+"""Packed attention against its definition, and isolation of segments."""
 
 import inspect
 from functools import partial
@@ -54,7 +54,7 @@ def run(q, k, v, do, segments, implementation="xla"):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_output_and_gradients_are_the_definition(shape):
+def test_output_and_gradients_match_the_definition(shape):
     arrays, segments = inputs(*SHAPES[shape])
     for got, wanted in zip(run(*arrays, segments), meaning(*arrays, segments.ids), strict=True):
         # float32 sums of at most 300 terms: 1e-6 of the largest, five times that for room.
@@ -71,7 +71,7 @@ def test_bfloat16_inputs_give_bfloat16_results_near_the_definition():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-def test_bad_values_stay_in_their_segment(where, bad):
+def test_nan_stays_in_its_segment(where, bad):
     arrays, segments = inputs(*SHAPES["many short"])
     clean = run(*arrays, segments)
     spoiled = dict(zip(("q", "k", "v", "do"), arrays, strict=True))
@@ -86,7 +86,7 @@ def test_bad_values_stay_in_their_segment(where, bad):
     assert all(np.isnan(grad).any() for grad in own_grads)
 
 
-def test_bad_rows_do_not_reach_earlier_rows_forward():
+def test_nan_does_not_reach_earlier_rows_in_forward():
     arrays, segments = inputs(*SHAPES["many short"])
     clean = run(*arrays, segments)[0]
     arrays[2] = arrays[2].at[50].set(np.nan)
@@ -95,7 +95,7 @@ def test_bad_rows_do_not_reach_earlier_rows_forward():
     assert np.isnan(o[50:128]).all()
 
 
-def test_segment_is_attended_alone():
+def test_segment_result_equals_separate_attention():
     arrays, segments = inputs(*SHAPES["many short"])
     whole = run(*arrays, segments)
     part = slice(8, 128)
@@ -105,7 +105,7 @@ def test_segment_is_attended_alone():
         np.testing.assert_allclose(got[part], wanted, atol=5e-6 * np.abs(wanted).max())
 
 
-def test_no_square_of_the_rows_exists():
+def test_memory_is_not_quadratic_in_rows():
     T = 4096
     shapes = [jax.ShapeDtypeStruct((T, 2, C), jnp.float32)] * 4
     memory = run.lower(*shapes, Segments.from_lengths([T], T)).compile().memory_analysis()
@@ -118,7 +118,7 @@ def test_unknown_implementation_is_refused():
         attention(*arrays[:3], segments, implementation="flash")
 
 
-def test_cudnn_says_what_it_cannot_do():
+def test_cudnn_names_unsupported_inputs():
     arrays, segments = inputs(*SHAPES["less than a block"])
     with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
         attention(*arrays[:3], segments, implementation="cudnn")
@@ -141,7 +141,7 @@ def test_cudnn_says_what_it_cannot_do():
         ("cpu", None, jnp.bfloat16, (256, 4, 128), "xla"),
     ],
 )
-def test_default_is_the_fastest_that_serves(monkeypatch, platform, capability, dtype, shape, chosen):
+def test_default_is_the_fastest_supported_implementation(monkeypatch, platform, capability, dtype, shape, chosen):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_implementation(jnp.zeros(shape, dtype), jnp.zeros((shape[0], 2, shape[2]), dtype)) == chosen
@@ -268,7 +268,7 @@ ON_HOPPER = pytest.mark.parametrize("implementation", ["cudnn", "pallas_mosaic_g
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_kernels_give_what_xla_gives(packing, implementation):
+def test_kernels_match_xla(packing, implementation):
     arrays, segments = wide_inputs(PACKINGS[packing])
     pairs = zip(run(*arrays, segments, implementation=implementation), run(*arrays, segments), strict=True)
     for got, wanted in pairs:
@@ -280,7 +280,7 @@ def test_kernels_give_what_xla_gives(packing, implementation):
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
-def test_bad_values_stay_in_their_segment_on_gpus(where, implementation):
+def test_nan_stays_in_its_segment_on_gpus(where, implementation):
     arrays, segments = wide_inputs(PACKINGS["ragged"])
     clean = run(*arrays, segments, implementation=implementation)
     row = 920  # in the fourth segment

@@ -1,4 +1,4 @@
-"""Norm, gate and rotation: written-out gradients against automatic ones, and what they keep for the backward pass."""
+"""Norm, gate and rotary positions: values, gradients, and residuals of backward."""
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,12 @@ def rotated(x):
         (gated, (normal(5, 16), normal(5, 16))),
     ],
 )
-def test_gradients_are_those_of_finite_differences(function, arguments):
+def test_gradients_match_finite_differences(function, arguments):
     # Differences of float32 values at steps of 1e-2: three digits.
     check_grads(function, arguments, order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-2)
 
 
-def test_norm_is_its_definition():
+def test_norm_matches_its_definition():
     x, weight = normal(7, 16), normal(16)
     wanted = (
         np.asarray(x, np.float64) / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-3) * weight
@@ -53,7 +53,7 @@ def test_norm_is_its_definition():
     np.testing.assert_allclose(norm(x, weight), wanted, rtol=1e-5)
 
 
-def test_gate_is_its_definition():
+def test_gate_matches_its_definition():
     gate, up = normal(7, 16), normal(7, 16)
     np.testing.assert_allclose(silu_gate(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
 
@@ -65,6 +65,6 @@ def test_gate_is_its_definition():
         (silu_gate, (normal(64, 32, dtype=jnp.bfloat16), normal(64, 32, dtype=jnp.bfloat16)), 64 * 32 * 2),
     ],
 )
-def test_backward_keeps_the_inputs_and_little_else(function, arguments, small):
+def test_residuals_are_mainly_the_inputs(function, arguments, small):
     kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *arguments))
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == arguments[0].size * 2 + small

@@ -24,7 +24,7 @@ def read(**changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
-def test_parameters_are_those_of_the_file(folder):
+def test_parameter_count_matches_the_file(folder):
     with safe_open(folder / "model.safetensors", "np") as file:
         stored = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     assert ModelConfig.from_hf(folder).num_parameters == sum(stored.values())
@@ -43,7 +43,7 @@ def test_fields_are_read():
     {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
     {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
 ], ids=["rope_type", "type", "rope_parameters"])  # fmt: skip
-def test_every_spelling_of_rope_scaling_means_the_same(spelling):
+def test_spellings_of_rope_scaling_are_equivalent(spelling):
     config = read(**spelling)
     assert config.rope_theta == 5e5
     assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0)
@@ -139,7 +139,7 @@ def test_values_of_wrong_types_and_ranges_are_refused(changes):
 
 
 @pytest.mark.parametrize("text", ['{"a": ' * 5000, '{"vocab_size": ' + "9" * 5000 + "}"])
-def test_a_file_that_no_reader_takes_is_refused(text, tmp_path):
+def test_unreadable_files_are_errors(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"model\.bad-config"):
         ModelConfig.from_hf(tmp_path)
@@ -160,7 +160,7 @@ def test_a_file_that_no_reader_takes_is_refused(text, tmp_path):
     ({"vocab_size": None}, "vocab_size is missing"),
     ({"hidden_size": "64"}, "hidden_size='64' is not a positive integer"),
 ])  # fmt: skip
-def test_what_is_not_implemented_is_refused(changes, said):
+def test_unsupported_settings_are_errors(changes, said):
     with pytest.raises(CheckpointError) as caught:
         read(**changes)
     assert said in str(caught.value)
@@ -192,7 +192,7 @@ def test_absent_and_broken_files_are_named(tmp_path):
     {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
     {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
 ])  # fmt: skip
-def test_written_config_reads_back_the_same(changes, tmp_path):
+def test_config_round_trip(changes, tmp_path):
     config = read(**changes)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     assert ModelConfig.from_hf(tmp_path) == config

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: placement, sharding, and every way in which a directory can be wrong."""
+"""Loading and saving Hugging Face directories: sharding, round trips, and invalid directories."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,12 +30,6 @@ TIED, PLAIN = GOLDEN / "qwen2_tied", GOLDEN / "llama2"
 
 def leaves(model) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def assert_same(got: dict, wanted: dict):
-    assert got.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
 
 
 @pytest.fixture
@@ -61,8 +56,8 @@ def test_lora_leaves_are_those_of_a_fresh_decoder():
     fresh = leaves(Decoder(ModelConfig.from_hf(PLAIN), ADAPTERS, dtype=jnp.float32))
     loaded = leaves(load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16))
     for name in (name for name in fresh if "lora" in name):
-        assert loaded[name].dtype == np.float32
-        np.testing.assert_array_equal(loaded[name], fresh[name])
+        chex.assert_type(loaded[name], np.float32)
+        chex.assert_trees_all_equal(loaded[name], fresh[name])
 
 
 def test_tied_head_is_the_embedding():
@@ -86,17 +81,19 @@ def test_each_device_reads_and_holds_its_part():
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 8000], ids=["one file", "shards"])
-def test_saved_model_is_the_loaded_one(tmp_path, shard_bytes):
+def test_saved_model_equals_the_loaded_model(tmp_path, shard_bytes):
     model = load_decoder(PLAIN, ADAPTERS, dtype=jnp.bfloat16)
     out = save_decoder(model, tmp_path / "out", shard_bytes=shard_bytes)
     assert (out / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     assert all(file.stat().st_size < shard_bytes + 4096 for file in out.glob("*.safetensors"))
-    assert_same(leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16)))
+    chex.assert_trees_all_equal(
+        leaves(load_decoder(out, dtype=jnp.bfloat16)), leaves(load_decoder(PLAIN, dtype=jnp.bfloat16))
+    )
 
 
-def test_saved_file_is_the_one_it_came_from(tmp_path):
+def test_saved_file_equals_the_original(tmp_path):
     out = save_decoder(load_decoder(PLAIN, dtype=jnp.float32), tmp_path / "out", source_dir=PLAIN)
-    assert_same(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
+    chex.assert_trees_all_equal(load_file(out / "model.safetensors"), load_file(PLAIN / "model.safetensors"))
     assert (out / "config.json").read_bytes() == (PLAIN / "config.json").read_bytes()
 
 
@@ -110,7 +107,7 @@ def test_edit_changes_what_is_written(tmp_path):
     assert changed == ["model.layers.1.self_attn.q_proj.weight"]
 
 
-def test_nothing_is_left_of_a_model_that_could_not_be_written(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
     model = load_decoder(PLAIN, dtype=jnp.float32)
 
     def full_disk(fd):
@@ -122,8 +119,8 @@ def test_nothing_is_left_of_a_model_that_could_not_be_written(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_taken_folder_is_not_overwritten(model_dir):
-    with pytest.raises(CheckpointError, match="something here already"):
+def test_existing_folder_is_not_overwritten(model_dir):
+    with pytest.raises(CheckpointError, match="the folder is not empty"):
         save_decoder(load_decoder(model_dir, dtype=jnp.float32), model_dir)
     load_decoder(model_dir)
 
@@ -188,10 +185,10 @@ def test_missing_head_points_at_the_config(model_dir):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, 5000])
-def test_file_cut_short_is_named(model_dir, keep):
+def test_truncated_file_is_named(model_dir, keep):
     file = model_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="cut short or broken") as caught:
+    with pytest.raises(CheckpointError, match="truncated or corrupt") as caught:
         load_decoder(model_dir)
     assert caught.value.where == str(file)
 
@@ -213,7 +210,7 @@ def test_all_broken_shards_are_named(tmp_path):
     ]
 
 
-def test_index_that_promises_too_much_is_refused(tmp_path):
+def test_index_with_missing_tensors_is_an_error(tmp_path):
     model_dir = sharded(tmp_path)
     index = model_dir / "model.safetensors.index.json"
     content = json.loads(index.read_text())

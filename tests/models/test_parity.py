@@ -1,4 +1,4 @@
-"""The decoder against `transformers`: stored logits always, live ones where torch is installed."""
+"""The decoder against `transformers`: stored logits always, live ones if torch is installed."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_logits_equal_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers_here_and_now(family, tmp_path):
+def test_logits_equal_those_of_installed_transformers(family, tmp_path):
     pytest.importorskip("torch", reason="without torch the stored logits stand for it")
     pytest.importorskip("transformers", reason="without transformers the stored logits stand for it")
     write_model(family, tmp_path)

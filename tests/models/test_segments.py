@@ -1,4 +1,4 @@
-"""Rows of a packed microbatch and the segments they form."""
+"""Segments of packed microbatches."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,14 @@ import pytest
 from lorafusion_jax.models import Segments, segment_bucket
 
 
-def test_left_over_rows_are_a_segment_of_their_own():
+def test_remaining_rows_form_a_segment():
     segments = Segments.from_lengths([3, 1], 8)
     assert segments.ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
     assert segments.offsets.tolist() == [0, 3, 4, *[-1] * 6]
     assert segments.lengths.tolist() == [3, 1, 4, *[-1] * 5]
 
 
-def test_nothing_is_left_over_when_the_runs_fill_the_rows():
+def test_no_extra_segment_if_the_runs_fill_the_rows():
     assert Segments.from_lengths([3, 5], 8).lengths.tolist() == [3, 5, *[-1] * 6]
 
 

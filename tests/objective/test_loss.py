@@ -49,7 +49,7 @@ value_and_grad = jax.jit(jax.value_and_grad(total, has_aux=True), static_argname
 
 
 @pytest.mark.parametrize("T", [300, 256, 7], ids=["partial last chunk", "whole chunks", "less than a chunk"])
-def test_losses_and_gradient_are_the_definition(T):
+def test_losses_and_gradient_match_the_definition(T):
     inputs = problem(T)
     (_, losses), grad = value_and_grad(*inputs)
     wanted, wanted_grad = meaning(*inputs)
@@ -83,7 +83,7 @@ def test_bfloat16_products_add_up_in_float32():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_bad_rows_stay_with_their_adapter(bad):
+def test_nan_stays_in_its_adapter(bad):
     hidden, head, targets, weights, row_adapter = problem()
     spoiled = hidden.copy()
     spoiled[120:130] = bad
@@ -97,20 +97,20 @@ def test_bad_rows_stay_with_their_adapter(bad):
     assert np.isnan(np.asarray(grad)[120:130][weights[120:130] > 0]).any()
 
 
-def test_rows_that_do_not_count_have_zero_gradient():
+def test_rows_of_weight_zero_have_zero_gradient():
     inputs = problem()
     grad = value_and_grad(*inputs)[1]
     assert not np.asarray(grad)[(inputs[3] == 0) | (inputs[4] == -1)].any()
 
 
-def test_nothing_to_learn_costs_nothing_and_gives_zero():
+def test_no_learned_rows_give_zero_without_compute():
     hidden, head, targets, weights, row_adapter = problem()
     (_, losses), grad = value_and_grad(hidden * np.nan, head, targets, weights * 0, row_adapter)
     assert losses.tolist() == [0.0] * A
     assert not grad.any()
 
 
-def test_loss_does_not_depend_on_the_place_in_the_microbatch():
+def test_loss_does_not_depend_on_the_position_in_the_microbatch():
     hidden, head, targets, weights, row_adapter = problem()
     mine = row_adapter == 1
     alone = adapter_losses(hidden[mine], head, targets[mine], weights[mine], row_adapter[mine] * 0, 1)
@@ -139,7 +139,7 @@ def test_each_row_has_its_own_loss_and_gradient():
 
 
 @pytest.mark.parametrize("tokens", [100, 50_000, 5_000_000], ids=["small", "large", "huge"])
-def test_a_large_batch_loses_no_digits_of_a_float16_gradient(tokens):
+def test_float16_gradients_of_large_batches_do_not_underflow(tokens):
     """Slopes times 1 / tokens would be less than the smallest float16: 16 % off at 50 000, nothing left at 5 million.
 
     The backward pass gets the gradient of `scale` · loss, so that the result itself is in the range of float16.

@@ -1,4 +1,4 @@
-"""From row losses to what each adapter minimises: the formula, isolation of bad numbers, no table where none is due."""
+"""Reduction of token losses to adapters: the formula, isolation of NaN, and the table of samples."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_each_adapter_gets_the_mean_of_its_own_objective():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("adapter", range(3))
-def test_bad_rows_reach_neither_loss_nor_gradient_of_another_adapter(adapter, bad):
+def test_nan_does_not_reach_other_adapters(adapter, bad):
     rows, nll = batch(), np.random.default_rng(0).random(T).astype(np.float32)
 
     def total(nll):
@@ -109,7 +109,7 @@ def test_bad_rows_reach_neither_loss_nor_gradient_of_another_adapter(adapter, ba
     assert np.isfinite(clean_slopes).all()  # places without a sample are no 0 / 0
 
 
-def test_fine_tuning_alone_has_no_table_and_no_metrics():
+def test_only_sft_needs_no_table_and_has_no_metrics():
     pieces = [piece(0, (9,), Weights(0.5))]
     own = assemble(pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(1), max_adapters=1)
     assert own.samples is None
@@ -118,7 +118,7 @@ def test_fine_tuning_alone_has_no_table_and_no_metrics():
     assert [*totals_of(jnp.ones(T), own, (SFT,))] == ["loss"]
 
 
-def test_texts_of_a_sample_do_not_see_each_other():
+def test_segments_of_a_sample_are_isolated():
     rows = assemble(
         [piece(0, (5, 8), Weights(1.0, 1.0))],
         capacity_tokens=T,
@@ -134,7 +134,7 @@ def test_texts_of_a_sample_do_not_see_each_other():
     assert rows.samples.segments.tolist() == [[0, 1]]
 
 
-def test_the_first_text_of_a_sample_draws_as_a_sample_of_one_text():
+def test_dropout_of_the_first_segment_equals_that_of_a_single_text():
     one, two = (
         assemble([piece(0, lengths, Weights(1.0))], capacity_tokens=T, tile_tokens=TILE, max_segments=8, max_adapters=1)
         for lengths in ((5,), (5, 8))
@@ -151,7 +151,7 @@ def test_the_first_text_of_a_sample_draws_as_a_sample_of_one_text():
     ],
     ids=["vector", "metrics", "fails"],
 )
-def test_a_loss_that_does_not_keep_its_word_is_refused(loss, says):
+def test_a_loss_that_breaks_its_declaration_is_an_error(loss, says):
     broken = Chosen(name="broken", objective=Objective(loss=loss, metrics={"gap": "nats"}), options=NoOptions())
     with pytest.raises(ConfigError) as caught:
         check_loss(broken)
@@ -170,7 +170,7 @@ def test_a_loss_that_does_not_keep_its_word_is_refused(loss, says):
     ],
     ids=["loss of tokens", "no loss", "no segments", "taken name", "not given"],
 )
-def test_an_objective_that_says_two_things_is_refused_where_it_is_made(given):
+def test_inconsistent_objectives_are_errors(given):
     with pytest.raises(ValueError, match=r"\w"):
         Objective(**given)
 
@@ -178,6 +178,6 @@ def test_an_objective_that_says_two_things_is_refused_where_it_is_made(given):
 @pytest.mark.parametrize(
     "given", [{}, {"prompt": "a"}, {"text": "a", "messages": []}, {"prompt": "a", "answer": "b", "text": ""}]
 )
-def test_a_segment_is_one_text(given):
-    with pytest.raises(ValueError, match="one of them only"):
+def test_a_segment_has_exactly_one_text(given):
+    with pytest.raises(ValueError, match="exactly one of"):
         Segment(name="x", **given)

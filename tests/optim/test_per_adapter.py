@@ -1,4 +1,4 @@
-"""per_adapter: each adapter's optimizer is the one that it would have alone."""
+"""per_adapter: each adapter's optimizer behaves as in separate training."""
 
 import chex
 import jax
@@ -30,7 +30,7 @@ def own(tree, number):
     return jax.tree.map(lambda leaf: leaf[number], tree)
 
 
-def test_each_adapter_steps_as_it_would_alone():
+def test_each_adapter_steps_as_in_separate_training():
     both, params = per_adapter({"law": law(), "med": med()}), tree(0)
     state = both.init(params)
     alone = [(optimizer, own(params, number)) for number, optimizer in enumerate((law(), med()))]
@@ -88,7 +88,7 @@ def test_nnx_optimizer_forwards_active():
     assert (model.up.lora_a[...][1] != before[1]).any()
 
 
-def test_stacked_layers_take_another_axis():
+def test_stacked_layers_use_another_axis():
     params = {"lora_a": jnp.ones((3, 2, 4, 2)), "other": jnp.ones((2, 4, 2))}
     optimizer = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(2.0)}, axis=-3)
     updates, _ = optimizer.update(params, optimizer.init(params), params)
@@ -96,7 +96,7 @@ def test_stacked_layers_take_another_axis():
     np.testing.assert_array_equal(updates["lora_a"][:, 1], -2 * np.ones((3, 4, 2)))
 
 
-def test_misuse_is_an_error_that_names_the_fix():
+def test_misuse_is_an_error_with_a_fix():
     optimizer, params = per_adapter({"law": optax.sgd(1.0), "med": optax.sgd(1.0)}), tree(0)
     with pytest.raises(ConfigError, match=r"wrt=nnx\.LoRAParam"):
         optimizer.init({"kernel": jnp.ones((4, 4))})

@@ -1,4 +1,4 @@
-"""How a call gets its backend, and a backend that lives outside the package."""
+"""Selection of a backend, and backends from outside the package."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def test_a_backend_from_outside_is_taken_by_its_name_and_differentiated(toy):
     assert toy.asked == 1  # a call is decided once
 
 
-def test_its_refusal_reaches_the_caller(toy):
+def test_its_unsupported_reason_reaches_the_caller(toy):
     arguments, _ = draw(table=[0, 1], widths=(64, 64), ranks=(8, 8))
     with pytest.raises(
         NotImplementedError, match="implementation='toy' cannot serve this call: it takes one projection"
@@ -72,7 +72,7 @@ def test_names_are_taken_once_and_unknown_ones_list_all(toy):
         )
 
 
-def test_what_is_no_backend_is_refused():
+def test_incomplete_backends_are_errors():
     with pytest.raises(TypeError, match="needs unsupported_reason, forward and backward"):
         backend.register("wrong", object())
     assert "wrong" not in backend.names()

@@ -1,4 +1,4 @@
-"""Counted work of a layer against counts by hand."""
+"""Counted work of a layer against hand counts."""
 
 import dataclasses
 
@@ -97,7 +97,7 @@ def test_the_low_rank_part_of_dx_is_in_the_widest_product_with_lora():
     assert op.passes["dx 2"].flops - frozen["dx 2"].flops == 2 * T * K * 2 * R
 
 
-def test_the_mlp_does_its_low_rank_work_where_it_gates():
+def test_the_mlp_fuses_low_rank_work_into_the_gate():
     a, gate, up, down = 2, 16, 8, 32
     op = MlpCost(tokens=T, width=K, inner=N, ranks=(gate, up, down), adapters=a, dropout=True)
     x, h, bits, bits_h, both = 2 * T * K, 2 * T * N, T * K // 8, T * N // 8, gate + up
@@ -122,7 +122,7 @@ def test_the_mlp_does_its_low_rank_work_where_it_gates():
     }
 
 
-def test_the_mlp_as_one_op_is_quicker_than_three_and_without_lora_frozen():
+def test_the_mlp_as_one_op_costs_less_than_three_ops():
     op = MlpCost(tokens=T, width=K, inner=N, ranks=(R, R, R), dropout=True)
     gating = 8 * 2 * T * N / H200.bytes
     assert op.floor_s(H200) < op.siblings.floor_s(H200) + op.down.floor_s(H200) + gating

@@ -1,4 +1,4 @@
-"""Keep masks: rate, independence, purity.  Every draw is fixed, so these tests pass or fail for good."""
+"""Dropout masks: rate, independence, purity. All draws are fixed, so the tests are deterministic."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +66,7 @@ def test_layers_are_independent():
     assert abs(product.sum()) / np.sqrt(product.size) < 5
 
 
-def test_a_row_keeps_its_mask_wherever_it_stands():
+def test_masks_do_not_depend_on_the_position_in_the_microbatch():
     row_key = np.random.default_rng(0).permutation(ROWS)
     np.testing.assert_array_equal(mask(row_key=row_key), mask()[row_key])
 

@@ -1,4 +1,4 @@
-"""Public ops give the formula's values and gradients inside jit and outside; jit adds nothing but speed."""
+"""Public ops match the formula's values and gradients with and without jit."""
 
 from functools import partial
 

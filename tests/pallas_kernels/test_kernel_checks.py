@@ -1,4 +1,4 @@
-"""The checks of the kernels can fail: at wrong values, leaks between adapters and refusals that nobody expects."""
+"""The kernel checks detect wrong values, leaks between adapters, and unexpected errors."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -14,7 +14,7 @@ from benchmarks.kernel_calls import formula, gradients
 
 
 @pytest.mark.parametrize("backend", kernel_checks.BACKENDS)
-def test_an_h200_refuses_exactly_the_cases_that_say_so(backend):
+def test_unsupported_cases_on_h200_are_the_expected_ones(backend):
     names = [name for other, name in kernel_checks.pairs() if other == backend]
     wrong = {}
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
@@ -48,7 +48,7 @@ class Records(dict):
         (Future(), "a Hopper GPU", False),  # served
     ],
 )
-def test_only_the_expected_refusal_is_right(job, expected, ok):
+def test_unexpected_reasons_are_failures(job, expected, ok):
     records = Records()
     kernel_checks._check(records, "case", job, expected, lambda run: (True, "right"))
     assert records == {"case": ok}
@@ -85,7 +85,7 @@ def test_runs_that_differ_are_wrong(call, run):
 
 @pytest.mark.parametrize("check", [kernel_checks.isolation, kernel_checks.company])
 @pytest.mark.parametrize("leaks", [False, True])
-def test_what_reaches_another_adapter_is_found(call, run, check, leaks):
+def test_leaks_between_adapters_are_detected(call, run, check, leaks):
     def leaky(arguments, dys):
         ys, dx, das, dbs = run(arguments, dys)
         met = jnp.mean(ys[0].astype(jnp.float32))

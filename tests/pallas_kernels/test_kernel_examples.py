@@ -1,4 +1,4 @@
-"""The examples in the kernels' docstrings run."""
+"""Docstring examples of the kernels."""
 
 import doctest
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What may import what inside the package, read from the sources and tried in fresh interpreters."""
+"""Import rules inside the package, checked in the sources and in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_folders_import_in_one_direction():
     assert not wrong
 
 
-def test_hopper_and_triton_folders_know_nothing_of_each_other():
+def test_hopper_and_triton_folders_do_not_import_each_other():
     wrong = {
         f"{name} imports {target}"
         for name, targets in FILES.items()
@@ -134,7 +134,7 @@ def kernels_of_a_layer(condition: str) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
-def test_hopper_serves_without_the_triton_folders():
+def test_hopper_works_without_the_triton_folders():
     blocked = 'name.startswith("pallas_kernels.") and "triton" in name.split(".")'
     triton, mosaic, modules, warned = kernels_of_a_layer(blocked)
     assert (mosaic, modules) == (4, 0)
@@ -142,7 +142,7 @@ def test_hopper_serves_without_the_triton_folders():
     assert warned == 1  # the norm falls back to XLA and says so
 
 
-def test_hopper_serves_without_the_triton_lowering_of_jax():
+def test_hopper_works_without_the_triton_lowering_of_jax():
     triton, mosaic, _, warned = kernels_of_a_layer('name == "jax.experimental.pallas.triton"')
     assert (triton, mosaic) == (0, 4)
     assert warned == 2  # the small passes and the norm

@@ -1,4 +1,4 @@
-"""Preferences on plain integers: which call goes to Hopper's kernels, and which does not."""
+"""The policy on plain integers: which calls use Hopper's kernels."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_xla_is_preferred(changes):
     assert preferred(changes) == "xla"
 
 
-def test_siblings_are_split_where_only_their_ranks_together_are_too_large():
+def test_siblings_are_split_if_their_combined_rank_is_too_large():
     siblings = dataclasses.replace(LAYER, out_features=(4096, 4096), ranks=(64, 16))
     assert policy.split_is_faster(siblings, hopper=True)
     assert not policy.split_is_faster(siblings, hopper=False)
@@ -93,7 +93,7 @@ def test_the_mlp_is_one_op_where_both_calls_prefer_hopper_or_it_is_asked_for():
         ({"heads": 30}, "multiple of the 8 key heads"),
     ],
 )
-def test_attention_says_what_it_cannot_serve(changes, words):
+def test_attention_names_unsupported_inputs(changes, words):
     sizes = {"rows": 8192, "heads": 32, "key_heads": 8, "width": 128, "dtype": "bfloat16"}
     assert policy.attention_unsupported_reason(**sizes) is None
     assert words in (policy.attention_unsupported_reason(**sizes | changes) or "")

@@ -1,4 +1,4 @@
-"""Sums over the tiles of one adapter, for more adapters than one read of the partial sums serves."""
+"""Sums over the tiles of each adapter, for many adapters."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.tiles import sum_tiles
 
 
 @pytest.mark.parametrize("adapters", [3, 16, 17, 33])
-def test_each_adapters_sum_is_the_one_it_has_alone(adapters):
+def test_sums_do_not_depend_on_other_adapters(adapters):
     draw = np.random.default_rng(adapters)
     partials = jnp.asarray(draw.normal(size=(80, 4, 8)), jnp.float32)
     table = jnp.asarray(draw.integers(-1, adapters, 80), jnp.int32)

@@ -1,4 +1,4 @@
-"""The least time of a stage is that of its ops, and the head's where it ends the model."""
+"""The lower bound on a stage's time is the sum of its ops, plus the head on the last stage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_stages_are_their_layers_and_the_last_one_has_the_head():
     assert stage_floors_s(cut, 1000, H200) == pytest.approx(layers)
 
 
-def test_what_nobody_adapts_counts_as_frozen():
+def test_projections_without_lora_count_as_frozen():
     only = replace(PROBLEM, adapters=(replace(ADAPTERS[1], dropout=0.1),), optimizers=("adamw",))
     mlp = MlpCost(tokens=T, width=D, inner=F, ranks=(0, 0, 0))
     qkv = SiblingsCost(tokens=T, in_features=D, out_features=(D, 1024, 1024), ranks=(8, 0, 8), dropout=True)

@@ -1,4 +1,4 @@
-"""The memory model: against real arrays where there are any, by hand where not, and the advice it gives."""
+"""The memory model against real arrays and hand-computed sizes, and its advice."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -81,7 +81,7 @@ def real_sizes(item):
 
 
 @pytest.mark.parametrize("item", [2, 4])
-def test_one_stage_holds_what_the_decoder_has(item):
+def test_one_stage_matches_the_decoder(item):
     frozen, lora = real_sizes(item)
     (stage,) = stage_memory(problem(item=item))
     assert (stage.frozen, stage.adapters, stage.sums) == (frozen, lora, lora)
@@ -139,7 +139,7 @@ def test_stages_that_share_a_layer_hold_what_one_stage_holds():
         assert two[0].kept / 2 + two[1].kept - slopes == one.kept - slopes
 
 
-def test_fsdp_divides_what_divides():
+def test_fsdp_shards_frozen_weights():
     model = replace(LLAMA_8B, num_layers=2)
     (whole,), (part,) = (stage_memory(problem(model, FOUR, fsdp=n)) for n in (1, 4))
     norms = 2 * 4096 * 5
@@ -175,7 +175,7 @@ def test_stages_hold_as_many_halves_as_fit():
     assert most_halves(four, 0) == [2] * 4
 
 
-def test_programs_that_gather_get_no_full_device():
+def test_fsdp_programs_leave_a_margin():
     """What ran out of memory on four H200s: no 8.4 GB in one piece, though the sum of all would have fitted."""
     four = problem(LLAMA_70B, FOUR[:1], tokens=6144, fsdp=4, implementation="xla")
     (stage,) = stage_memory(four)
@@ -220,7 +220,7 @@ def test_kept_tensors_by_hand():
     }
 
 
-def test_the_gated_array_is_kept_where_the_mlp_is_not_one_op():
+def test_gated_array_is_saved_unless_the_mlp_is_one_op():
     T, F = 8192, LLAMA_8B.intermediate_size
 
     def gated(**changes):
@@ -309,19 +309,19 @@ WIDE = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_heads=8, 
     ("implementation", "attention"), [("xla", "xla"), (HOPPER, "xla"), (HOPPER, HOPPER), (HOPPER, None)]
 )
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
-def test_a_real_layer_keeps_what_the_table_says(remat, implementation, attention):
+def test_a_real_layer_saves_the_counted_bytes(remat, implementation, attention):
     """Within 0.1 %: rows marked bad and dropout's keys, a few bytes a row, are not in the table."""
     wanted = problem(WIDE, FOUR, tokens=1024, remat=remat, implementation=implementation, attention=attention)
     assert sum(kept_per_layer(wanted).values()) == pytest.approx(real_kept(wanted), rel=1e-3)
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_half_a_real_layer_keeps_what_the_table_says(half):
+def test_half_a_real_layer_saves_the_counted_bytes(half):
     wanted = problem(WIDE, FOUR, tokens=1024, remat="everything", implementation=HOPPER)
     assert sum(kept_per_layer(wanted, half).values()) == pytest.approx(real_kept(wanted, half), rel=1e-3)
 
 
-def test_where_our_attention_does_not_serve_its_result_is_kept_twice():
+def test_other_attention_implementations_save_the_result_twice():
     def again(model=LLAMA_8B, tokens=1024, **changes):
         return "attention, for o_proj" in kept_per_layer(problem(model, tokens=tokens, remat="everything", **changes))
 
@@ -341,7 +341,7 @@ def test_the_job_says_which_attention():
     assert memory_problem(config, LLAMA_8B).attention == "cudnn"
 
 
-def test_what_nobody_uses_is_not_kept():
+def test_unused_tensors_are_not_saved():
     plain = (AdapterSpec(name="law", rank=4, alpha=8, targets=("down_proj",)),)
     names = kept_per_layer(problem(adapters=plain))
     assert {name for name in names if name.startswith(("S of", "dropout"))} == {"S of down"}
@@ -370,7 +370,7 @@ def test_70b_in_four_stages_repeats_no_product_on_h200():
     assert choose_remat(wanted, DEVICE_BYTES["h100"]) == "nothing"
 
 
-def test_an_allocators_own_limit_is_used_nearly_whole():
+def test_an_allocators_limit_is_used_almost_fully():
     wanted = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
     limit = int(0.95 * DEVICE_BYTES["h200"])
     assert choose_remat(wanted, limit) == "nothing"  # as if it were a smaller device
@@ -384,7 +384,7 @@ def test_logits_are_counted_on_the_last_stage_only():
     assert working_memory(two, 1)["loss"] == rows * 128256 * 10 + 3 * 2 * 8192 * 4096
 
 
-def test_keeping_less_never_needs_more():
+def test_saving_less_never_needs_more_memory():
     for stages in (1, 4):
         peaks = [
             max(stage.total for stage in stage_memory(problem(LLAMA_8B, FOUR, stages, 8192, remat=remat)))
@@ -407,7 +407,7 @@ def test_advice_fits_and_is_the_best_of_its_kind():
     assert advice(replace(tight, capacity_tokens=tokens), h200) == ""
 
 
-def test_weights_that_fit_nowhere_want_more_devices():
+def test_too_large_weights_need_more_devices():
     whole = problem(LLAMA_70B, FOUR, tokens=1024)
     assert advice(whole, 79 * GIB) == "more mesh.stages or mesh.fsdp: the weights alone are too large"
     assert choose_remat(whole, 79 * GIB) == "nothing"

@@ -1,4 +1,4 @@
-"""The memory model counts silu(gate) · up among what a layer keeps, but where the kernels run the MLP as one op."""
+"""The memory model counts silu(gate) · up as saved, unless one op runs the whole MLP."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def keeps_gated(*, width, hidden, tokens, tile, rank, implementation, hopper, it
         {"width": 2048, "hidden": 8192, "tokens": 1024, "implementation": "pallas_mosaic_gpu"},  # asked for by name
     ],
 )
-def test_one_op_keeps_no_gated_array(changes):
+def test_one_op_saves_no_gated_array(changes):
     assert not keeps_gated(**USUAL | changes)
 
 
@@ -57,5 +57,5 @@ def test_one_op_keeps_no_gated_array(changes):
         {"implementation": "pallas_triton"},
     ],
 )
-def test_three_ops_keep_it(changes):
+def test_three_ops_save_the_gated_array(changes):
     assert keeps_gated(**USUAL | changes)

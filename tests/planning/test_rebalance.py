@@ -1,4 +1,4 @@
-"""Layers moved by what stages took: no layout within memory is quicker."""
+"""Rebalancing of layers from measured stage times is optimal within memory."""
 
 from itertools import combinations, pairwise
 
@@ -17,7 +17,7 @@ from lorafusion_jax.planning.stages import WORTH_A_CUT, PartCosts, modelled_cost
     st.lists(st.tuples(st.floats(0.2, 3), st.integers(2, 12)), min_size=2, max_size=4),
     st.sampled_from([None, 0.2, 0.6]),
 )
-def test_no_layout_is_quicker_by_what_stages_took(layers, measured, attention):
+def test_result_is_the_fastest_layout(layers, measured, attention):
     stages = len(measured)
     if stages > layers:
         return
@@ -43,7 +43,7 @@ def test_no_layout_is_quicker_by_what_stages_took(layers, measured, attention):
     assert all(2 * count <= room for count, room in zip(moved.layers, most, strict=True))
 
 
-def test_layers_move_away_from_the_stage_that_was_slowest():
+def test_layers_move_away_from_the_slowest_stage():
     stages, costs = extents([20, 20.5, 20.5, 19]), modelled_costs(LLAMA_70B)
     took = [0.6800, 0.6743, 0.7885, 0.6746]
     moved = rebalanced(stages, took, costs)
@@ -54,13 +54,13 @@ def test_layers_move_away_from_the_stage_that_was_slowest():
     assert full.layers == [20, 21.5, 18.5, 20]
 
 
-def test_layers_stay_where_clocks_explain_what_stages_took():
+def test_small_differences_from_clocks_move_no_layers():
     """Four H200s of one host, 70B, at their power limit: moving layers by such times saved nothing."""
     stages, costs = extents([20, 20.5, 20.5, 19]), modelled_costs(LLAMA_70B)
     assert rebalanced(stages, [0.6800, 0.6743, 0.7185, 0.6746], costs) is None
 
 
-def test_layers_stay_where_moving_one_saves_nothing():
+def test_layers_stay_if_moving_saves_nothing():
     costs = modelled_costs(LLAMA_70B)
     stages = split_layers(80, 4, costs)
     assert rebalanced(stages, stage_loads(stages, costs), costs) is None

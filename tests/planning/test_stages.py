@@ -1,4 +1,4 @@
-"""Layers per stage: the best of all layouts, and a job's own numbers checked."""
+"""Layers per stage are optimal, and a job's own numbers are checked."""
 
 from itertools import combinations, pairwise
 
@@ -62,7 +62,7 @@ def test_no_layout_is_better_in_its_slowest_stages(num_layers, num_stages, layer
     st.sampled_from([0.0, 0.5, 4.0]),
     st.sampled_from([0.0, 1.0, 2.4, 9.0]),
 )
-def test_layers_are_cut_in_two_where_that_makes_the_slowest_stage_quicker(layers, stages, attention, embed, head):
+def test_layers_are_split_if_the_slowest_stage_gets_faster(layers, stages, attention, embed, head):
     if stages > layers:
         return
     costs = PartCosts(attention=attention, embed=embed, head=head)
@@ -74,12 +74,12 @@ def test_layers_are_cut_in_two_where_that_makes_the_slowest_stage_quicker(layers
     assert chosen == pytest.approx(best if best < WORTH_A_CUT * whole else whole, rel=1e-6)
 
 
-def test_ties_spare_the_first_stages():
+def test_ties_go_to_later_stages():
     assert counts_of(split_layers(10, 4)) == [2, 2, 3, 3]
     assert counts_of(split_layers(32, 4)) == [8, 8, 8, 8]
 
 
-def test_a_head_dearer_than_everything_leaves_its_stage_one_layer():
+def test_an_expensive_head_leaves_its_stage_one_layer():
     assert counts_of(split_layers(8, 3, PartCosts(head=100))) == [3, 4, 1]
 
 
@@ -91,7 +91,7 @@ def test_the_real_shape_is_balanced_within_one_layer():
     assert counts_of(stages) == [20, 20, 21, 19]
 
 
-def test_the_real_shape_waits_less_than_three_per_cent_with_a_layer_cut_in_two():
+def test_a_split_layer_balances_70b_within_three_per_cent():
     costs = modelled_costs(LLAMA_70B)
     mean = (80 * costs.layer + costs.head) / 4
     stages = split_layers(80, 4, costs)
@@ -121,7 +121,7 @@ def test_more_stages_than_layers_are_refused():
         split_layers(3, 4)
 
 
-def test_own_numbers_are_taken():
+def test_own_numbers_are_used():
     assert check_layers([1, 4.5, 2.5], num_layers=8, num_stages=3) == (Extent(0, 2), Extent(2, 11), Extent(11, 16))
 
 
@@ -132,7 +132,7 @@ def test_stages_of_a_job_are_its_own_or_by_cost():
         stage_layers(LLAMA_70B, 4, [19, 20, 20, 20])
 
 
-def test_every_mistake_in_own_numbers_is_told():
+def test_every_error_in_own_numbers_is_reported():
     with pytest.raises(ErrorList) as caught:
         check_layers([5, 0], num_layers=8, num_stages=3)
     assert [error.code for error in caught.value.errors] == ["mesh.layers"] * 3

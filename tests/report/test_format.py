@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the report package are true."""
+"""Docstring examples of the report package."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def run(clock, meter: Meter, slots, seconds: float) -> None:
         meter.slots_done([slot])
 
 
-def test_nothing_is_said_before_something_is_measured(clock):
+def test_rates_are_none_before_measurement(clock):
     meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
     run(clock, meter, range(WARM_UP), 30.0)
     assert meter.snapshot(WARM_UP)["eta_s"] is None
@@ -98,7 +98,7 @@ def test_a_run_of_few_slots_is_measured_as_a_whole(clock):
     assert meter.snapshot(3)["processed_tokens_per_s"] == 200
 
 
-def test_an_adapter_that_is_done_has_no_time_left(clock):
+def test_done_adapters_have_no_remaining_time(clock):
     meter = Meter(SLOTS, 100, {"law": 19, "med": 9}, done=8)
     run(clock, meter, range(8, 20), 0.5)
     seen = meter.snapshot(20)
@@ -128,7 +128,7 @@ def test_slots_without_work_take_no_time(clock):
     assert meter.snapshot(10)["eta_s"] == 2 * 0.5
 
 
-def test_a_failed_adapter_leaves_rates_and_time_left(clock):
+def test_failed_adapters_do_not_count_in_rates(clock):
     meter = Meter(SLOTS[:10] + [{"med": 80}] * 10, 100, {"law": 9, "med": 19})
     run(clock, meter, range(8), 0.5)
     meter.drop("med", 8)

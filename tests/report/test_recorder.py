@@ -1,4 +1,4 @@
-"""What a run writes down: the documented rows, whole lines, no later rows after a resume."""
+"""The recorder writes the documented rows as whole lines and drops later rows on resume."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_are_the_documented_ones(tmp_path):
     assert all(isinstance(row["time"], float) and isinstance(row["slot"], int) for row in rows)
 
 
-def test_metrics_of_an_objective_stand_under_their_own_names(tmp_path):
+def test_metrics_of_an_objective_are_own_fields(tmp_path):
     write = Recorder(tmp_path)
     write(step(1, margin=0.25))
     write(step(2, margin=math.nan))
@@ -74,7 +74,7 @@ def test_numbers_and_changes_go_to_their_own_files_and_phases_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_is_null(tmp_path, value):
+def test_non_finite_numbers_are_null(tmp_path, value):
     Recorder(tmp_path)(step(1, loss=value))
 
     def refuse(constant):
@@ -85,7 +85,7 @@ def test_what_json_cannot_say_is_null(tmp_path, value):
     assert row["grad_norm"] == 0.5
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
+def test_a_truncated_last_line_is_ignored(tmp_path):
     write = Recorder(tmp_path)
     write(step(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -117,7 +117,7 @@ def test_no_files_are_no_rows(tmp_path):
     assert throughput(tmp_path) is None
 
 
-def test_speed_is_that_of_the_devices_that_a_run_is_on(tmp_path, monkeypatch):
+def test_rates_are_those_of_the_current_mesh(tmp_path, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(recorder.time, "time", lambda: float(next(clock)))
     write = Recorder(tmp_path)

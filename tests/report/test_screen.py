@@ -1,4 +1,4 @@
-"""The live view as text: aligned, never wider than the terminal, readable without colours and in a log."""
+"""The live view as text: aligned, within the width of the terminal, readable without colours and in logs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def log_of(events: list[RunEvent], **settings) -> list[str]:
     return plain.file.getvalue().splitlines()
 
 
-def test_the_last_slot_is_told_once_unless_there_is_news():
+def test_the_last_slot_is_reported_once():
     end = replace(SPEED, slot=412)
     assert sum("412/412 mb" in line for line in log_of([*story(), end, end])) == 1
     done = AdapterDone(slot=412, adapter="law", step=250)
@@ -117,7 +117,7 @@ def test_narrow_terminals_lose_the_least_important_columns_first():
     assert "eta 23m00" in narrow
 
 
-def test_a_failure_is_told_in_full_at_any_width():
+def test_a_failure_is_shown_in_full_at_any_width():
     for width in (60, 80, 200):
         text = " ".join(" ".join(block_after(story(), width)).split())
         assert (
@@ -132,7 +132,7 @@ def test_a_failure_is_red_on_a_terminal():
     assert "\x1b[1;31m" in shown.file.getvalue()
 
 
-def test_what_goes_on_is_shown_while_it_lasts():
+def test_the_current_phase_is_shown():
     events = story()
     assert "reading data/law.jsonl …" in block_after(events[:1], 80)[-1]
     assert "evaluating law …" in block_after(events[:3], 80)[-1]
@@ -141,7 +141,7 @@ def test_what_goes_on_is_shown_while_it_lasts():
     assert "compiling" not in " ".join(block_after(events[:6], 80))
 
 
-def test_an_adapter_that_is_done_says_so_and_nothing_more():
+def test_done_adapters_show_only_done():
     done = AdapterDone(slot=112, adapter="law", step=112)
     law = next(line for line in block_after([*story(), done], 120) if line.startswith(" law "))
     assert law.endswith("done")
@@ -156,7 +156,7 @@ def test_names_longer_than_the_terminal_are_shortened():
     assert "3/10" in lines[0]
 
 
-def test_head_gives_up_details_before_it_is_cut():
+def test_head_drops_details_before_it_is_truncated():
     assert "useful" in head_line("exp1", 112, 412, SPEED, 80).plain
     short = head_line("exp1", 112, 412, SPEED, 40).plain
     assert "useful" not in short
@@ -173,7 +173,7 @@ def screenshot(width: int, predicted: float | None, measured: float | None) -> s
     return shown.export_text()
 
 
-def test_bubbles_of_a_pipeline_stand_beside_the_plan():
+def test_bubbles_are_shown_with_the_prediction():
     first = screenshot(120, 0.038, 0.041).splitlines()[0]
     assert re.fullmatch(
         r"exp1  112/412 mb  27 %  ·  41\.2 k tok/s \(38\.9 k useful\)  ·  bubbles 4\.1 % \(plan 3\.8\)  ·  "
@@ -189,7 +189,7 @@ def test_bubbles_are_not_shown_before_they_are_measured_and_never_of_one_stage()
         assert "bubbles" not in screenshot(200, predicted, None)
 
 
-def test_metrics_of_an_objective_stand_beside_the_loss():
+def test_metrics_of_an_objective_follow_the_loss():
     metrics = {"margin": 0.4142, "right": 0.75}
     step = StepTaken(
         slot=112, adapter="law", step=113, loss=1.2, grad_norm=0.4, lr=1e-4, loss_tokens=80, metrics=metrics
@@ -201,7 +201,7 @@ def test_metrics_of_an_objective_stand_beside_the_loss():
     assert log_of([*story(), told])[-1] == "law  step 113  held-out loss 1.5000  margin 0.5"
 
 
-def test_a_log_has_one_line_per_thing_and_no_codes():
+def test_a_log_has_one_line_per_event_without_escape_codes():
     lines = log_of(story(), line_every_s=0)
     text = "\n".join(lines)
     assert "\x1b" not in text
@@ -236,13 +236,13 @@ def test_resumed_runs_say_from_where():
     assert any("resumed at microbatch 40" in line for line in log_of([replace(STARTED, slot=40)]))
 
 
-def test_too_little_memory_is_told_where_a_run_starts():
+def test_too_little_memory_is_reported_at_the_start():
     warning = "stage 0 needs 150.0 GB by count and the device gives 143.2"
     told = log_of([replace(STARTED, memory_warning=warning)])
     assert f"  {warning}" in told
 
 
-def test_resumed_adapters_stand_where_they_were():
+def test_resumed_adapters_show_their_progress():
     at = {"taken": {"law": 250, "med": 56, "chat@lr=1e-4": 18}, "failed": {"med": "loss not finite at step 57"}}
     resumed = [replace(STARTED, slot=40, **at), replace(SPEED, slot=40)]
     assert log_of(resumed, line_every_s=0)[-1].endswith("law 250/250 done  |  med failed  |  chat@lr=1e-4 18/1563")
@@ -257,6 +257,6 @@ def test_a_run_on_several_devices_says_what_runs_where():
 
     one, split = {"stages": 1, "data": 1, "fsdp": 1}, {"stages": 2, "data": 1, "fsdp": 2}
     assert told(mesh=one, layers=[32], remat="everything") == told()  # nothing to say
-    assert told(mesh=one, layers=[32], remat="nothing")[-1] == "  kept for backward: nothing"
+    assert told(mesh=one, layers=[32], remat="nothing")[-1] == "  saved for backward: nothing"
     line = "  2 stages (17 + 15 layers) × 2 replicas, 2 share a copy of the base"
     assert told(mesh=split, layers=[17, 15], remat="everything")[-1] == line

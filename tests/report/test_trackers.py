@@ -1,4 +1,4 @@
-"""Trackers are asked for in the job file, loaded only then, and get the numbers under stable names."""
+"""Trackers are loaded only on request and receive numbers under stable names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOT = SlotDone(slot=10, slots=20, useful_tokens_per_s=900.0, adapter_eta_s={"la
 
 @pytest.fixture
 def board(monkeypatch):
-    """A stand-in for tensorboardX that remembers."""
+    """A fake tensorboardX that records calls."""
     written, state = [], {"closed": False, "folder": None}
 
     class SummaryWriter:
@@ -43,7 +43,7 @@ def board(monkeypatch):
 
 @pytest.fixture
 def weights_and_biases(monkeypatch):
-    """A stand-in for wandb that remembers."""
+    """A fake wandb that records calls."""
     logged, state = [], {"finished": False}
 
     class Run:

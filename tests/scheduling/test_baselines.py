@@ -1,4 +1,4 @@
-"""Plans of others: valid, in the order they promise, and tuned as a user would."""
+"""Baseline plans are valid, have the documented order, and can be tuned."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def batches(slot):
 
 @settings(max_examples=40, deadline=None)
 @given(jobs(), st.sampled_from(sorted(MAKERS)))
-def test_plans_keep_every_rule_and_never_mix_batches(jobs, name):
+def test_plans_are_valid_and_never_mix_batches(jobs, name):
     plan = MAKERS[name](jobs)
     verify_plan(plan, jobs)
     assert all(len(batches(slot)) <= 1 for slot in plan.slots)
@@ -45,7 +45,7 @@ def test_plans_keep_every_rule_and_never_mix_batches(jobs, name):
 
 @settings(max_examples=40, deadline=None)
 @given(jobs())
-def test_orders_are_those_of_their_names(jobs):
+def test_baselines_have_the_documented_order(jobs):
     def order(plan):
         return list(dict.fromkeys((ref.adapter, ref.batch) for slot in plan.slots for ref in slot.samples))
 
@@ -70,7 +70,7 @@ def test_shared_weights_have_no_stages_and_a_replica_per_device():
     assert all(len(part) == 1 for slot in plan.slots for part in slot.replicas)
 
 
-def test_tuning_finds_the_capacity_that_wastes_least():
+def test_tuned_finds_the_fastest_capacity():
     jobs = [AdapterJob("a", [900] * 64, 8)]
     costs = default_cost_model()
     plans = {n: fully_sharded(jobs, capacity_tokens=n, devices=4) for n in (1024, 2048, 8192)}
@@ -82,7 +82,7 @@ def test_tuning_finds_the_capacity_that_wastes_least():
     verify_plan(ours, jobs)
 
 
-def test_tuning_says_why_if_nothing_fits_and_hides_no_other_mistake():
+def test_tuned_raises_the_cause_if_no_capacity_works():
     jobs = [AdapterJob("a", [900] * 4, 2)]
     with pytest.raises(PlanError, match=r"plan\.sample-too-long"):
         tuned(one_after_another, jobs, capacities=(256, 512), cost_model=default_cost_model(), num_stages=1)

@@ -1,4 +1,4 @@
-"""The lower bound: known cases, and the exact solver as witness."""
+"""The lower bound, on known cases and against the exact solver."""
 
 import numpy as np
 import pytest
@@ -36,12 +36,12 @@ def test_long_samples_cannot_share():
     assert bound(AdapterJob("a", [600] * 5, 5), data_parallel=2) == 3
 
 
-def test_short_samples_beside_long_ones():
+def test_short_samples_in_the_room_next_to_long_ones():
     # 5 bins of 600 leave 424 each: none of the 500s fits beside one, and two of those fill a bin
     assert bound(AdapterJob("a", [600] * 5 + [500] * 4, 9)) == 7
 
 
-def test_adapters_cannot_all_be_first():
+def test_first_batches_compete_for_slots():
     # Alone, each needs 4 slots (a, 2 waits, b); the four first batches fill four slots, so the last starts late.
     jobs = [AdapterJob(f"a{i}", [1024, 128], 1) for i in range(4)]
     assert bound(*jobs, num_stages=3) == 7

@@ -1,4 +1,4 @@
-"""The contract that the rest of the product builds on."""
+"""The public contract of plans."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_changed_plan_is_refused():
         Plan.from_json(text.replace("lorafusion.plan/1", "lorafusion.plan/0"))
 
 
-def test_same_inputs_same_plan():
+def test_equal_inputs_give_equal_plans():
     assert make_plan(JOBS, **LIMITS).digest == make_plan(JOBS, **LIMITS).digest
 
 

@@ -1,4 +1,4 @@
-"""Stages made of measured parts, split weights, files of both kinds."""
+"""Costs of stages from parts, gathered weights, and both file formats."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_every_stage_needs_a_layer(layers):
         stages_from_parts(PARTS, layers)
 
 
-def test_fit_finds_the_parts_again():
+def test_fit_recovers_the_parts():
     measured = [
         PartMeasurement(part, kind, n, q, getattr(cost, kind).seconds(n, q))
         for part, cost in (("layer", LAYER), ("head", HEAD), ("embed", EMBED))
@@ -85,7 +85,7 @@ def test_gathered_weights_cost_their_bytes():
     assert added == pytest.approx([0.75 * (3 * 4e8 + 1e9) / 1e11, 0.75 * 2 * 4e8 / 1e11, 0.75 * 1.4e9 / 1e11])
 
 
-def test_overlapped_gathering_is_free_until_it_is_the_longer():
+def test_overlapped_gathering_is_a_floor_of_the_pass():
     gather = GatherCost(layer_bytes=4e8, table_bytes=0, devices=2, link_bytes=1e11)
     plain = stages_from_parts(PARTS, [2]).stages[0].forward
     split = stages_from_parts(PARTS, [2], gather=gather).stages[0].forward
@@ -113,7 +113,7 @@ def test_files_of_parts_and_of_stages_are_read(tmp_path):
         (CostModel(stages=(LAYER, HEAD)).to_json(), "plan.cost"),
     ],
 )
-def test_what_is_no_cost_model_is_refused(text, code):
+def test_invalid_cost_files_are_rejected(text, code):
     with pytest.raises(PlanError) as caught:
         read_cost_model(text, [1, 1, 1])
     assert caught.value.code == code
@@ -130,7 +130,7 @@ def test_default_parts_agree_with_the_default_model():
     assert mine == pytest.approx(theirs, rel=0.01)
 
 
-def test_uneven_layers_level_the_stages_in_the_simulator():
+def test_uneven_layers_balance_the_simulated_stages():
     parts = default_cost_parts("h200", layer_parameters=218e6, table_parameters=525e6, hidden_size=4096)
     plan = make_plan([AdapterJob("a", [1024] * 400, 400)], capacity_tokens=8192, num_stages=4)
     even, level = (simulate(plan, stages_from_parts(parts, n)).duration_s for n in ([8, 8, 8, 8], [8, 9, 9, 6]))

@@ -1,4 +1,4 @@
-"""The package stands alone and starts quickly."""
+"""The package imports neither JAX nor the other packages."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""One order of events for one host thread: nothing before what it needs, close to when devices start, drainable."""
+"""The issue order of events respects dependencies, follows start times, and can be drained at every slot."""
 
 import time
 
@@ -56,7 +56,7 @@ plans = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(plans, st.sampled_from(sorted(PROGRAMS)), st.data())
-def test_order_is_complete_and_can_be_cut_at_every_slot(plan, name, data):
+def test_order_is_complete_and_drains_at_every_slot(plan, name, data):
     program = PROGRAMS[name](plan)
     order = issue_order(program, plan.num_stages)
     check_order(order, program)
@@ -73,7 +73,7 @@ def test_order_is_complete_and_can_be_cut_at_every_slot(plan, name, data):
 
 @settings(max_examples=60, deadline=None)
 @given(plans)
-def test_every_forward_is_issued_after_all_updates_that_it_must_see(plan):
+def test_forwards_follow_the_updates_that_they_need(plan):
     adapters = [{ref.adapter for ref in slot.samples} for slot in plan.slots]
     updated = {name: [slot for slot, adapter, _ in plan.batches_ending() if adapter == name] for name in plan.job_of}
     seen = set()
@@ -92,7 +92,7 @@ def test_every_forward_is_issued_after_all_updates_that_it_must_see(plan):
 
 @settings(max_examples=60, deadline=None)
 @given(plans)
-def test_a_stage_never_holds_more_than_its_share(plan):
+def test_stage_s_holds_at_most_S_minus_s_microbatches(plan):
     in_flight, most = [0] * plan.num_stages, [0] * plan.num_stages
     for event in issue_order(one_forward_one_backward(plan), plan.num_stages):
         in_flight[event.stage] += {"forward": 1, "backward": -1, "update": 0}[event.kind]
@@ -113,7 +113,7 @@ def test_two_stages_by_hand():
     )
 
 
-def test_no_stage_is_kept_waiting_by_the_order():
+def test_every_stage_is_served_at_a_steady_rate():
     # In the steady state each run of 2 S events serves every stage twice: the host never issues far ahead for one.
     plan = make_plan([AdapterJob("a", [128] * 40, 40)], capacity_tokens=128, num_stages=4)
     order = [event for event in issue_order(one_forward_one_backward(plan), 4) if event.kind != "update"]
@@ -122,14 +122,14 @@ def test_no_stage_is_kept_waiting_by_the_order():
         assert sorted(stages) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_events_that_wait_for_each_other_are_named():
+def test_deadlock_is_an_error():
     plan = make_plan([AdapterJob("a", [128] * 2, 2)], capacity_tokens=128, num_stages=2)
     first, last = one_forward_one_backward(plan)
     with pytest.raises(PlanError, match=r"plan\.deadlock"):
         issue_order((first[::-1], last), 2)
 
 
-def test_another_number_of_stages_is_refused():
+def test_wrong_number_of_stages_is_an_error():
     plan = make_plan([AdapterJob("a", [128] * 2, 2)], capacity_tokens=128, num_stages=2)
     with pytest.raises(PlanError, match="a program of 2 stages cannot run on 4"):
         issue_order(one_forward_one_backward(plan), 4)

@@ -1,4 +1,4 @@
-"""Measured timelines: kept as JSON, drawn beside their prediction, compared with it."""
+"""Measured timelines: JSON, drawings with their prediction, and comparison with it."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def measure(slower: float = 1.0, late_s: float = 0.0, begin_s: float = 17.25) ->
     )
 
 
-def test_json_keeps_every_bit():
+def test_json_round_trip_is_exact():
     timeline = measure(1 / 3)
     text = timeline.to_json()
     assert Timeline.from_json(text) == timeline
@@ -73,12 +73,12 @@ def test_json_keeps_every_bit():
     ],
     ids=["cut", "version", "kind", "key", "list"],
 )
-def test_other_files_are_no_timelines(spoil):
+def test_invalid_timeline_files_are_rejected(spoil):
     with pytest.raises(PlanError, match=r"plan\.timeline-format"):
         Timeline.from_json(spoil(measure().to_json()))
 
 
-def test_a_slower_run_is_told_in_figures():
+def test_comparison_reports_a_slower_run():
     comparison = compare_timelines(PREDICTED, measure(1.25))
     assert comparison.wall_ratio == pytest.approx(1.25)
     assert comparison.busy_ratios == pytest.approx([1.25] * 3)
@@ -87,17 +87,17 @@ def test_a_slower_run_is_told_in_figures():
     assert "measured / predicted 1.250" in str(comparison)
 
 
-def test_a_host_in_time_keeps_nobody_waiting():
+def test_no_host_wait_if_the_host_is_on_time():
     assert max(compare_timelines(PREDICTED, measure()).host_wait_s) < 1e-9
 
 
-def test_a_host_that_is_late_is_found():
+def test_host_wait_of_a_late_host():
     comparison = compare_timelines(PREDICTED, measure(late_s=0.5))
     assert comparison.host_wait_s[0] == pytest.approx(0.5)
     assert comparison.wall_ratio > 1
 
 
-def test_runs_of_other_slots_are_not_compared():
+def test_timelines_of_different_slots_cannot_be_compared():
     measured = measure()
     with pytest.raises(PlanError, match=r"plan\.other-timeline"):
         compare_timelines(PREDICTED, measured.of_slots(range(3)))
@@ -106,20 +106,20 @@ def test_runs_of_other_slots_are_not_compared():
     assert part.wall_ratio == pytest.approx(1.0)
 
 
-def test_work_on_slots_that_are_left_out_is_no_waiting_for_the_host():
+def test_excluded_slots_do_not_count_as_host_wait():
     slots = range(3, PLAN.num_slots - 1)
     assert max(compare_timelines(PREDICTED, measure(), slots).host_wait_s) < 1e-9
     assert max(compare_timelines(PREDICTED, measure(late_s=0.5), slots).host_wait_s) == pytest.approx(0.5)
 
 
-def test_updates_need_not_be_measured():
+def test_measured_timelines_may_lack_updates():
     measured = measure(1.1)
     passes = tuple(span for span in measured.spans if span.kind != "update")
     without = Timeline(spans=passes, num_stages=3)
     assert compare_timelines(PREDICTED, without).wall_ratio == pytest.approx(1.1)
 
 
-def test_a_part_has_the_bubbles_of_that_part():
+def test_of_slots_has_the_bubbles_of_these_slots():
     # Two slots of idle time in the middle of a stage's run; parts with and without it.
     spans = []
     for slot in range(8):
@@ -149,7 +149,7 @@ def test_perfetto_has_two_processes_on_one_scale():
     assert len(host) == len(measured.host)
 
 
-def test_page_has_both_with_the_host_and_the_ratio():
+def test_html_page_shows_both_timelines_and_their_ratio():
     page = timeline_html(PREDICTED, compare=measure(1.2), note=str(compare_timelines(PREDICTED, measure(1.2))))
     predicted, measured = json.loads(re.search(r"const timelines = (.*);\n", page)[1])
     assert predicted["host"] == []
@@ -159,7 +159,7 @@ def test_page_has_both_with_the_host_and_the_ratio():
     assert "measured / predicted 1.200" in page
 
 
-def test_picture_has_both_on_one_scale():
+def test_svg_shows_both_timelines_on_one_scale():
     measured = measure(2.0)
     both = ElementTree.fromstring(timeline_svg(PREDICTED, compare=measured))
     namespace = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""A run that moves to other devices: what has run stays, the rest is planned again for them."""
+"""Replanning for a run that moves to other devices."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def codes(plan: Plan) -> list[str]:
 
 @settings(max_examples=80, deadline=None)
 @given(jobs(most_tokens=128), limits(), st.data())
-def test_a_run_may_move_again_and_again(jobs, limits, data):
+def test_repeated_moves(jobs, limits, data):
     """Also back to a checkpoint before the last move, and on."""
     plan = make_plan(jobs, **limits, time_limit_s=0)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -60,7 +60,7 @@ def test_a_move_before_the_first_slot_is_a_new_plan(jobs, limits, stages, replic
     assert moved.lower_bound == lower_bound(jobs, **there)
 
 
-def test_the_first_slots_elsewhere_keep_no_distance_to_those_before():
+def test_no_distance_is_needed_across_a_move():
     plan = make_plan([AdapterJob("law", [100] * 6, 1)], capacity_tokens=128, num_stages=4, time_limit_s=0)
     assert plan.num_slots == 6 + 5 * 3
     moved = replan(plan, at_slot=1, num_stages=5, time_limit_s=0)
@@ -68,13 +68,13 @@ def test_the_first_slots_elsewhere_keep_no_distance_to_those_before():
     assert moved.earlier == (Layout(end=1, num_stages=4, data_parallel=1),)
 
 
-def test_nothing_changes_nothing():
+def test_replanning_without_changes_is_not_a_move():
     assert replan(PLAN, at_slot=3, num_stages=3, data_parallel=2, time_limit_s=0).earlier == ()
     at_end = replan(MOVED, at_slot=MOVED.num_slots, time_limit_s=0)
     assert (at_end.slots, at_end.earlier) == (MOVED.slots, MOVED.earlier)
 
 
-def test_what_a_moved_plan_may_not_do():
+def test_verifier_checks_moved_plans():
     assert MOVED.earlier == (Layout(2, 3, 2),)
     assert codes(MOVED) == []
     assert set(codes(replace(MOVED, num_stages=3))) == {"plan.distance"}, "the rest keeps a distance of 2 slots"

@@ -1,4 +1,4 @@
-"""Break a valid plan in every way: the verifier must say so, and say what."""
+"""The verifier finds and names every kind of broken rule."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def first_used(plan: Plan, adapter: str, batch: int) -> int:
     return next(i for i, slot in enumerate(plan.slots) if any(r[0] == adapter and r[2] == batch for r in slot.samples))
 
 
-def test_the_untouched_plan_is_valid():
+def test_unchanged_plan_is_valid():
     assert codes(PLAN, JOBS) == []
 
 
@@ -109,7 +109,7 @@ def test_stopped_adapter_runs_on():
     assert codes(replace(PLAN, stopped=(("law", 1),))) == ["plan.stopped"]
 
 
-def test_verifying_changes_nothing():
+def test_verifying_does_not_mutate_the_plan():
     before = PLAN.digest
     find_violations(with_slot(PLAN, 0, ()))
     assert replace(PLAN).digest == before

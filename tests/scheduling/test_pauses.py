@@ -1,4 +1,4 @@
-"""A run that stops for evaluations and checkpoints is no pipeline with bubbles, and nobody is late meanwhile."""
+"""Pauses for evaluations and checkpoints count neither as bubbles nor as host wait."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_host(timeline: Timeline) -> Timeline:
     return replace(timeline, host=tuple(host))
 
 
-def test_fill_and_drain_around_a_pause_are_no_bubbles():
+def test_fill_and_drain_around_a_pause_are_not_bubbles():
     run = drained()
     assert run.bubble_s == pytest.approx([2 * idle for idle in PREDICTED.bubble_s])
     assert run.steady_s == pytest.approx([2 * steady for steady in PREDICTED.steady_s])
@@ -69,7 +69,7 @@ def test_fill_and_drain_around_a_pause_are_no_bubbles():
     assert min(run.paused_s) > LENGTH
 
 
-def test_an_evaluation_is_no_bubble():
+def test_an_evaluation_is_not_a_bubble():
     run = stopped()
     for before, after in zip(PREDICTED.bubble_s, run.bubble_s, strict=True):
         assert before - 2 * LONGEST < after <= before + 1e-9
@@ -88,7 +88,7 @@ def test_a_stage_that_does_one_pass_between_pauses_has_no_steady_state():
     assert run.fill_drain_s == 0.0
 
 
-def test_a_part_knows_its_own_pauses():
+def test_of_slots_keeps_the_pauses_within():
     run = drained()
     first, second = run.of_slots(range(PLAN.num_slots)), run.of_slots(range(PLAN.num_slots, 2 * PLAN.num_slots))
     assert (first.pauses, second.pauses) == ((), ())
@@ -97,7 +97,7 @@ def test_a_part_knows_its_own_pauses():
     assert middle.working_s < middle.duration_s - LENGTH
 
 
-def test_a_run_with_a_pause_took_as_long_as_predicted():
+def test_pauses_do_not_count_in_the_wall_ratio():
     compared = compare_timelines(PREDICTED, with_host(stopped()))
     assert compared.wall_ratio == pytest.approx(1.0, rel=0.05)
     assert compare_timelines(PREDICTED, replace(stopped(), pauses=())).wall_ratio > 2
@@ -106,7 +106,7 @@ def test_a_run_with_a_pause_took_as_long_as_predicted():
     assert max(host_wait_s(replace(with_host(stopped()), pauses=()))) > LENGTH / 2
 
 
-def test_json_keeps_pauses_and_reads_files_from_before_them():
+def test_json_keeps_pauses_and_reads_files_without_them():
     text = stopped().to_json()
     assert Timeline.from_json(text) == stopped()
     old = "".join(line for line in text.splitlines(keepends=True) if not line.startswith('"pauses"'))
@@ -133,7 +133,7 @@ def update(stage: int, start: float, end: float) -> Span:
     return Span("update", stage, 0, start, end, ("law",))
 
 
-def test_a_step_waits_for_the_verdicts_of_all_stages():
+def test_a_step_waits_for_the_gradients_of_all_stages():
     """Not for those of a neighbour only: stage 0 closes a batch last, and stage 2 is no neighbour of it."""
     passes = [Span("backward", stage, 0, 2.0 - stage, 3.0 - stage) for stage in range(3)]
     closings = [update(stage, 3.0 - stage, 3.5 - stage) for stage in range(3)]
@@ -144,7 +144,7 @@ def test_a_step_waits_for_the_verdicts_of_all_stages():
     assert host_wait_s(with_host(late)) == pytest.approx((0.0, 0.0, 1.5), abs=1e-6)
 
 
-def test_closing_a_batch_waits_for_nobody():
+def test_closing_a_batch_does_not_wait():
     """A stage closes it as soon as its own gradients are there."""
     spans = (Span("backward", 0, 0, 1.0, 2.0), update(0, 4.0, 5.0), Span("backward", 1, 0, 0.0, 1.0), update(1, 1.0, 4))
     assert host_wait_s(with_host(Timeline(spans=spans, num_stages=2))) == pytest.approx((2.0, 0.0), abs=1e-6)

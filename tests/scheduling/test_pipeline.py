@@ -1,4 +1,4 @@
-"""Event lists: the known 1F1B order, updates in time, no deadlock, baselines."""
+"""Pipeline events: 1F1B and GPipe orders, updates in time, no deadlock."""
 
 from itertools import pairwise
 
@@ -43,7 +43,7 @@ def test_gpipe_order():
     assert [short(stage) for stage in forward_then_backward(plan)] == ["F0 F1 B0 B1 U1 F3 F4 B3 B4 U4"] * 2
 
 
-def test_noops_do_nothing_but_keep_their_place():
+def test_noops_take_a_slot_without_events():
     plan = make_plan([AdapterJob("a", [128] * 2, 1)], capacity_tokens=128, num_stages=3)
     assert [slot.is_noop for slot in plan.slots] == [False, True, True, False]
     assert short(one_forward_one_backward(plan)[0]) == "F0 B0 U0 F3 B3 U3"
@@ -63,7 +63,7 @@ def test_ideal_pipeline_time():
     assert timeline.finish_s == {"a": 46.0}
 
 
-def test_forward_first_costs_the_same_but_holds_more():
+def test_gpipe_takes_as_long_as_1f1b_but_holds_more():
     plan = make_plan([AdapterJob("a", [128] * 20, 20)], capacity_tokens=128, num_stages=4)
     assert simulate(plan, UNIT, program=forward_then_backward(plan)).duration_s == 46
 
@@ -105,7 +105,7 @@ def check_times(spans, num_stages):
         assert all(before.end_s <= after.start_s for before, after in pairwise(mine))
 
 
-def test_events_that_wait_for_each_other_are_named():
+def test_deadlock_names_the_positions():
     plan = make_plan([AdapterJob("a", [128] * 2, 2)], capacity_tokens=128, num_stages=2)
     first, last = one_forward_one_backward(plan)
     with pytest.raises(PlanError, match=r"plan\.deadlock"):

@@ -1,4 +1,4 @@
-"""Shares, replicas, capacity, time, and the extremes of what may be planned."""
+"""The planner: weights, replicas, capacity, time limits, and extreme inputs."""
 
 import time
 from collections import Counter
@@ -78,7 +78,7 @@ def test_replicas_share_batches_evenly(replicas):
     assert split  # some batch runs on several replicas at once
 
 
-def test_load_is_even_at_the_end():
+def test_load_is_balanced_to_the_end():
     jobs = [AdapterJob("a", [128] * 9, 9)]
     plan = make_plan(jobs, capacity_tokens=1024, num_stages=4)
     assert [len(slot.samples) for slot in plan.slots] in ([5, 4], [4, 5])
@@ -104,7 +104,7 @@ def test_the_time_limit_is_kept():
     assert time.process_time() - started <= 0.3 + 3 * once + 0.1
 
 
-def test_seeds_may_differ_but_repeat():
+def test_plans_repeat_for_a_seed():
     jobs = [AdapterJob(name, LENGTHS[:30], 5) for name in "abc"]
     limits = {"capacity_tokens": 640, "num_stages": 4, "time_limit_s": 30.0, "search_evaluations": 3000}
     first = make_plan(jobs, seed=1, **limits)

@@ -1,4 +1,4 @@
-"""Drawings say what the timeline says, whatever the names are."""
+"""Drawings show the content of the timeline, and names are escaped."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_html_is_self_contained_and_escaped(timeline):
     assert NASTY in data[0]["names"]
 
 
-def test_html_of_a_long_run_is_cut_and_says_so():
+def test_html_of_a_long_run_is_truncated_with_a_note():
     spans = tuple(Span("forward", 0, i, float(i), i + 0.5) for i in range(70_000))
     page = timeline_html(Timeline(spans=spans, num_stages=1))
     data = json.loads(re.search(r"const timelines = (.*);\n", page)[1])[0]
@@ -99,7 +99,7 @@ def test_measured_timelines_need_no_plan():
     assert to_perfetto(timeline)["traceEvents"][-1]["ts"] == pytest.approx(1.5e6)
 
 
-def test_nothing_happened():
+def test_empty_timelines_can_be_drawn():
     empty = Timeline(spans=(), num_stages=2)
     assert empty.bubble_share == 0
     assert "s1" in timeline_text(empty)

@@ -1,4 +1,4 @@
-"""For any jobs, capacity and depth: the plan verifies, or the jobs are refused with a named reason."""
+"""Property tests: for any jobs, capacity and depth, the plan is valid or an error gives the reason."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def test_plan_verifies_or_names_the_sample(jobs, limits):
 
 @settings(max_examples=40, deadline=None)
 @given(jobs(most_tokens=128), limits())
-def test_search_never_loses_to_one_pass_and_repeats_itself(jobs, limits):
+def test_search_is_never_worse_than_greedy_and_deterministic(jobs, limits):
     once = make_plan(jobs, **limits, time_limit_s=0)
     plan = make_plan(jobs, **limits, **EVALUATIONS)
     assert plan.num_slots <= once.num_slots

@@ -1,4 +1,4 @@
-"""Bad input: each refused with its own code and a message that names what to change."""
+"""Bad input raises an error with its own code and a message that says what to change."""
 
 import math
 import pickle
@@ -70,19 +70,19 @@ CASES = {
     "costs of other stages": (
         lambda: simulate(make_plan([GOOD], **LIMITS), CostModel(stages=(StageCost(forward=PASS, backward=PASS),) * 3)),
         "plan.cost",
-        "3 stages for a plan of 2 stages",
+        "for 3 stages, the plan has 2",
     ),
     "costs of stages for one": (
         lambda: CostModel(stages=(StageCost(forward=PASS, backward=PASS),) * 2).check_stages(1),
         "plan.cost",
-        "costs of 2 stages for a plan of 1 stage\n",
+        "the costs are for 2 stages, the plan has 1\n",
     ),
     "costs of other settings": (
         lambda: CostModel(
             stages=(StageCost(forward=PASS, backward=PASS),), measured_with={"keep": "all", "mesh.fsdp": 2, "x": 1}
         ).check_measured_with({"keep": "none", "mesh.fsdp": 4, "y": 1}),
         "plan.cost",
-        "measured with keep=all, mesh.fsdp=2 for keep=none, mesh.fsdp=4\n  fix: .*JOBS mesh.fsdp=4$",
+        "measured with keep=all, mesh.fsdp=2, the job has keep=none, mesh.fsdp=4\n  fix: .*JOBS mesh.fsdp=4$",
     ),
     "what costs were measured with is no table": (
         lambda: CostModel.from_json('{"schema": "lorafusion.cost/1", "stages": [], "measured_with": 3}'),
@@ -117,7 +117,7 @@ def test_is_refused(case):
     assert str(caught.value).startswith(f"error[{code}]")
 
 
-def test_numpy_numbers_are_welcome():
+def test_numpy_integers_are_accepted():
     job = AdapterJob("law", np.array([100, 200], np.int32), np.int64(2), epochs=np.int64(2))
     plan = make_plan([job], capacity_tokens=np.int64(512), num_stages=np.int64(2))
     assert plan == type(plan).from_json(plan.to_json())
@@ -130,7 +130,7 @@ def test_errors_survive_pickling():
     assert again.problems == error.problems
 
 
-def test_a_long_list_of_problems_is_cut():
+def test_a_long_list_of_problems_is_truncated():
     text = str(PlanError("plan.x", "what", problems=tuple(f"problem {i}" for i in range(1000))))
     assert "problem 19" in text
     assert "problem 20" not in text

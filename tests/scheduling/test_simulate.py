@@ -1,4 +1,4 @@
-"""The simulator against hand-computed runs; costs, statistics."""
+"""The simulator against hand-computed timelines; costs and statistics."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_the_slowest_replica_decides():
     assert duration == 100**2 + 28**2
 
 
-def test_fit_finds_the_costs():
+def test_fit_recovers_the_costs():
     truth = StageCost(
         forward=PassCost(fixed_s=2e-3, token_s=3e-6, square_s=4e-10), backward=PassCost(fixed_s=1e-3, token_s=6e-6)
     )
@@ -135,7 +135,7 @@ def test_statistics_add_up():
     ],
     ids=["one adapter", "long samples", "short run", "tiles"],
 )
-def test_hint_names_what_limits(jobs, limits, words):
+def test_hint_names_the_largest_limit(jobs, limits, words):
     plan = make_plan(jobs, **limits)
     assert words in plan_statistics(plan, default_cost_model(num_stages=limits["num_stages"])).hint
 

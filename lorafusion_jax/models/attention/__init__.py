@@ -1,4 +1,4 @@
-"""Packed causal attention: one call, three implementations, each isolated between segments."""
+"""Packed causal attention with three implementations. Segments are isolated from each other."""
 
 from .api import AttentionImplementation as AttentionImplementation
 from .api import attention as attention

@@ -1,4 +1,4 @@
-"""Packed causal attention as one call, isolated between segments.
+"""Packed causal attention with isolated segments.
 
 Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head width.
 """
@@ -30,22 +30,22 @@ def attention(
     implementation: AttentionImplementation | None = None,
     flat: bool = False,
 ) -> Float[Array, "T H C"] | Float[Array, "T H*C"]:
-    """Attends to the earlier rows of the same segment; groups of H / K query heads share a key head.
+    """Computes attention to the earlier rows of the same segment; H / K query heads share a key head.
 
     o[t] = Σ_s softmax_s(q[t]·k[s] / √C) v[s],  s ≤ t, segment(s) = segment(t).
 
-    A NaN or infinity in a segment reaches the rows of that segment and no others, forward and backward.
+    NaN and infinity stay inside their own segment, in forward and backward.
 
-    What backward needs is named "attention" (see `checkpoint_names`), for rematerialisation policies.
+    The residuals have the checkpoint name "attention" (see `checkpoint_names`).
 
     Args:
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
-            "cudnn" (Hopper or later; bfloat16 or float16), "xla" (everywhere), None = the first of these that serves
-            the inputs, which is also the fastest.
-        flat: heads side by side [T, H·C], as a projection takes them; by our own kernels that array is the one that
-            backward keeps, where another shape of it would be kept beside it.
+            "cudnn" (Hopper or later; bfloat16 or float16) or "xla" (every device). None: the first of these that
+            supports the inputs, which is also the fastest.
+        flat: returns [T, H·C], the input shape of a projection. Our own kernels then save this array for backward
+            instead of a second copy in another shape.
     Raises:
-        NotImplementedError: an implementation was asked for that cannot serve these inputs.
+        NotImplementedError: the requested implementation does not support these inputs.
 
     Example:
         >>> x = jax.numpy.ones((8, 2, 16))
@@ -60,17 +60,16 @@ def attention(
 
 
 def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
-    """The fastest implementation for this device, dtype and shape.
+    """Returns the fastest implementation for this device, dtype and shape.
 
-    Ours against cuDNN on an H200, forward and backward, isolated: 0.60 against 1.21 ms for 14 documents in 8192 rows
-    and 32 heads (benchmarks/results/attention_h200_2026-11-21/).
+    Measurements are in benchmarks/results/attention_h200_2026-11-21/.
     """
     if on_hopper() and not unsupported_reason(q, k):
         return "pallas_mosaic_gpu"
     return "cudnn" if on_hopper(or_later=True) and not cudnn_unsupported_reason(q) else "xla"
 
 
-# forward: (q, k, v, segments) -> o [T, H·C] and what backward needs; backward: (that, do [T, H, C]) -> dq, dk, dv.
+# forward: (q, k, v, segments) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C]) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": isolated(xla_forward, xla_backward),
     "cudnn": isolated(cudnn_forward, cudnn_backward),
@@ -84,7 +83,7 @@ def _isolated(implementation, head_dim, q, k, v, segments):
 
 
 def _isolated_fwd(implementation, head_dim, q, k, v, segments):
-    del head_dim  # backward's
+    del head_dim  # only backward needs it
     return _KERNELS[implementation][0](q, k, v, segments)
 
 

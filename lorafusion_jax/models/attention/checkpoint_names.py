@@ -1,4 +1,4 @@
-"""Names for what attention's backward pass needs, so that a rematerialisation policy can keep exactly that."""
+"""Checkpoint names for the residuals of attention, for rematerialisation policies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ATTENTION = "attention"
 
 
 def checkpointed[Tree](tree: Tree) -> Tree:
-    """Names every array of a tree "attention"; one that is there twice is named, and so saved, once.
+    """Gives every array of a tree the name "attention". An array that occurs twice is named, and so saved, once.
 
     With `jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("attention"))` the gradient of a
-    layer runs no forward attention again.
+    layer does not run the forward of attention again.
     """
     named: dict[int, jax.Array] = {}
 

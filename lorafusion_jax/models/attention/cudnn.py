@@ -1,4 +1,4 @@
-"""Packed causal attention by cuDNN: the only file that touches jax's private function, which moves between versions.
+"""Packed causal attention by cuDNN. Only this file uses JAX's private function, which changes between versions.
 
 Dims: `T` packed tokens · `H` heads · `K` key heads · `C` head width · `M` segment slots · `B` = 1.
 """
@@ -17,10 +17,10 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def cudnn_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, by offsets and lengths; and what backward needs.
+    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, and the residuals.
 
     Raises:
-        NotImplementedError: dtype, head width or device is out of its reach.
+        NotImplementedError: cuDNN does not support dtype, head width or device.
     """
     if reason := unsupported_reason(q_THC):
         raise NotImplementedError(f"cuDNN packed attention {reason}")
@@ -38,7 +38,7 @@ def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     offsets, lengths = jnp.asarray(segments.offsets)[None], jnp.asarray(segments.lengths)[None]
-    # By keyword only: jax 0.12 inserted `score_mod_args` among the positional ones.
+    # Arguments by keyword: jax 0.12 inserted `score_mod_args` among the positional ones.
     out = cudnn.dot_product_attention(
         query=q_BTHC,
         key=k_BTKC,
@@ -55,7 +55,7 @@ def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC:
 
 
 def unsupported_reason(q_THC: jax.Array) -> str | None:
-    """Why cuDNN cannot serve these queries, whatever the device; None if it can."""
+    """Why cuDNN does not support these queries on any device; None if it does."""
     C = q_THC.shape[-1]
     if q_THC.dtype not in _DTYPES:
         return f"wants bfloat16 or float16, not {q_THC.dtype}"
@@ -65,7 +65,7 @@ def unsupported_reason(q_THC: jax.Array) -> str | None:
 
 
 def on_hopper(*, or_later: bool = False) -> bool:
-    """Whether the default device is an NVIDIA GPU of compute capability 9 (or more)."""
+    """Whether the default device is an NVIDIA GPU of compute capability 9 or higher."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return False

@@ -1,6 +1,7 @@
-"""Isolation for kernels that have none: bad values are cut out before and come back as NaN in the rows they reach.
+"""Keeps NaN and infinity inside their own segment, for attention kernels that do not.
 
-A product with a zero weight would spread them: 0 · NaN = NaN. Costs passes over q, o, dO and dq.
+A kernel multiplies other segments by zero weights, and 0 · NaN = NaN. So bad inputs are set to zero first, and the rows
+that they affect are set to NaN afterwards. This costs extra passes over q, o, dO and dq.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from jax import lax
 
 from .checkpoint_names import checkpointed
 
-Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C] and what backward needs
-Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # that, do [T, H, C] -> dq, dk, dv
+Forward = Callable[..., tuple[jax.Array, Any]]  # q, k, v, segments -> o [T, H·C], residuals
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # residuals, do [T, H, C] -> dq, dk, dv
 
 
 def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
-    """The same pair of functions, isolated between segments; forward's first result may be [T, H, C]."""
+    """Wraps forward and backward so that segments are isolated; forward may also return [T, H, C]."""
 
     def isolated_forward(q, k, v, segments):
         bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
@@ -30,7 +31,7 @@ def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
     def isolated_backward(everything, do):
         residuals, bad, ids = everything
         dq, dk, dv = backward(residuals, _clean(do))
-        # A bad row spoils the gradients of its whole segment: queries after it, keys before it, through them the rest.
+        # A bad row affects the gradients of its whole segment: later queries, earlier keys, and through them the rest.
         spoiled = _whole_segment(bad | _bad_rows(do), ids)
         return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)
 
@@ -50,7 +51,7 @@ def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
 
 
 def _reached(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
-    """Rows at or after a bad row of their segment: ids rise, so the last bad row's id tells."""
+    """Rows at or after a bad row of their segment. Ids increase, so the id of the last bad row decides."""
     return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
 
 

@@ -11,9 +11,9 @@ from .checkpoint_names import checkpointed
 
 
 def pallas_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, heads side by side; and what backward needs.
+    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment as [T, H·C], and the residuals.
 
-    The result and what is kept of it are one array: another shape of it would be kept beside it.
+    The result is also a residual. It has the shape that the caller uses, so that only one copy is saved.
     """
     first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
     o_THC, saved = attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)

@@ -1,10 +1,10 @@
-"""Packed causal attention in plain jnp: blocks along a band below the diagonal, for every device.
+"""Packed causal attention in plain jnp, for every device: blocks along a band below the diagonal.
 
-Rows are cut into blocks, and step d lets blocks of queries see the block of keys d blocks before them, with the running
-softmax of flash attention. Blocks are ordered by how far back their segments reach, so those that still have something
-to see at step d are the first ones, and a step takes only these, a quarter of all at a time. Work follows the pairs of
-blocks that hold something, not T x T and not the longest segment; scores of T x block / 4 exist at once.
-Dims: `T` rows · `n` blocks · `p` blocks taken at once · `B` rows a block · `H` = `K` key heads x `G` · `C` head width.
+Rows are split into blocks. In step d each block of queries attends to the keys d blocks before it, with the online
+softmax of flash attention. Blocks are sorted by the distance that their segments reach back, so the blocks with work in
+step d come first. A step processes only these, a quarter of all blocks at a time. The work is proportional to the pairs
+of blocks with common segments, not to T x T or to the longest segment. Scores of T x block / 4 exist at once.
+Dims: `T` rows · `n` blocks · `p` blocks at once · `B` rows per block · `H` = `K` key heads x `G` · `C` head width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOBODY = np.iinfo(np.int32).max
 
 
 def xla_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
-    """softmax(q kᵀ / √C) v over the earlier rows of the same segment, float32 inside; and what backward needs."""
+    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, in float32, and the residuals."""
     T, num_keys = k_TKC.shape[:2]
     block = min(BLOCK, -(-T // 8) * 8)
     ids_nB = jnp.pad(jnp.asarray(segments.ids), (0, -T % block), constant_values=_NOBODY).reshape(-1, block)
@@ -53,12 +53,12 @@ def _rows(x_nKGBC: jax.Array, T: int) -> jax.Array:
 
 def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
     order, reach = _farthest_first(ids_nB)
-    keys = _before(k_nKBC, v_nKBC, ids_nB)
+    keys = _padded_front(k_nKBC, v_nKBC, ids_nB)
     q, ids = q_nKGBC[order], ids_nB[order]
 
     def visit(d, at, carry):
         m_old, total_old, o_old, q_p, ids_p, order_p = _take((*carry, q, ids, order), at)
-        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        k, v, seen = _earlier_block(keys, ids_p, order_p, d)
         s = jnp.where(seen, _scores(q_p, k), _MASKED)
         m = jnp.maximum(m_old, s.max(-1))
         p, fade = jnp.exp(s - m[..., None]), jnp.exp(m_old - m)
@@ -66,7 +66,7 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
         return _put(carry, (m, total_old * fade + p.sum(-1), o), at)
 
     empty = jnp.full(q.shape[:-1], _MASKED, jnp.float32)
-    # Step 0 holds the diagonal, so every row has seen itself and m is finite from there on.
+    # Step 0 is the diagonal, so every row has attended to itself and m is finite afterwards.
     m, total, o = _visit_all(visit, reach, (empty, jnp.zeros_like(empty), jnp.zeros(q.shape, jnp.float32)))
     back = jnp.argsort(order)
     return (o / total[..., None]).astype(q.dtype)[back], (m + jnp.log(total))[back]
@@ -75,7 +75,7 @@ def _forward(q_nKGBC, k_nKBC, v_nKBC, ids_nB):
 def _backward(residuals, do_nKGBC):
     q_nKGBC, k_nKBC, v_nKBC, ids_nB, o, lse = residuals
     order, reach = _farthest_first(ids_nB)
-    keys = _before(k_nKBC, v_nKBC, ids_nB)
+    keys = _padded_front(k_nKBC, v_nKBC, ids_nB)
     delta = (do_nKGBC.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
     rows = [x[order] for x in (q_nKGBC, do_nKGBC.astype(q_nKGBC.dtype), lse, delta, ids_nB)]
     n = len(k_nKBC)
@@ -83,7 +83,7 @@ def _backward(residuals, do_nKGBC):
     def visit(d, at, carry):
         dq, dk, dv = carry
         dq_p, q, do, lse, delta, ids_p, order_p = _take((dq, *rows, order), at)
-        k, v, seen = _looked_at(keys, ids_p, order_p, d)
+        k, v, seen = _earlier_block(keys, ids_p, order_p, d)
         p = jnp.where(seen, jnp.exp(_scores(q, k) - lse[..., None]), 0.0)
         dp = _product("nkrc,nksc->nkrs", do, v)
         ds = jnp.where(seen, p * (dp - delta[..., None]) * q.shape[-1] ** -0.5, 0.0).astype(q.dtype)
@@ -100,7 +100,7 @@ def _backward(residuals, do_nKGBC):
 
 
 def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks ordered by how many blocks back they look, itself included, and those numbers, falling."""
+    """Order of blocks by the number of blocks that they attend to (descending, itself included), and these numbers."""
     n, B = ids_nB.shape
     ids_T = ids_nB.reshape(-1)
     is_start = jnp.concatenate([jnp.ones(1, bool), ids_T[1:] != ids_T[:-1]])
@@ -111,8 +111,7 @@ def _farthest_first(ids_nB: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _visit_all(visit, reach_n: jax.Array, carry):
-    """Calls `visit(d, at, carry)` until every block has looked as far back as it reaches; `at` slices the ordered
-    blocks."""
+    """Calls `visit(d, at, carry)` for all pairs of blocks with work; `at` is a slice of the sorted blocks."""
     n = len(reach_n)
     size = max(n // 4, 1)
     size = next(size for size in range(size, 0, -1) if n % size == 0)
@@ -132,14 +131,14 @@ def _put(arrays, parts, at):
     return tuple(lax.dynamic_update_slice_in_dim(x, part, at[0], 0) for x, part in zip(arrays, parts, strict=True))
 
 
-def _before(k_nKBC, v_nKBC, ids_nB):
-    """Puts n blocks of nobody in front, so that looking back never leaves the array."""
+def _padded_front(k_nKBC, v_nKBC, ids_nB):
+    """Pads n blocks of no segment in front, so that earlier blocks are always inside the array."""
     front = lambda x, value: jnp.pad(x, ((len(x), 0), *[(0, 0)] * (x.ndim - 1)), constant_values=value)  # noqa: E731
     return front(k_nKBC, 0), front(v_nKBC, 0), front(ids_nB, -1)
 
 
-def _looked_at(keys, ids_pB, order_p, d):
-    """Keys and values of the block d before each block, and which of them its queries may see."""
+def _earlier_block(keys, ids_pB, order_p, d):
+    """Keys and values of the block d before each block, and the mask of those that its queries attend to."""
     there = keys[0].shape[0] // 2 + order_p - d
     k, v, ids = (x.at[there].get(mode="promise_in_bounds", unique_indices=True) for x in keys)
     rows = jnp.arange(ids.shape[1])
@@ -152,10 +151,10 @@ def _scores(q_nKGBC, k_nKBC):
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Contracts; an operand of queries [n, K, G, B, ·] goes in and comes out as rows [n, K, G·B, ·]."""
+    """Contracts; query operands [n, K, G, B, ·] are reshaped to rows [n, K, G·B, ·]."""
     rows = next(x.shape[2:4] for x in (a, b) if x.ndim == 5)
     a, b = (x.reshape(*x.shape[:2], -1, x.shape[-1]) if x.ndim == 5 else x for x in (a, b))
-    # tf32, the default of GPUs for float32, would lose three digits of what float32 promises.
+    # tf32, the GPU default for float32, would lose three digits.
     precision = "highest" if a.dtype == jnp.float32 else None
     out = jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
     return out.reshape(*out.shape[:2], *rows, -1) if spec.split("->")[1][2] == "r" else out

@@ -1,1 +1,1 @@
-"""Packed causal attention on Hopper (sm_90), in Pallas's Mosaic GPU lowering."""
+"""Packed causal attention for Hopper (sm_90), by Pallas' Mosaic GPU lowering."""

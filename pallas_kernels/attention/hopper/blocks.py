@@ -1,8 +1,8 @@
-"""Which tiles of keys a block of queries sees, which tiles of queries see a block of keys, and who does what.
+"""Tables of work: the tiles of keys for each block of queries, and the tiles of queries for each block of keys.
 
-Documents are contiguous, so a row sees exactly the rows from its document's first up to itself, and is seen by the rows
-from itself up to its document's last; ranges of tiles follow from the first or last row of a block. A table lists the
-blocks with their ranges, longest first: multiprocessors that take one of each length in turn end at the same time.
+Documents are contiguous, so a query attends to the rows from the first one of its document to itself, and a key is used
+by the rows from itself to the last one of its document. Ranges of tiles follow from the first or last row of a block. A
+table lists the blocks and their ranges, longest first, so that multiprocessors finish at the same time.
 T packed rows · M document slots · B blocks
 """
 
@@ -19,8 +19,8 @@ def document_rows(ids_T: Host, offsets_M: Host, lengths_M: Host) -> tuple[jax.Ar
     """first[t] = offsets[ids[t]] and end[t] = first[t] + lengths[ids[t]], int32 [T].
 
     Args:
-        ids_T: 0, 0, 1, 1, 1, …: the number of each row's document, rising along the rows.
-        offsets_M: first row of each document; slots beyond the last document hold anything.
+        ids_T: 0, 0, 1, 1, 1, …: the document of each row, non-decreasing.
+        offsets_M: first row of each document; unused slots may hold any value.
         lengths_M: rows of each document.
 
     Example:
@@ -33,7 +33,7 @@ def document_rows(ids_T: Host, offsets_M: Host, lengths_M: Host) -> tuple[jax.Ar
 
 
 def query_blocks(first_T: jax.Array, rows: int, keys: int) -> jax.Array:
-    """Table of (block of `rows` queries, first tile of `keys` keys that it sees, number of tiles), int32 [B, 3].
+    """Table of (block of `rows` queries, its first tile of `keys` keys, number of tiles), int32 [B, 3].
 
     Example:
         >>> query_blocks(jnp.array([0, 0, 0, 0, 0, 0, 6, 6]), 2, 2).tolist()
@@ -45,7 +45,7 @@ def query_blocks(first_T: jax.Array, rows: int, keys: int) -> jax.Array:
 
 
 def key_blocks(end_T: jax.Array, rows: int, queries: int) -> jax.Array:
-    """Table of (block of `rows` keys, first tile of `queries` queries that sees it, number of tiles), int32 [B, 3].
+    """Table of (block of `rows` keys, its first tile of `queries` queries, number of tiles), int32 [B, 3].
 
     Example:
         >>> key_blocks(jnp.array([6, 6, 6, 6, 6, 6, 8, 8]), 2, 2).tolist()
@@ -57,7 +57,7 @@ def key_blocks(end_T: jax.Array, rows: int, queries: int) -> jax.Array:
 
 
 def _longest_first(block: jax.Array, begin: jax.Array, num: jax.Array) -> jax.Array:
-    """Sorted by counting who comes before, which is one small kernel; XLA's sort is several."""
+    """Sorts by counting predecessors, which is a single small kernel; XLA's sort needs several."""
     before = (num > num[:, None]) | ((num == num[:, None]) & (block < block[:, None]))
     place = before.sum(1, dtype=jnp.int32)
     chosen = place == block[:, None]

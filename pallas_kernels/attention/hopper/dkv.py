@@ -1,13 +1,13 @@
-"""Gradients of keys and values for Hopper.
+"""Gradients of keys and values on Hopper.
 
 With Sᵀ = K Qᵀ, Pᵀ = exp(Sᵀ · scale − lse), dPᵀ = V dOᵀ, dSᵀ = Pᵀ ∘ (dPᵀ − delta):
     dV = Σ_heads Pᵀ dO,   dK = scale · Σ_heads dSᵀ Q
 
-An item of work is 128 keys of one key head. Each of two warpgroups owns 64 of them, with K, V in shared memory and dK,
-dV in accumulators. The third streams (q, dO, lse, delta) tiles of 64 queries: for each query head of the group the
-tiles from the diagonal to the end of the last key's document. Scores are transposed, so that Pᵀ and dSᵀ come out of one
-product in the registers that the next one takes its left operand from. The sum over the group happens here, in a fixed
-order: deterministic, no atomics.
+An item of work is 128 keys of one key head. Each of two warpgroups has 64 of them, with K, V in shared memory and dK,
+dV in accumulators. The third warpgroup streams (q, dO, lse, delta) tiles of 64 queries: for each query head of the
+group, the tiles from the diagonal to the end of the last key's document. Scores are transposed, so that Pᵀ and dSᵀ are
+already in the registers that the next product reads as its left operand. The kernel sums over the group in a fixed
+order, so results are deterministic, without atomics.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -31,14 +31,14 @@ from pallas_kernels.attention.hopper.common import (
     WARPGROUPS,
     WGMMA,
     AttentionConfig,
-    across,
+    broadcast,
     div,
+    drain_ring,
     multiply,
     rem,
     rows,
-    seen_by,
     tile,
-    wait_for_rest,
+    tile_mask,
     wait_for_room,
 )
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch, static_of
@@ -56,10 +56,10 @@ def dkv(
     """Returns dk and dv [T, K, C].
 
     Args:
-        lse2_HT: base-2 logarithms of the softmax's sums; NaN in rows whose q or do is not finite.
+        lse2_HT: base-2 logarithms of the softmax sums; NaN in rows with non-finite q or do.
         table: `key_blocks(end_T, KEYS, TILE)`.
-        dirty: int32 [1], whether any of lse2 is not finite. Then tiles of queries are cleaned where they meet keys of
-            another document: a weight of zero does not keep a NaN out of a product.
+        dirty: int32 [1], whether any lse2 is not finite. If so, tiles of queries are cleaned where they meet keys of
+            another document, because 0 · NaN is NaN.
     """
     group, stages = q_THC.shape[1] // k_TKC.shape[1], config.dkv_stages
     static = static_of(q_THC, k_TKC, rows=KEYS, repeats=group, stages=stages, scale=scale, sms=sms, config=config)
@@ -81,17 +81,17 @@ class _Own(NamedTuple):
     """The 64 keys of a warpgroup."""
 
     wg: Any
-    place: Any  # in their ring
+    place: Any  # place in their ring
     row0: Any
-    first_tile: Any  # of queries that see them
+    first_tile: Any  # first tile of queries that use them
     end_tile: Any
-    first_end: Any  # the first of `end`
-    end: jax.Array  # of each key's document, [64] in registers
+    first_end: Any  # smallest value of `end`
+    end: jax.Array  # end of each key's document, [64] in registers
     is_dirty: Any
 
     @property
     def at(self):
-        """Number of the place's barrier."""
+        """Index of the place's barrier."""
         return self.place * WARPGROUPS + self.wg
 
 
@@ -117,8 +117,8 @@ def _scratch(static: Static) -> dict[str, Any]:
 
 def _stream(static: Static, refs: Refs) -> None:
     items, steps = static.walk(refs.table_g, functools.partial(_fetch_item, static, refs))
-    wait_for_rest(refs.own_free, items, static.config.places, WARPGROUPS)
-    wait_for_rest(refs.free_bar, steps, static.stages)
+    drain_ring(refs.own_free, items, static.config.places, WARPGROUPS)
+    drain_ring(refs.free_bar, steps, static.stages)
 
 
 def _fetch_item(static: Static, refs: Refs, item: Item) -> None:
@@ -152,7 +152,7 @@ def _compute(static: Static, refs: Refs, wg) -> None:
 
 
 def _one_item(static: Static, refs: Refs, wg, is_dirty, item: Item) -> None:
-    """dk and dv of 64 keys of a key head."""
+    """Computes dk and dv of 64 keys of a key head."""
     own = _own_keys(static, refs, wg, is_dirty, item)
     k, v = refs.k_s.at[own.place, wg], refs.v_s.at[own.place, wg]
     plgpu.barrier_wait(refs.own_bar.at[own.at])
@@ -187,7 +187,7 @@ def _own_keys(static: Static, refs: Refs, wg, is_dirty, item: Item) -> _Own:
 
 
 def _one_head(static: Static, refs: Refs, item: Item, own: _Own, sums, member, _) -> None:
-    """Takes the tiles of a query head that see these keys; those that only the other warpgroup wants it lets pass."""
+    """Processes the tiles of a query head that use these keys; skips tiles that only the other warpgroup needs."""
     base = item.step + member * item.num - item.begin
 
     def skip(step, _):
@@ -205,7 +205,7 @@ def _one_head(static: Static, refs: Refs, item: Item, own: _Own, sums, member, _
 
 
 def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) -> None:
-    """dv += Pᵀ dO and dk += dSᵀ Q of a tile of queries."""
+    """Adds Pᵀ dO to dv and dSᵀ Q to dk for a tile of queries."""
     dk, dv = sums
     k, v = refs.k_s.at[own.place, own.wg], refs.v_s.at[own.place, own.wg]
     q, do = refs.q_s.at[slot], refs.do_s.at[slot]
@@ -223,13 +223,13 @@ def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) ->
         plgpu.wgmma(dp, v, do.transpose((1, 0)))
         lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
         scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-        p = jnp.exp2(scores * (static.scale * LOG2E) - across(lse, shape, 1))
+        p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(lse, shape, 1))
         masked = functools.partial(_masked, own, query0)
         p = lax.cond((tile_number == own.first_tile) | other_documents, masked, lambda x: x, p)
         multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, own.wg)
         delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
-        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - across(delta, shape, 1))
-        ds = lax.cond(unclean, functools.partial(_where_seen, p), lambda x: x, ds)
+        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=1) - broadcast(delta, shape, 1))
+        ds = lax.cond(unclean, functools.partial(_remask, p), lambda x: x, ds)
         multiply(dk, ds.astype(static.dtype), q, refs.spare_ds_s, own.wg)
         plgpu.wgmma_wait(0)
 
@@ -237,22 +237,22 @@ def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) ->
 
 
 def _masked(own: _Own, query0, p):
-    """Zero where a query does not see the key: one before it, or of another document."""
+    """Sets p to zero where a query is before the key or of another document."""
 
     def rule(key, query):
-        return (key <= query) & (query < across(own.end, p.shape, 0))
+        return (key <= query) & (query < broadcast(own.end, p.shape, 0))
 
-    seen = seen_by(own.row0, query0, p.shape, rule)
+    seen = tile_mask(own.row0, query0, p.shape, rule)
     return jnp.where(seen, p, jnp.zeros_like(p))
 
 
-def _where_seen(p, ds):
-    """0 · NaN is no zero: takes out what the mask took out of p."""
+def _remask(p, ds):
+    """Masks again, because 0 · NaN is not zero."""
     return jnp.where(p == 0, jnp.zeros_like(ds), ds)
 
 
 def _clean(ref) -> None:
-    """Sets what is not finite to zero. Both warpgroups do it, without waiting for each other: they write the same."""
+    """Sets non-finite values to zero. Both warpgroups do it, without synchronisation: they write the same."""
     x = plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
     ref[...] = jnp.where(x - x == 0, x, jnp.zeros_like(x)).astype(ref.dtype)
     plgpu.commit_smem()

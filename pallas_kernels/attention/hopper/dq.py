@@ -1,8 +1,8 @@
-"""Gradient of queries for Hopper, and delta = rowsum(dO ∘ O) for the gradients of keys.
+"""Gradient of queries on Hopper, and delta = rowsum(dO ∘ O) for the gradients of keys.
 
 With S = Q Kᵀ, P = exp(S · scale − lse), dP = dO Vᵀ, dS = P ∘ (dP − delta):   dQ = scale · dS K
 
-Items, units, rounds and the stream of (K, V) tiles: see `queries`.
+See `queries` for items, units, rounds and the stream of (K, V) tiles.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -25,11 +25,11 @@ from pallas_kernels.attention.hopper.common import (
     WARPGROUPS,
     WGMMA,
     AttentionConfig,
-    across,
+    broadcast,
+    drain_ring,
     multiply,
     rem,
     tile,
-    wait_for_rest,
     wait_for_room,
 )
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch
@@ -52,7 +52,7 @@ def dq(
 
     Args:
         k_TKC, v_TKC: finite.
-        lse2_HT: base-2 logarithms of the softmax's sums.
+        lse2_HT: base-2 logarithms of the softmax sums.
         table: `query_blocks(first_T, Units(group=H // K).queries, TILE)`.
     """
     T, H, _ = q_THC.shape
@@ -74,7 +74,7 @@ def dq(
 
 
 class _Rows(NamedTuple):
-    """What a warpgroup keeps in registers of its 64 rows."""
+    """Values of a warpgroup's 64 rows in registers."""
 
     lse: jax.Array
     delta: jax.Array
@@ -98,9 +98,9 @@ def _scratch(static: Static) -> dict[str, Any]:
 
 def _stream(static: Static, refs: Refs) -> None:
     rounds, steps = stream_units(static, refs, _fetch_own)
-    wait_for_rest(refs.own_free, rounds, static.config.places, WARPGROUPS)
-    wait_for_rest(refs.o_free, rounds, 1, WARPGROUPS)
-    wait_for_rest(refs.free_bar, steps, static.stages)
+    drain_ring(refs.own_free, rounds, static.config.places, WARPGROUPS)
+    drain_ring(refs.o_free, rounds, 1, WARPGROUPS)
+    drain_ring(refs.free_bar, steps, static.stages)
 
 
 def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
@@ -113,8 +113,8 @@ def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
 
 
 def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
-    """dq and delta of 64 rows of a query head."""
-    # on their way while delta is computed
+    """Computes dq and delta of 64 rows of a query head."""
+    # loads overlap with the computation of delta
     lse = plgpu.load(refs.lse_g.at[unit.head, unit.own], layout=BY_ROW, optimized=False)
     firsts = plgpu.load(refs.first_g.at[unit.own], layout=BY_ROW, optimized=False)
     mask = Mask(unit.query0, firsts, refs.first_g[unit.query0 + (TILE - 1)])
@@ -133,7 +133,7 @@ def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
 
 
 def _delta(refs: Refs, unit: Unit) -> jax.Array:
-    """Waits for a unit's own rows, and leaves rowsum(dO ∘ O) in device memory too."""
+    """Waits for a unit's own rows, computes rowsum(dO ∘ O), and also writes it to device memory."""
     plgpu.barrier_wait(refs.own_bar.at[unit.at])
     plgpu.barrier_wait(refs.o_bar.at[unit.wg])
     delta = plgpu.load(refs.o_s.at[unit.wg], layout=WGMMA).astype(jnp.float32)
@@ -146,7 +146,7 @@ def _delta(refs: Refs, unit: Unit) -> jax.Array:
 
 
 def _one_tile(static: Static, refs: Refs, unit: Unit, own: _Rows, acc, tile_number, _) -> None:
-    """acc += dS K of a tile of keys."""
+    """Adds dS K of a tile of keys to acc."""
     slot = rem(unit.step(tile_number), static.stages)
     key0 = (unit.item.begin + tile_number) * TILE
     shape = (TILE, TILE)
@@ -159,9 +159,9 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, own: _Rows, acc, tile_numb
         plgpu.barrier_wait(refs.v_bar.at[slot])
         plgpu.wgmma(dp, refs.do_s.at[unit.place, unit.wg], refs.v_s.at[slot].transpose((1, 0)))
         scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
-        p = jnp.exp2(scores * (static.scale * LOG2E) - across(own.lse, shape, 0))
+        p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(own.lse, shape, 0))
         p = own.mask(p, key0, 0.0)
-        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - across(own.delta, shape, 0))
+        ds = p * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - broadcast(own.delta, shape, 0))
         multiply(acc, ds.astype(static.dtype), k, refs.spare_s, unit.wg)
         plgpu.wgmma_wait(0)
 

@@ -1,8 +1,8 @@
-"""Forward attention for Hopper.
+"""Forward attention on Hopper.
 
-S = Q Kᵀ,   P = exp(S · scale − lse),   O = P V   by the running softmax of flash attention
+S = Q Kᵀ,   P = exp(S · scale − lse),   O = P V   by the online softmax of flash attention
 
-Items, units, rounds and the stream of (K, V) tiles: see `queries`.
+See `queries` for items, units, rounds and the stream of (K, V) tiles.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -25,10 +25,10 @@ from pallas_kernels.attention.hopper.common import (
     WARPGROUPS,
     WGMMA,
     AttentionConfig,
-    across,
+    broadcast,
+    drain_ring,
     rem,
     tile,
-    wait_for_rest,
     wait_for_room,
 )
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch
@@ -43,14 +43,14 @@ from pallas_kernels.attention.hopper.queries import (
     stream_units,
 )
 
-_FLOOR = -1e30  # running maximum of a row that has seen nothing yet: finite, so that exp2(-inf - it) is 0 and not NaN
+_FLOOR = -1e30  # initial running maximum of a row: finite, so that exp2(-inf - it) is 0 and not NaN
 
 
 def forward(q_THC, k_TKC, v_TKC, first_T, table, *, scale: float, sms: int, config: AttentionConfig):
     """Returns o [T, H, C] and lse2 [H, T], the base-2 logarithm of the sum of exponentials.
 
     Args:
-        v_TKC: finite. A NaN in q or k reaches the rows that see it and no others.
+        v_TKC: finite. NaN in q or k only reaches rows that attend to it.
         table: `query_blocks(first_T, Units(group=H // K).queries, TILE)`.
     """
     T, H, _ = q_THC.shape
@@ -84,8 +84,8 @@ def _scratch(static: Static) -> dict[str, Any]:
 
 def _stream(static: Static, refs: Refs) -> None:
     rounds, steps = stream_units(static, refs, _fetch_own)
-    wait_for_rest(refs.own_free, rounds, static.config.places, WARPGROUPS)
-    wait_for_rest(refs.free_bar, steps, static.stages)
+    drain_ring(refs.own_free, rounds, static.config.places, WARPGROUPS)
+    drain_ring(refs.free_bar, steps, static.stages)
 
 
 def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
@@ -96,7 +96,7 @@ def _fetch_own(static: Static, refs: Refs, unit: Unit) -> None:
 
 
 def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
-    """o and lse2 of 64 rows of a query head."""
+    """Computes o and lse2 of 64 rows of a query head."""
     wide = (TILE, static.width)
     last_first = refs.first_g[unit.query0 + (TILE - 1)]
     q = refs.q_s.at[unit.place, unit.wg]
@@ -109,7 +109,7 @@ def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
     )
     one_tile = functools.partial(_one_tile, static, refs, unit, mask)
     top, total, o = lax.fori_loop(0, unit.item.num, one_tile, empty)
-    q[...] = (o / across(total, wide, 0)).astype(static.dtype)
+    q[...] = (o / broadcast(total, wide, 0)).astype(static.dtype)
     refs.lse_s[unit.wg] = top + jnp.log(total) * LOG2E
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q, refs.o_g.at[unit.own, unit.head])
@@ -119,7 +119,7 @@ def _one_unit(static: Static, refs: Refs, unit: Unit) -> None:
 
 
 def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, carry):
-    """One step of the running softmax: maximum so far, sum of exponentials under it, weighted sum of values."""
+    """One step of the online softmax: running maximum, sum of exponentials, weighted sum of values."""
     top, total, o = carry
     slot = rem(unit.step(tile_number), static.stages)
     key0 = (unit.item.begin + tile_number) * TILE
@@ -133,9 +133,9 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, c
     scores = mask(scores, key0, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * (static.scale * LOG2E))
     fade = jnp.exp2(top - new_top)
-    p = jnp.exp2(scores * (static.scale * LOG2E) - across(new_top, scores.shape, 0))
+    p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(new_top, scores.shape, 0))
     total = total * fade + p.sum(axis=1)
-    o = o * across(fade, o.shape, 0)
+    o = o * broadcast(fade, o.shape, 0)
     plgpu.barrier_wait(refs.v_bar.at[slot])
     o = _accumulated(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
     plgpu.barrier_arrive(refs.free_bar.at[slot])
@@ -143,7 +143,7 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, c
 
 
 def _accumulated(o, p, v, spare_s, wg):
-    """o + p v. Interpret mode knows no accumulator with an initial value, hence the second way."""
+    """Returns o + p v. The second branch is for interpret mode, which has no accumulators with an initial value."""
     if spare_s is None:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(o))
     spare_s[wg] = p

@@ -1,4 +1,4 @@
-"""How the Hopper kernels of attention are launched.
+"""Launch of the Hopper attention kernels.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -19,18 +19,18 @@ from pallas_kernels.attention.hopper.common import WARPGROUPS, AttentionConfig, 
 from pallas_kernels.attention.hopper.walk import Walk
 from pallas_kernels.manual_axes import vary_like
 
-type Refs = SimpleNamespace  # by name: operands and results (_g: device memory), tiles in shared memory (_s), barriers
+type Refs = SimpleNamespace  # operands and results (_g: device memory), tiles in shared memory (_s), barriers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Static:
-    """What a kernel is built from, besides its operands."""
+    """Static parameters of a kernel."""
 
     scale: float
     width: int  # C
     dtype: Any
     group: int  # G
-    stages: int  # of the ring of streamed tiles
+    stages: int  # depth of the ring of streamed tiles
     walk: Walk
     config: AttentionConfig
 
@@ -42,7 +42,7 @@ class Static:
 def static_of(
     q_THC, k_TKC, *, rows: int, repeats: int, stages: int, scale: float, sms: int, config: AttentionConfig
 ) -> Static:
-    """For blocks of that many rows, whose tiles an item streams `repeats` times."""
+    """Static parameters for blocks of `rows` rows, whose tiles an item streams `repeats` times."""
     T, H, C = q_THC.shape
     blocks, num_keys = T // rows, k_TKC.shape[1]
     return Static(
@@ -65,12 +65,12 @@ def launch(
     results: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
 ) -> tuple[jax.Array, ...]:
-    """Runs one block per multiprocessor: two warpgroups that multiply and one that streams.
+    """Runs one block per multiprocessor: two warpgroups compute and one streams.
 
     Args:
         stream: fills shared memory; called with (static, refs).
-        compute: called by the two, with (static, refs, number of the warpgroup).
-        operands, results, scratch: under the names that the refs will have.
+        compute: called by the two compute warpgroups with (static, refs, index of the warpgroup).
+        operands, results, scratch: by the names of the refs.
     """
 
     def body(*given):
@@ -95,7 +95,7 @@ def launch(
         grid_names=("sm",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
-        scratch_types=tuple(scratch.values()),  # not by name: they would lie in memory in the order of their names
+        scratch_types=tuple(scratch.values()),  # positional, because named scratch is allocated in alphabetical order
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return vary_like(run(*operands.values()), operands["q_g"])

@@ -1,9 +1,9 @@
-"""What the passes over queries share: forward and the gradient of queries.
+"""Shared parts of the passes over queries: forward, and the gradient of queries.
 
-An item of work is a key head and 64 (or 128) rows of queries, with every query head of the group. It is cut into units
-of 64 rows of one head; the two warpgroups take one unit each per round and share the stream of (K, V) tiles, which runs
-from the first query's document to the diagonal: all units see the same tiles under the same mask. The third warpgroup
-streams, and fetches the next units' own rows during this one.
+An item of work is a key head and 64 (or 128) rows of queries, with all query heads of the group. It is split into units
+of 64 rows of one head. In each round the two compute warpgroups process one unit each and share the stream of (K, V)
+tiles, from the start of the first query's document to the diagonal. All units use the same tiles and the same mask. The
+third warpgroup streams the tiles and prefetches the rows of the next units.
 
 T packed rows · H query heads · K key heads · G = H / K · C head width
 """
@@ -24,11 +24,11 @@ from pallas_kernels.attention.hopper.common import (
     WARPGROUPS,
     AttentionConfig,
     Units,
-    across,
+    broadcast,
     rem,
     rows,
-    seen_by,
     tile,
+    tile_mask,
     wait_for_room,
 )
 from pallas_kernels.attention.hopper.launch import Refs, Static, static_of
@@ -36,12 +36,12 @@ from pallas_kernels.attention.hopper.walk import Item
 
 
 def key_tiles(static: Static) -> dict[str, Any]:
-    """Scratch of the stream of (K, V) tiles."""
+    """Scratch memory for the stream of (K, V) tiles."""
     return {name: tile(static.stages, TILE, static.width, dtype=static.dtype) for name in ("k_s", "v_s")}
 
 
 def own_barriers(static: Static) -> dict[str, Any]:
-    """Two arrays of a unit's own rows are in memory; nobody reads them any more."""
+    """Barriers of a unit's own rows: two arrays are loaded; they are no longer read."""
     many = static.config.places * WARPGROUPS
     return {
         "own_bar": plgpu.Barrier(num_arrivals=2, num_barriers=many),
@@ -50,7 +50,7 @@ def own_barriers(static: Static) -> dict[str, Any]:
 
 
 def key_barriers(static: Static) -> dict[str, Any]:
-    """A tile of K, of V is in memory; both warpgroups are done with them. And what left operands go through, if so."""
+    """Barriers of (K, V) tiles: loaded; no longer read. Also the shared memory for left operands, if they need it."""
     stages = static.stages
     return {
         "k_bar": plgpu.Barrier(num_barriers=stages),
@@ -61,14 +61,14 @@ def key_barriers(static: Static) -> dict[str, Any]:
 
 
 class Unit(NamedTuple):
-    """64 rows of one query head: what a warpgroup takes in one round of an item."""
+    """64 rows of one query head, the work of a warpgroup in one round of an item."""
 
     item: Item
-    turn: Any  # round of the item
+    turn: Any  # index of the round in the item
     wg: Any
-    number: Any  # of rounds before this one
-    place: Any  # of its own rows in their ring
-    at: Any  # number of that place's barrier
+    number: Any  # number of earlier rounds
+    place: Any  # place of its own rows in their ring
+    at: Any  # index of that place's barrier
     own: Any  # rows
     head: Any  # query head
 
@@ -77,38 +77,38 @@ class Unit(NamedTuple):
         return self.own.start
 
     def step(self, tile_number):
-        """Number of tiles streamed before this one."""
+        """Number of earlier tiles in the stream."""
         return self.item.step + self.turn * self.item.num + tile_number
 
 
 class Mask(NamedTuple):
-    """What queries of a unit see: keys from the first of their document up to themselves."""
+    """Causal mask of a unit: queries attend to keys from the first row of their document to themselves."""
 
     query0: Any
     first: jax.Array  # [64] in registers
-    last_first: Any  # the last of them
+    last_first: Any  # largest of them
 
     def __call__(self, x: jax.Array, key0, hidden: float) -> jax.Array:
-        """`hidden` where a query does not see the key; leaves alone a tile that every query sees."""
+        """Sets masked scores to `hidden`; tiles without masked scores stay unchanged."""
 
         def rule(query, key):
-            return (key <= query) & (key >= across(self.first, x.shape, 0))
+            return (key <= query) & (key >= broadcast(self.first, x.shape, 0))
 
         def masked(x):
-            seen = seen_by(self.query0, key0, x.shape, rule)
+            seen = tile_mask(self.query0, key0, x.shape, rule)
             return jnp.where(seen, x, jnp.full_like(x, hidden))
 
         return lax.cond((key0 >= self.query0) | (key0 < self.last_first), masked, lambda x: x, x)
 
 
 def query_static(q_THC, k_TKC, *, config: AttentionConfig, **rest) -> Static:
-    """Static of a kernel whose items are those above."""
+    """Static parameters of a kernel with these items."""
     units = Units(group=q_THC.shape[1] // k_TKC.shape[1])
     return static_of(q_THC, k_TKC, rows=units.queries, repeats=units.rounds, config=config, **rest)
 
 
 def stream_units(static: Static, refs: Refs, fetch_own: Callable[[Static, Refs, Unit], None]):
-    """Streams the own rows of all units, and tiles of keys and values. Returns the number of rounds and of tiles."""
+    """Streams the rows of all units, and tiles of keys and values. Returns the number of rounds and of tiles."""
 
     def one_item(item: Item):
         @pl.loop(0, static.units.rounds)
@@ -119,7 +119,7 @@ def stream_units(static: Static, refs: Refs, fetch_own: Callable[[Static, Refs, 
 
             @pl.loop(0, item.num)
             def _(tile_number):
-                _fetch_tile(static, refs, unit, tile_number)  # the same for every unit of the round
+                _fetch_tile(static, refs, unit, tile_number)  # equal for all units of the round
 
     items, steps = static.walk(refs.table_g, one_item)
     return items * static.units.rounds, steps

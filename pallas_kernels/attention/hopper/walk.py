@@ -1,4 +1,4 @@
-"""The way of a multiprocessor through the work: items of (block, head), out of a table of blocks (see `blocks`)."""
+"""The order of a multiprocessor's work: items of (block, head), from a table of blocks (see `blocks`)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pallas_kernels.attention.hopper.common import div, rem
 
 
 class Item(NamedTuple):
-    """An item of work: a key head, a block of its rows, and the range of tiles that the block meets."""
+    """An item of work: a key head, a block of its rows, and the block's range of tiles."""
 
-    number: Any  # of the multiprocessor's items before it
+    number: Any  # number of earlier items of the multiprocessor
     block: Any
     head: Any
     begin: Any  # first tile
-    num: Any  # of tiles
-    step: Any  # number of tiles streamed before it
+    num: Any  # number of tiles
+    step: Any  # number of earlier tiles in the stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """The work of one multiprocessor: items of (block, head), longest blocks first, in strata of one item for each.
+    """The work of one multiprocessor: items of (block, head), longest blocks first, one from each stratum.
 
-    The direction alternates from stratum to stratum, so that who had the longest item gets the shortest next.
+    The direction alternates between strata, so that a multiprocessor with the longest item gets the shortest one next.
     """
 
     blocks: int
     heads: int
     sms: int
-    repeats: int  # of the block's tiles in one item
+    repeats: int  # repetitions of the block's tiles in one item
 
     @property
     def items(self) -> int:
@@ -45,7 +45,7 @@ class Walk:
 
         def one(number, carry):
             step, block, head, begin, num = carry
-            following = self._load(table_g, number + 1)  # a load from memory has all this item's time to arrive
+            following = self._load(table_g, number + 1)  # prefetch, to hide the latency of the load
             visit(Item(number, block, head, begin, num, step))
             return step + num * self.repeats, *following
 

@@ -1,1 +1,1 @@
-"""Policies that decide who trains with whom: ours, and those it is compared with."""
+"""Scheduling policies: ours, and baselines to compare with."""

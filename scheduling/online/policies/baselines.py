@@ -1,4 +1,4 @@
-"""Policies to compare with: the same interface and on the same rates."""
+"""Baseline policies, with the same interface and the same rates as ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scheduling.online.policies.draft import Draft, DraftGroup
 from scheduling.online.rates import MESHES, Kind, Rates
-from scheduling.online.sharing import AloneRate, GroupRate
+from scheduling.online.sharing import GroupRate, IsolatedRate
 from scheduling.online.state import ClusterState, Decision, JobState
 from scheduling.online.types import Job
 
@@ -25,25 +25,29 @@ class _Baseline:
             largest[worker.kind] = max(largest.get(worker.kind, 0), worker.gpus)
         return list(largest.items())
 
-    def _alone(self, draft: Draft, job: Job) -> list[tuple[AloneRate, Kind]]:
-        """The job's best mesh on every kind of worker that holds it, fewest GPU-seconds first."""
-        found = [(rate, kind) for kind, most in self._sizes(draft) if (rate := self.rates.best_alone(job, kind, most))]
+    def _isolated_rates(self, draft: Draft, job: Job) -> list[tuple[IsolatedRate, Kind]]:
+        """The job's best mesh on every kind of worker that it fits on, fewest GPU-seconds first."""
+        found = [
+            (rate, kind)
+            for kind, most in self._sizes(draft)
+            if (rate := self.rates.best_isolated_rate(job, kind, most))
+        ]
         return sorted(found, key=lambda one: one[0].gpu_s(1))
 
     def _left_s(self, draft: Draft, state: JobState, now: float) -> float:
-        found = self._alone(draft, state.job)
+        found = self._isolated_rates(draft, state.job)
         return state.left_steps(now) * found[0][0].step_s if found else float("inf")
 
-    def _open_alone(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
+    def _open_single(self, draft: Draft, state: JobState, why: str) -> DraftGroup | None:
         """Opens the mesh with the fewest GPU-seconds for a job; None if no block of that size is free."""
-        for rate, kind in self._alone(draft, state.job):
+        for rate, kind in self._isolated_rates(draft, state.job):
             if block := draft.block(state.job.base_name, rate.mesh.gpus, kind):
                 return draft.open(state.job.base_name, block, rate.mesh, [state.job.name], why)
         return None
 
 
 class Fifo(_Baseline):
-    """First come, first served; every job alone on its mesh until it ends."""
+    """First come, first served; every job has its own mesh until it ends."""
 
     name = "fifo"
 
@@ -51,13 +55,13 @@ class Fifo(_Baseline):
         state.check_clock(now)
         draft = Draft(state)
         for job in draft.waiting():
-            if self._open_alone(draft, job, "it has waited longest") is None:
+            if self._open_single(draft, job, "it has waited longest") is None:
                 break
         return draft.decisions()
 
 
 class Srtf(_Baseline):
-    """Shortest remaining time first, every job alone on its mesh; a shorter job takes the GPUs of longer ones."""
+    """Shortest remaining time first; every job has its own mesh, and a shorter job preempts longer ones."""
 
     name = "srtf"
 
@@ -66,20 +70,20 @@ class Srtf(_Baseline):
         draft = Draft(state)
         left = {name: self._left_s(draft, job, now) for name, job in state.jobs.items()}
         for job in sorted(draft.waiting(), key=lambda job: (left[job.job.name], job.job.name)):
-            if not self._alone(draft, job.job):
+            if not self._isolated_rates(draft, job.job):
                 continue
-            why = f"{left[job.job.name]:.0f} s left, the least of all that wait"
-            if self._open_alone(draft, job, why) is None:
+            why = f"{left[job.job.name]:.0f} s left, the least of all waiting jobs"
+            if self._open_single(draft, job, why) is None:
                 if not self._make_room(draft, job, left):
                     break
-                self._open_alone(draft, job, why)
+                self._open_single(draft, job, why)
         return draft.decisions()
 
     def _make_room(self, draft: Draft, job: JobState, left: dict[str, float]) -> bool:
-        """Frees the block whose shortest job is longest, if all there have more left than this one and its start."""
+        """Frees the block whose shortest job is longest, if each has more left than this job and its start."""
         own = left[job.job.name] + self.rates.changes.open_s(job.job.shape)
         best, best_left = None, own
-        rate, kind = self._alone(draft, job.job)[0]
+        rate, kind = self._isolated_rates(draft, job.job)[0]
         for worker in draft.state.workers.values():
             if worker.kind != kind:
                 continue
@@ -92,12 +96,12 @@ class Srtf(_Baseline):
                 if shortest > best_left and all(set(group.gpus) <= inside for group in there):
                     best, best_left = there, shortest
         for group in best or ():
-            draft.empty(group, "a shorter job takes its GPUs")
+            draft.empty(group, "a shorter job preempts it")
         return best is not None
 
 
 class Mlora(_Baseline):
-    """First come, first served in batches of up to four jobs of one base that take turns (mLoRA)."""
+    """First come, first served, in groups of up to four jobs of one base that alternate batch by batch (mLoRA)."""
 
     name = "mlora"
     mixes = False
@@ -127,10 +131,12 @@ class Mlora(_Baseline):
         return draft.decisions()
 
     def _turns(self, draft: Draft, jobs: Sequence[Job]) -> list[tuple[GroupRate, Kind]]:
-        """The batch's best mesh on every kind of worker that holds it, most tokens per GPU first."""
+        """The best mesh of a group on every kind of worker that it fits on, most tokens per GPU first."""
         found: list[tuple[GroupRate, Kind]] = []
         for kind, most in self._sizes(draft):
-            rates = [rate for gpus in MESHES if gpus <= most and (rate := self.rates.in_turn(jobs, kind, gpus))]
+            rates = [
+                rate for gpus in MESHES if gpus <= most and (rate := self.rates.alternating_rate(jobs, kind, gpus))
+            ]
             if rates:
                 found.append((max(rates, key=lambda rate: rate.tokens_per_s / rate.mesh.gpus), kind))
         return sorted(found, key=lambda one: -one[0].tokens_per_s / one[0].mesh.gpus)
@@ -146,7 +152,7 @@ class Packing(_Baseline):
         state.check_clock(now)
         draft = Draft(state)
         for job in draft.waiting():
-            if self._open_alone(draft, job, "GPUs are free") is None:
+            if self._open_single(draft, job, "GPUs are free") is None:
                 self._join_least_loaded(draft, job)
         return draft.decisions()
 
@@ -163,8 +169,11 @@ class Packing(_Baseline):
 
 
 class Tlora(_Baseline):
-    """tLoRA as its abstract describes it, plainly: in order of arrival, a job joins the group of its base whose
-    collective throughput it raises most, if every member stays within its slowdown; else it takes free GPUs."""
+    """tLoRA, as its abstract describes it.
+
+    In order of arrival, a job joins the group of its base whose total throughput it raises most, if every member stays
+    within its slowdown. Otherwise it takes free GPUs.
+    """
 
     name = "tlora"
 
@@ -179,7 +188,7 @@ class Tlora(_Baseline):
                 group.mesh = rate.mesh
                 group.why.append(f"{job.job.name} adds {gain:,.0f} tokens/s, slowdowns up to {max(rate.slowdowns):.2f}")
             else:
-                self._open_alone(draft, job, "no group has capacity for it")
+                self._open_single(draft, job, "no group has capacity for it")
         return draft.decisions()
 
     def _best_group(self, draft: Draft, job: JobState) -> tuple[DraftGroup, GroupRate, float] | None:

@@ -1,4 +1,4 @@
-"""A cluster on paper: moves are tried here, and the difference to the real one becomes decisions."""
+"""A draft of the cluster on which a policy tries moves. Its difference to the real cluster becomes decisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduling.online.state import ClusterState, Decision, JobState
 
 @dataclass(slots=True)
 class DraftGroup:
-    """A group that may still change; `why` becomes its decision's reason."""
+    """A group of the draft; `why` becomes the reason of its decision."""
 
     base: str
     worker: str
@@ -27,9 +27,9 @@ class DraftGroup:
 
 
 class Draft:
-    """The groups as they are, to be changed; `decisions` says what has to happen.
+    """A mutable copy of the groups; `decisions` returns the changes.
 
-    Groups lie in aligned blocks of 1, 2, 4 or 8 GPUs, so that blocks never fragment a worker.
+    Groups use aligned blocks of 1, 2, 4 or 8 GPUs, so that they do not fragment a worker.
     """
 
     def __init__(self, state: ClusterState):
@@ -46,7 +46,7 @@ class Draft:
                 self._mark(group, False)
 
     def waiting(self) -> list[JobState]:
-        """Jobs in no group of the draft."""
+        """Jobs that are in no group of the draft."""
         placed = {name for group in self.groups.values() for name in group.members}
         return [job for name, job in self.state.jobs.items() if name not in placed]
 
@@ -57,7 +57,7 @@ class Draft:
         return self.state.workers[group.worker].kind
 
     def blocks(self, size: int, kind: Kind) -> Iterator[tuple[str, int]]:
-        """(worker, first GPU) of free aligned blocks on workers of a kind, on the fullest first."""
+        """(worker, first GPU) of free aligned blocks on workers of a kind, fullest worker first."""
         fitting = (name for name in self.free if self.state.workers[name].kind == kind)
         order = sorted(fitting, key=lambda name: (sum(self.free[name]), name))
         for worker in order:
@@ -67,7 +67,7 @@ class Draft:
                     yield worker, first
 
     def open(self, base: str, block: tuple[str, int], mesh: Mesh, members: list[str], why: str) -> DraftGroup:
-        """Takes a free block; an idle session of this base and size there is used again, others there end."""
+        """Opens a group on a free block. Reuses an idle session of its base and size there, else closes it."""
         worker, first = block
         gpus = tuple(range(first, first + mesh.gpus))
         for name, group in list(self.groups.items()):
@@ -92,11 +92,11 @@ class Draft:
         return None
 
     def block(self, base: str, size: int, kind: Kind) -> tuple[str, int] | None:
-        """Where a group of this size would be opened: a warm session if there is one, else the tightest fit."""
+        """The block that a group of this size would use: a warm session if there is one, else the tightest fit."""
         return self.warm_block(base, size, kind) or next(self.blocks(size, kind), None)
 
     def empty(self, group: DraftGroup, why: str) -> None:
-        """Sends all members of a group to wait; its session stays idle."""
+        """Removes all members of a group; its session stays idle."""
         group.members = []
         group.why.append(why)
         self._mark(group, True)
@@ -112,7 +112,7 @@ class Draft:
         del self.groups[group.name]
 
     def decisions(self) -> list[Decision]:
-        """What turns the real groups into these."""
+        """The decisions that turn the real groups into the draft."""
         found: list[Decision] = []
         for name, before in self.state.groups.items():
             now = self.groups.get(name)

@@ -1,9 +1,9 @@
-"""Our policy: groups that fill their GPUs, the jobs that finish soonest first, nobody slowed beyond its bound.
+"""Our policy: groups that fill their GPUs, short jobs first, and every slowdown within its bound.
 
-What a configuration is worth:  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and what is
-left are in GPU-seconds of work alone. α = 1 would run the shortest job on all GPUs, α = 0 would only fill them; in
-between, jobs share GPUs as long as that raises what all of them together achieve. A move is made when what it wins over
-`HORIZON_S` exceeds what everybody loses while groups stop for it.
+The utility of a configuration is  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and
+remaining work are in GPU-seconds of isolated training. α = 1 would run the shortest job on all GPUs, and α = 0 would
+only fill the GPUs. In between, jobs share GPUs as long as that raises the total. A move is made if its gain over
+`HORIZON_S` exceeds the loss while groups stop for it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from scheduling.online.sharing import GroupRate
 from scheduling.online.state import ClusterState, Decision, JobState, held_gpus
 from scheduling.online.types import Job
 
-REPAIR_GAIN = 1.05  # a group stops for another mesh if that makes it worth so much more
-SPLIT_FROM = 8  # GPUs of a group that may be cut in two
-MOST_GROUPS = 40  # that a decision looks at for joins and splits
-URGENT = 30.0  # times a job's claim
-OWED_S = 1800.0  # GPU-seconds that users may be apart before it counts
+REPAIR_GAIN = 1.05  # minimum gain in worth for which a group stops for another mesh
+SPLIT_FROM = 8  # minimum GPUs of a group that may be split in two
+MOST_GROUPS = 40  # groups that one decision considers for joins and splits
+URGENT = 30.0  # factor on the claim of an urgent job
+OWED_S = 1800.0  # difference between users, in GPU-seconds, below which they count as equal
 
 Figures = Callable[[Job, tuple[tuple[Kind, int], ...]], tuple[float, float]]
 
 
 class Pack(NamedTuple):
-    """Members of a group that does not exist yet."""
+    """Members of a possible new group."""
 
     members: list[str]
     rate: GroupRate
@@ -38,7 +38,7 @@ class Pack(NamedTuple):
 
 
 class Option(NamedTuple):
-    """Other members for a group, and what they gain."""
+    """A change of a group's members, and its gain."""
 
     gain: float
     members: list[str]
@@ -47,22 +47,22 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the policy weighs; the switches take one idea away each, to show what it brings.
+    """Parameters of the policy. Each switch turns off one idea, for ablations.
 
     Args:
-        sharpness: α, how much sooner short jobs go.
-        frugality: how much a group counts less that trains slowly for its GPUs, while jobs wait.
-        thrift: exponent of the GPUs by which a new group's worth is divided, while more wait than fits.
+        sharpness: α, the preference for short jobs.
+        frugality: discount of groups that train slowly for their GPUs, while jobs wait.
+        thrift: a new group's worth is divided by (its GPUs)^thrift, while more jobs wait than fit.
         start_work_s: START, GPU-seconds of work below which jobs count as equally short.
-        horizon_s: for how long a move is expected to last.
-        margin: a job is preempted, or a group cut in two, only for a gain of that share.
+        horizon_s: expected duration of a move's effect.
+        margin: minimum relative gain for which a job is preempted or a group is split.
         urgent: share of the patience after which a waiting job goes first.
-        fairness: how strongly users go first that got less than their share.
+        fairness: priority of users that received less than their share.
         most_members: places of a session.
-        candidates: waiting jobs that are tried in a row without a gain.
-        moves: at most, in one decision, besides those onto free GPUs.
-        grouping, residual, urgency, elasticity, preemption: switches; without `residual` a group takes four jobs at
-            most, whatever capacity is left.
+        candidates: number of waiting jobs to try in a row without a gain.
+        moves: maximum number of moves in one decision, except those onto free GPUs.
+        grouping, residual, urgency, elasticity, preemption: switches. Without `residual` a group has at most four jobs,
+            whatever capacity is left.
     """
 
     sharpness: float = 0.5
@@ -84,11 +84,11 @@ class Settings:
 
 
 class Ours:
-    """Groups jobs by what they gain together; grows, shrinks, merges and preempts when that pays.
+    """Groups jobs by their joint gain; grows, shrinks, merges and preempts groups if that pays off.
 
     Args:
-        rates: what groups achieve.
-        settings: what is weighed.
+        rates: predicts the rates of groups.
+        settings: parameters of the policy.
     """
 
     mixes = True
@@ -98,10 +98,10 @@ class Ours:
         self.rates, self.settings, self.name = rates, settings or Settings(), name
         self._known: dict[
             str, tuple[Job, tuple[tuple[Kind, int], ...], tuple[float, float]]
-        ] = {}  # answers, asked for again at every decision
+        ] = {}  # cache across decisions
 
     def decide(self, state: ClusterState, now: float) -> list[Decision]:
-        """What to change now; empty if nothing pays."""
+        """Returns the changes to make now; empty if no change pays off."""
         state.check_clock(now)
         if not state.jobs or not state.workers:
             return []
@@ -110,7 +110,7 @@ class Ours:
     def _figures(self, job: Job, sizes: tuple[tuple[Kind, int], ...]) -> tuple[float, float]:
         known = self._known.get(job.name)
         if known is None or known[0] is not job or known[1] != sizes:
-            rates = (self.rates.best_alone(job, kind, most) for kind, most in sizes)
+            rates = (self.rates.best_isolated_rate(job, kind, most) for kind, most in sizes)
             best = next((rate for rate in rates if rate), None)
             figures = (best.step_s * best.mesh.gpus, best.step_s) if best else (0.0, 0.0)
             known = self._known[job.name] = (job, sizes, figures)
@@ -118,10 +118,10 @@ class Ours:
 
 
 class _Search:
-    """One decision: a draft of the cluster, improved move by move.
+    """The search of one decision: improves a draft of the cluster move by move.
 
     Args:
-        figures: of a job on workers of some kinds, (GPU-seconds of a step alone, seconds of a step alone).
+        figures: (GPU-seconds, seconds) of an isolated step of a job on workers of some kinds.
     """
 
     def __init__(self, rates: Rates, settings: Settings, figures: Figures, state: ClusterState, now: float):
@@ -130,9 +130,9 @@ class _Search:
         self.draft = Draft(state)
         self.sizes = tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self.sizes))
-        self.work: dict[str, float] = {}  # GPU-seconds of a step alone
+        self.work: dict[str, float] = {}  # GPU-seconds of an isolated step
         self.claim: dict[str, float] = {}  # U of a step per second
-        self.order: dict[str, float] = {}  # U of a GPU-second of work per second: who goes first
+        self.order: dict[str, float] = {}  # U of a GPU-second of work per second: the order of jobs
         self.urgent: list[JobState] = []
         self.protected: set[str] = set()  # placed because they have waited long
         self.values: dict[str, float] = {}  # U of each group of the draft
@@ -146,7 +146,7 @@ class _Search:
         for name, job in state.jobs.items():
             self._weigh(name, job)
         self.urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
-        # The patience of these is at its end: nothing later of their weight may start before them.
+        # Their patience is over: no later job of their weight may start before them.
         self.barred = [one for one in self.urgent if one.waited(now) > 0.98 * self._patience_s(one.job)]
 
     def run(self) -> list[Decision]:
@@ -164,13 +164,13 @@ class _Search:
                     break
         return self.draft.decisions()
 
-    # --- what jobs are worth
+    # --- values of jobs
 
     def _weigh(self, name: str, state: JobState) -> None:
         job, settings, now = state.job, self.settings, self.now
         work, alone_s = self.figures(job, self.sizes)
         self.work[name] = work
-        if not work:  # no worker that is up holds it
+        if not work:  # it fits on no worker that is up
             self.claim[name] = self.order[name] = 0.0
             return
         left = state.left_steps(now)
@@ -188,7 +188,7 @@ class _Search:
         self.claim[name] = claim * work
 
     def _user_claims(self) -> dict[str, float]:
-        """Users that got less than a max–min fair share of the cluster go before those that got more."""
+        """Raises the claims of users that received less than their max–min fair share of the cluster."""
         found: dict[str, float] = {}
         for name, user in self.state.users.items():
             owed = (user.entitled + OWED_S) / (max(0.0, user.got) + OWED_S)
@@ -224,7 +224,7 @@ class _Search:
         return rate if not self.quotas or self._within_quotas(names, gpus) else None
 
     def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
-        """Whether a group of these, beside all groups that share none of them, keeps its users within their quotas."""
+        """Whether a group of these jobs keeps its users within their quotas, given the other groups."""
         here = set(names)
         rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not here & set(g.members)]
         held = held_gpus([*rest, (gpus, names)], self.state.jobs)
@@ -232,7 +232,7 @@ class _Search:
         return all(held[user] <= self.quotas[user] for user in users)
 
     def _worth(self, names: Sequence[str], rate: GroupRate) -> float:
-        """U of a group, less where it trains slowly for its GPUs while others wait for some."""
+        """U of a group, discounted if it trains slowly for its GPUs while jobs wait."""
         worth = sum(self.claim[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True))
         if not self.frugality:
             return worth
@@ -240,7 +240,7 @@ class _Search:
         return worth * (work / rate.mesh.gpus) ** self.frugality
 
     def _value(self, group: DraftGroup) -> float:
-        """U of a group as it is in the draft."""
+        """U of a group of the draft."""
         if group.name not in self.values:
             jobs = [self.state.jobs[name].job for name in group.members]
             rate = self.rates.on_mesh(jobs, self.draft.kind(group), group.mesh) if jobs else None
@@ -248,7 +248,7 @@ class _Search:
         return self.values[group.name]
 
     def _tolerates(self, names: Iterable[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
-        """Whether every running member stays within its bound to its end, with this stop and all before."""
+        """Whether every running member stays within its bound to its end, including this stop and all earlier ones."""
         slowdown = dict(zip(members, rate.slowdowns, strict=True))
         steps = dict(zip(members, rate.steps_per_s, strict=True))
         for name in names:
@@ -318,7 +318,7 @@ class _Search:
     # --- moves
 
     def _repair(self) -> None:
-        """Gives groups whose members have left a mesh that suits the rest; who would be too slow in any leaves."""
+        """Gives groups that lost members a mesh that suits the rest; members that are too slow on any mesh leave."""
         self.backlog: dict[str, list[str]] = {}
         for group in self.draft.groups.values():
             if not group.members:
@@ -336,21 +336,23 @@ class _Search:
             if pays and self._tolerates(members, best, members, self.rates.changes.change_s):
                 leave = [name for name in group.members if name not in members]
                 group.members, group.mesh = members, best.mesh
-                said = f"{', '.join(leave)} leaves, too slow here" if leave else "another mesh suits who is left"
+                said = (
+                    f"{', '.join(leave)} leaves, too slow here" if leave else "another mesh suits the remaining members"
+                )
                 group.why.append(f"{said}: {self._reason(members, best, 0.0)}")
                 self.values.pop(group.name, None)
 
     def _fill_free(self) -> bool:
-        """Opens a group on free GPUs, for the base and of the size whose waiting jobs are worth most there.
+        """Opens a group on free GPUs, with the base and the size whose waiting jobs are worth most.
 
-        While more wait than fits, what counts is the worth of each GPU.
+        While more jobs wait than fit, groups are compared by worth per GPU.
         """
         if not any(self.backlog.values()) or not self.draft.free_gpus():
             return False
         power = self.settings.thrift if self._crowded() else 0.25
         best = None
         for base, waiting in self.backlog.items():
-            sizes = (8, 4, 2, 1) if self.settings.elasticity else self._alone_sizes(waiting)
+            sizes = (8, 4, 2, 1) if self.settings.elasticity else self._isolated_sizes(waiting)
             for size, kind in product(sizes if waiting else (), self.kinds):
                 block = self.draft.block(base, size, kind)
                 found = self._first_pack(base, kind, size) if block else None
@@ -368,17 +370,19 @@ class _Search:
         self._take(group, members, rate, f"{why}: {self._reason(members, rate, 0.0)}")
 
     def _crowded(self) -> bool:
-        """Whether jobs wait that free GPUs cannot all take."""
+        """Whether more jobs wait than fit on the free GPUs."""
         return sum(map(len, self.backlog.values())) > self.draft.free_gpus()
 
-    def _alone_sizes(self, waiting: Sequence[str]) -> list[int]:
+    def _isolated_sizes(self, waiting: Sequence[str]) -> list[int]:
         if not waiting:
             return []
-        found = (self.rates.best_alone(self.state.jobs[waiting[0]].job, kind, most) for kind, most in self.sizes)
+        found = (
+            self.rates.best_isolated_rate(self.state.jobs[waiting[0]].job, kind, most) for kind, most in self.sizes
+        )
         return [rate.mesh.gpus for rate in found if rate][:1]
 
     def _join_or_swap(self) -> bool:
-        """Lets waiting jobs into running groups, beside the members or instead of the one that has longest to go."""
+        """Adds waiting jobs to running groups, or swaps one for the member with the most work left."""
         best, best_group = None, None
         for group in self._poorest([group for group in self.draft.groups.values() if self.backlog.get(group.base)]):
             waiting = self.backlog[group.base]
@@ -401,14 +405,14 @@ class _Search:
         return True
 
     def _poorest(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
-        """Those worth least for their GPUs, if there are many: they have most to gain."""
+        """The groups with the least worth per GPU, if there are many: they have the most to gain."""
         found = [group for group in groups if group.members]
         if len(found) <= MOST_GROUPS:
             return found
         return sorted(found, key=lambda group: (self._value(group) / len(group.gpus), group.name))[:MOST_GROUPS]
 
     def _best_option(self, group: DraftGroup, waiting: Sequence[str]) -> Option | None:
-        """(gain, members, rate) of the best join or swap that pays; None if none does."""
+        """(gain, members, rate) of the best join or swap; None if none pays off."""
         best, value, change_s = None, self._value(group), self.rates.changes.change_s
         for members, rate in self._with_one_more(group, waiting):
             gain = self._worth(members, rate) - value
@@ -438,7 +442,7 @@ class _Search:
                     yield members, rate
 
     def _evict(self) -> bool:
-        """Gives the GPUs of the group that is worth least to a base whose waiting jobs are worth more there."""
+        """Gives the GPUs of the group with the least worth to a base whose waiting jobs are worth more there."""
         if not self.settings.preemption:
             return False
         best = None
@@ -469,7 +473,7 @@ class _Search:
         return True
 
     def _split(self) -> bool:
-        """Takes half of its GPUs from a group that fills them badly, and gives them to waiting jobs."""
+        """Takes half of the GPUs of a group with low density and gives them to waiting jobs."""
         if not self.settings.elasticity or not any(self.backlog.values()):
             return False
         best = None
@@ -507,12 +511,12 @@ class _Search:
         return True
 
     def _best_pack(self, kind: Kind, size: int) -> tuple[str, Pack] | None:
-        """(base, pack) of the waiting jobs that are worth most on so many GPUs."""
+        """(base, pack) of the waiting jobs that are worth most on this number of GPUs."""
         packs = ((base, self._first_pack(base, kind, size)) for base, names in self.backlog.items() if names)
         return max(((base, found) for base, found in packs if found), key=lambda one: one[1].worth, default=None)
 
     def _first_pack(self, base: str, kind: Kind, size: int) -> Pack | None:
-        """What `_pack` makes of a base's waiting jobs, remembered until they change."""
+        """`_pack` of a base's waiting jobs, cached until they change."""
         if (base, kind, size) not in self.packs:
             self.packs[base, kind, size] = self._pack(base, kind, size, [], self.backlog[base])
         return self.packs[base, kind, size]
@@ -525,7 +529,7 @@ class _Search:
         self._open(base, (group.worker, group.gpus[0]), members, rate, f"worth more here than {group.base}")
 
     def _place_urgent(self) -> None:
-        """Jobs near the end of their patience start now, wherever that costs least."""
+        """Starts jobs near the end of their patience where that costs least."""
         for state in self.urgent:
             name, base = state.job.name, state.job.base_name
             if name not in self.backlog.get(base, ()) or not self._may_start(name):
@@ -559,7 +563,7 @@ class _Search:
 
     def _urgent_open(self, state: JobState, *, clear: bool = False) -> bool:
         name, base = state.job.name, state.job.base_name
-        sizes = self._alone_sizes([name])
+        sizes = self._isolated_sizes([name])
         if not sizes:
             return False
         for kind in self.kinds:
@@ -601,7 +605,7 @@ class _Search:
         return [group for group in there if gpus & set(group.gpus)]
 
     def _grow(self) -> bool:
-        """Gives a group the free half beside it, or merges it with its neighbour of the same base."""
+        """Grows a group into the adjacent free block, or merges it with an adjacent group of the same base."""
         best = None
         for group in self.draft.groups.values():
             size = len(group.gpus)

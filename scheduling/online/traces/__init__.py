@@ -1,4 +1,4 @@
-"""Arrival traces: generated, or read from the columns of public ones."""
+"""Arrival traces: generated, or read from CSV files."""
 
 from scheduling.online.traces.generate import TRACES as TRACES
 from scheduling.online.traces.generate import TraceShape as TraceShape

@@ -1,4 +1,4 @@
-"""Generated traces: Poisson arrivals with day and night, heavy-tailed sizes, bursts of sweeps."""
+"""Generated traces: Poisson arrivals with a daily cycle, heavy-tailed sizes, and bursts from sweeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduling.online.types import Job, Worker
 
 DATA = {"short": (540, 380), "medium": (950, 430), "long": (1900, 900)}  # mean and spread of a sample's tokens
 LENGTHS = (32, 4096)
-BASES = {  # and how popular they are
+BASES = {  # with their popularity
     "llama-3.1-8b": 0.35,
     "qwen2.5-14b": 0.2,
     "mistral-small-24b": 0.15,
@@ -25,13 +25,13 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceShape:
-    """What distinguishes a trace.
+    """Parameters of a generated trace.
 
     Args:
-        day: how much more arrives at noon than on average, and less at midnight; 0 to 1.
-        sweep: share of jobs that come in sweeps: many of one base and data at once.
+        day: amplitude of the daily cycle of arrivals, from 0 to 1; the peak is at noon.
+        sweep: share of jobs that arrive in sweeps: many jobs of one base and data at once.
         sweep_jobs: smallest and largest sweep.
-        hours: median GPU-hours of a job alone.
+        hours: median isolated GPU-hours of a job.
         spread: standard deviation of their logarithm; above 1.5 is heavy-tailed.
     """
 
@@ -44,7 +44,7 @@ class TraceShape:
 
     @property
     def sweep_rate(self) -> float:
-        """Probability that a submission is a sweep, so that sweeps bring their share of the jobs."""
+        """Probability that a submission is a sweep, from the share of jobs in sweeps."""
         mean = sum(self.sweep_jobs) / 2
         return self.sweep / mean / (self.sweep / mean + 1 - self.sweep)
 
@@ -68,15 +68,15 @@ def generate_trace(
     rates: Rates | None = None,
     at_start: bool = False,
 ) -> list[Job]:
-    """Draws a trace.
+    """Generates a trace.
 
-    load = GPU-seconds of all jobs, each alone on its best mesh / (GPUs · time from the first to the last arrival)
+    load = isolated GPU-seconds of all jobs, each on its best mesh / (GPUs · time from the first to the last arrival)
 
     Args:
-        shape: a name from `TRACES`, or the figures themselves.
-        bases: and their popularity (None: five from 8B to 70B).
-        users: of unequal activity.
-        at_start: all jobs are there at 0; `load` is not used.
+        shape: a name from `TRACES`, or a `TraceShape`.
+        bases: bases with their popularity (None: five from 8B to 70B).
+        users: number of users; their activity is unequal.
+        at_start: all jobs arrive at 0, and `load` is ignored.
     """
     shape = TRACES[shape] if isinstance(shape, str) else shape
     rates, rng = rates or Rates(), np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def draw_job(
     name: str,
     user: str,
 ) -> Job:
-    """Draws base, data, batch, rank and steps of a job that arrives at 0."""
+    """Draws base, data, batch, rank and steps of a job; its arrival is 0."""
     mean, spread = DATA[str(rng.choice(list(DATA)))]
     sigma = np.sqrt(np.log(1 + (spread / mean) ** 2))
     lengths = np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 64), *LENGTHS).astype(int).tolist()
@@ -130,8 +130,8 @@ def draw_job(
 
 
 def gpu_seconds(job: Job, workers: Sequence[Worker], rates: Rates) -> float:
-    """GPU-seconds of all of a job's steps, alone on its best mesh; infinite if no worker holds it."""
-    found = (rates.best_alone(job, worker.kind, worker.gpus) for worker in workers)
+    """Isolated GPU-seconds of all steps of a job on its best mesh; infinite if it fits on no worker."""
+    found = (rates.best_isolated_rate(job, worker.kind, worker.gpus) for worker in workers)
     return next((rate.gpu_s(job.steps) for rate in found if rate), float("inf"))
 
 
@@ -140,7 +140,7 @@ def _variant(job: Job, number: int, rank: int) -> Job:
 
 
 def _warp(times: NDArray[np.float64], day: float) -> NDArray[np.float64]:
-    """Moves evenly spread arrivals so that their rate is 1 − day · cos(2π t / day length)."""
+    """Maps evenly spread arrivals to a rate of 1 − day · cos(2π t / day length)."""
     if not day:
         return times
     grid: NDArray[np.float64] = np.linspace(0, float(times[-1]), 20_000)

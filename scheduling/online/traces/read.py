@@ -1,7 +1,7 @@
-"""Arrival traces from CSV: our own columns, or those of the public Philly, Helios and ACME traces.
+"""Reads arrival traces from CSV: our own columns, or those of the public Philly, Helios and ACME traces.
 
-Public traces say when a job came, for how long it ran and on how many GPUs, not what it trained. A base and data are
-drawn for it with a seed, and steps so that alone it takes the GPU time that the trace says.
+Public traces hold arrival, duration and number of GPUs of a job, but not what it trained. Its base and data are drawn
+at random from a seed, and its steps are set so that its isolated GPU time is that of the trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONAL: dict[str, Callable[[str], Any]] = {
 
 
 class Columns(NamedTuple):
-    """Which columns of a public trace say what."""
+    """Column names of a public trace."""
 
     name: str
     user: str
@@ -56,13 +56,13 @@ def read_trace(
     bases: Mapping[str, float] | None = None,
     where: str = "",
 ) -> list[Job]:
-    """Reads a trace; the header tells which columns it has. Jobs without GPUs are left out.
+    """Reads a trace. The header decides the format. Jobs without GPUs are skipped.
 
-    Own columns: name, user, base, arrival_s, lengths (numbers with spaces between), global_batch, steps, and where
-    wanted rank, weight, deadline_s, max_slowdown, priority.
+    Own columns: name, user, base, arrival_s, lengths (separated by spaces), global_batch, steps; optional: rank,
+    weight, deadline_s, max_slowdown, priority.
 
     Raises:
-        PlanError: `online.trace`, with the line; or what a job is refused for.
+        PlanError: `online.trace`, with the line; or the error of an invalid job.
     """
     rows = csv.DictReader(io.StringIO(text))
     header = [name.strip() for name in rows.fieldnames or ()]
@@ -81,7 +81,7 @@ def read_trace(
 
 
 def write_trace(jobs: Sequence[Job]) -> str:
-    """Writes jobs in our own columns; `read_trace` reads them back."""
+    """Writes jobs in our own columns, for `read_trace`."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     names = [*OWN, *OPTIONAL]
@@ -142,7 +142,7 @@ def _public(
 
 
 def _seconds(text: str) -> float:
-    """Seconds or a date, as traces have both."""
+    """Parses seconds or a date."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Packed attention for Hopper in the GPU interpreter: values, gradients, isolation; lowering for CUDA without a GPU."""
+"""Packed attention for Hopper in the GPU interpreter: values, gradients, isolation; and lowering for CUDA."""
 
 import functools
 
@@ -71,7 +71,7 @@ def clean(case):
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_are_the_definition(case):
+def test_output_and_gradients_match_the_definition(case):
     (q, k, v, do), (first, _) = inputs(case)
     o, pullback = jax.vjp(lambda *x: attention_reference(*x, first), *(x.astype(jnp.float32) for x in (q, k, v)))
     for name, got, wanted in zip(
@@ -84,7 +84,7 @@ def test_output_and_gradients_are_the_definition(case):
 @needs_gpu_interpreter
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
-def test_bad_values_stay_in_their_document(where, bad):
+def test_nan_stays_in_its_document(where, bad):
     arrays, rows = inputs(POISONED)
     spoiled = list(arrays)
     spoiled[where] = spoiled[where].at[100, 0, 3].set(bad)  # the second document has rows 70 to 169
@@ -161,7 +161,7 @@ def test_lowers_inside_shard_map(check_vma):
         ((256, 5, 128), 2, jnp.bfloat16, "multiple of the 2 key heads"),
     ],
 )
-def test_what_is_not_served_is_refused_with_its_reason(shape, key_heads, dtype, reason):
+def test_unsupported_inputs_are_errors_with_a_reason(shape, key_heads, dtype, reason):
     q, k = jnp.zeros(shape, dtype), jnp.zeros((shape[0], key_heads, shape[2]), dtype)
     assert reason in unsupported_reason(q, k)
     with pytest.raises(NotImplementedError, match=reason):

@@ -1,4 +1,4 @@
-"""The norm's kernels against float64, in every shape that models have, alone and with the addition before it."""
+"""The norm's kernels against float64 in model shapes, with and without the preceding addition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_forward_and_backward_match_float64(implementation, dtype, T, D):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_norm_alone_and_the_gradient_of_its_weight(implementation):
+def test_rms_norm_and_the_gradient_of_its_weight(implementation):
     x, _, weight, dy, _ = drawn(8, 96, jnp.float32)
     y, pullback = jax.vjp(lambda x, w: rms_norm(x, w, eps=1e-5, implementation=implementation), x, weight)
     dx, dweight = pullback(dy)
@@ -72,7 +72,7 @@ def test_norm_alone_and_the_gradient_of_its_weight(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_norm_beside_its_input_adds_both_gradients(implementation, dtype):
+def test_rms_norm_with_residual_adds_both_gradients(implementation, dtype):
     x, _, weight, dy, ds = drawn(8, 96, dtype)
     (s, y), pullback = jax.vjp(lambda x: rms_norm_with_residual(x, weight, eps=1e-5, implementation=implementation), x)
     (dx,) = pullback((ds, dy))
@@ -82,7 +82,7 @@ def test_a_norm_beside_its_input_adds_both_gradients(implementation, dtype):
     close(dx, wanted[2], dtype)
 
 
-def test_a_norm_beside_its_input_has_the_gradients_of_the_two_apart():
+def test_rms_norm_with_residual_equals_separate_gradients():
     """Of the weight too, and where a checkpoint makes the norm again."""
     x, _, weight, dy, ds = drawn(8, 96, jnp.float32)
 
@@ -95,7 +95,7 @@ def test_a_norm_beside_its_input_has_the_gradients_of_the_two_apart():
             np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
 
 
-def test_a_bad_row_stays_alone():
+def test_nan_stays_in_its_row():
     x, _, weight, _, _ = drawn(8, 96, jnp.float32)
     clean = rms_norm(x, weight, eps=1e-5, implementation="pallas_triton")
     y = rms_norm(x.at[3, 5].set(jnp.nan), weight, eps=1e-5, implementation="pallas_triton")
@@ -131,7 +131,7 @@ def test_an_unknown_implementation_is_refused():
 
 
 @pytest.mark.wrong_types
-def test_shapes_and_dtypes_that_do_not_fit_are_refused_before_a_kernel_reads_beyond_them():
+def test_shape_and_dtype_mismatches_are_errors():
     x, w = jnp.ones((8, 32)), jnp.ones(32)
     wrong = {
         r"add_rms_norm: delta is float32\[1, 32\], but x is float32\[8, 32\]": (x, jnp.ones((1, 32)), w),

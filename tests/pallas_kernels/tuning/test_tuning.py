@@ -1,4 +1,4 @@
-"""The table of measured tile sizes: what it holds, when it is believed, and the tuner that writes it."""
+"""Tables of measured tile sizes: content, validity, and the tuner that writes them."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def table_of(*entries):
     return store.Table(device="d", conditions={}, entries=entries)
 
 
-def test_a_measured_configuration_is_taken_only_where_it_is_clearly_faster():
+def test_a_measured_configuration_needs_a_clear_advantage():
     own, close, fast = DaConfig(), DaConfig(block_k=64), DaConfig(block_k=256)
     table = table_of(entry(own, p20=9, p50=10, p80=11), entry(close, p20=8, p50=8.5, p80=9.5))
     key = da_key(out_features=1024)  # a pass over x: the width of the output does not matter
@@ -58,7 +58,7 @@ def test_a_measured_configuration_is_taken_only_where_it_is_clearly_faster():
     assert wider.best(key, DaConfig(num_stages=2)) == DaConfig(num_stages=2)  # nothing to compare it with
 
 
-def test_times_with_dropout_say_nothing_about_calls_without():
+def test_times_with_dropout_do_not_apply_without():
     own, fast = DaConfig(), DaConfig(block_k=256)
     table = table_of(entry(own, p20=9, p50=10, p80=11), entry(fast, p20=5, p50=6, p80=7, rate=0.5))
     assert table.best(da_key(), own) == fast  # keep bits cost the same at every rate
@@ -101,7 +101,7 @@ def lower(spec, backend):
         ({"rank": 256, "rate": 0.1, "tile": 64}, {"mosaic_fwd", "mosaic_dx"}),
     ],
 )
-def test_the_tuner_measures_whatever_choice_a_call_would_have_to_beat(monkeypatch, changes, without_choice, quick):
+def test_the_tuner_measures_the_heuristic_choice(monkeypatch, changes, without_choice, quick):
     spec, asked = dataclasses.replace(LAYER, **changes), []
 
     def best(self, key, heuristic):
@@ -131,9 +131,7 @@ def test_the_tuner_measures_whatever_choice_a_call_would_have_to_beat(monkeypatc
         ("triton_dx", "pallas_triton", TritonGemmConfig(num_stages=2), 64),
     ],
 )
-def test_a_faster_configuration_is_taken_if_every_tile_of_one_adapter_holds_it(
-    monkeypatch, kernel, backend, fast, tile
-):
+def test_a_configuration_must_fit_every_tile_of_an_adapter(monkeypatch, kernel, backend, fast, tile):
     from pallas_kernels.linear.hopper import backend as hopper
     from pallas_kernels.linear.triton import backend as triton
 
@@ -151,7 +149,7 @@ def test_a_faster_configuration_is_taken_if_every_tile_of_one_adapter_holds_it(
 
 
 @pytest.mark.parametrize("rank", [16, 64])
-def test_the_pass_over_x_is_timed_with_the_low_rank_part_where_calls_let_it_make_that(rank):
+def test_the_pass_over_x_includes_the_low_rank_part_if_calls_do(rank):
     spec = dataclasses.replace(LAYER, rank=rank, rate=0.1)
     found = next(c for c in candidates(spec) if c.kernel == "mosaic_da")
 
@@ -164,7 +162,7 @@ def test_the_pass_over_x_is_timed_with_the_low_rank_part_where_calls_let_it_make
     assert shapes == [(1024, rank), *([(2048, 1024)] if rank > 16 else [])]
 
 
-def test_tables_survive_the_disk_and_reject_other_files(tmp_path):
+def test_tables_round_trip_and_reject_other_files(tmp_path):
     path = tmp_path / "new" / store.file_name("NVIDIA H200")
     assert path.name == "nvidia_h200.json"
     assert store.load(path) is None
@@ -194,7 +192,7 @@ def test_a_table_of_an_older_version_is_refused_with_the_reason(tmp_path, old, r
     with pytest.raises(ValueError, match=f"no tuning table: {reason}.*; delete it and tune again"):
         store.load(path)
     with pytest.raises(
-        ConfigError, match="no table of this version"
+        ConfigError, match="not a table of this version"
     ) as caught:  # `lorafusion tune`, before it measures
         check_table(path)
     assert (caught.value.code, caught.value.where) == ("tune.old-table", str(path))
@@ -202,7 +200,7 @@ def test_a_table_of_an_older_version_is_refused_with_the_reason(tmp_path, old, r
     check_table(tmp_path / "not there yet.json")
 
 
-def test_the_shipped_table_holds_only_choices_that_exist_beside_one_they_could_beat():
+def test_the_built_in_table_has_valid_choices_with_a_baseline():
     table = store.shipped("NVIDIA H200")
     assert len(table.entries) > 100
     assert {"jax", "date"} <= set(table.conditions)
@@ -220,7 +218,7 @@ def test_the_shipped_table_holds_only_choices_that_exist_beside_one_they_could_b
     assert store.shipped("a card nobody measured").entries == ()
 
 
-def test_the_named_shapes_make_the_shipped_table_again():
+def test_the_named_shapes_cover_the_built_in_table():
     for quick in (True, False):
         keys = {key_of(spec, kernel) for spec in tuning_specs(quick=quick) for kernel in store.CONFIGS}
         assert {entry.key for entry in store.shipped("NVIDIA H200").entries} <= keys
@@ -239,7 +237,7 @@ def failing(candidate, *, all_of_them=False):
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_what_does_not_run_is_told_with_its_reason_and_not_stored(monkeypatch, tmp_path, all_of_them):
+def test_failures_are_reported_and_not_stored(monkeypatch, tmp_path, all_of_them):
     spec, path, seen = LinearSpec(tokens=256, in_features=256, out_features=512), tmp_path / "t.json", []
     group = [c for c in candidates(spec, quick=True) if c.kernel == "down"]
     broken = [failing(c, all_of_them=all_of_them) for c in group]
@@ -256,7 +254,7 @@ def test_what_does_not_run_is_told_with_its_reason_and_not_stored(monkeypatch, t
     assert path.exists() != all_of_them  # a table of nothing is none
 
 
-def test_tuner_measures_every_candidate_once_and_goes_on_where_it_stopped(tmp_path):
+def test_tuner_measures_every_candidate_once_and_can_be_continued(tmp_path):
     spec, path, seen = LinearSpec(tokens=256, in_features=256, out_features=512, tile=128), tmp_path / "t.json", []
     wanted = [c for c in candidates(spec, quick=True) if not c.kernel.startswith("mosaic")]
     table = tune([spec], path, quick=True, progress=seen.append)
@@ -270,7 +268,7 @@ def test_tuner_measures_every_candidate_once_and_goes_on_where_it_stopped(tmp_pa
     assert again.entries[: len(part.entries)] == part.entries  # kept, not measured again
 
 
-def test_the_choice_to_beat_is_timed_beside_the_others_never_on_another_day(monkeypatch, tmp_path):
+def test_the_baseline_is_timed_again_with_new_candidates(monkeypatch, tmp_path):
     spec, path, timed = dataclasses.replace(LAYER, rate=0.1), tmp_path / "t.json", []
     down = [c for c in candidates(spec) if c.kernel == "down"]
     of_another_tile = dataclasses.replace(down[1].config, block_t=256)
@@ -294,7 +292,7 @@ def test_the_choice_to_beat_is_timed_beside_the_others_never_on_another_day(monk
     assert again.entries == (*strange, *table.entries)  # replaced; what another job measured stays
 
 
-def test_a_table_of_another_device_is_not_gone_on_with(tmp_path):
+def test_a_table_of_another_device_is_not_continued(tmp_path):
     path = tmp_path / "t.json"
     store.save(dataclasses.replace(table_of(), device="NVIDIA A100"), path)
     with pytest.raises(ValueError, match=r"holds times of NVIDIA A100, this device is cpu: write to another file"):
@@ -305,7 +303,7 @@ def test_a_table_of_another_device_is_not_gone_on_with(tmp_path):
     assert store.load(path).entries == ()
 
 
-def test_a_table_names_every_version_its_times_are_of(monkeypatch, tmp_path):
+def test_a_table_records_all_versions_of_its_times(monkeypatch, tmp_path):
     path = tmp_path / "t.json"
     old = {"jax": "0.0.1", "jaxlib": tuner.conditions()["jaxlib"], "date": "2020-01-01"}
     store.save(store.Table(device=jax.devices()[0].device_kind, conditions=old), path)
@@ -337,7 +335,7 @@ ASKED = [  # what Triton asked for, compiled for sm_90 (four adapters, 2048 x 40
 
 
 @pytest.mark.parametrize(("config", "rank", "item", "drops", "asked"), ASKED)
-def test_a_pass_asks_for_no_more_shared_memory_than_is_said(config, rank, item, drops, asked):
+def test_a_pass_stays_within_its_stated_shared_memory(config, rank, item, drops, asked):
     assert asked <= config.shared_bytes(rank, item, drops=drops) <= 1.6 * asked + 65536
 
 

@@ -1,4 +1,4 @@
-"""The checker catches every broken decision, states travel as JSON, and a policy depends on them alone."""
+"""The checker finds every invalid decision, states round-trip as JSON, and policies are pure."""
 
 import json
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_checker_catches_a_broken_quota(state):
         check_decisions(tight, [opened()], RATES, OURS, 100.0)
 
 
-def test_the_clock_must_not_step_back(state):
+def test_clock_going_back_is_an_error(state):
     for policy in POLICIES:
         with pytest.raises(PlanError, match="stepped back") as caught:
             make_policy(policy, RATES).decide(state, 99.0)
@@ -125,7 +125,7 @@ def test_the_clock_must_not_step_back(state):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_state_and_decisions_travel_as_json(state, policy):
+def test_state_and_decisions_round_trip_as_json(state, policy):
     """A caller in another process, with rates of its own, gets the same decisions."""
     here = make_policy(policy, RATES).decide(state, 100.0)
     there = make_policy(policy, Rates()).decide(state_from_json(state_to_json(state)), 100.0)
@@ -134,14 +134,14 @@ def test_state_and_decisions_travel_as_json(state, policy):
     assert decisions_from_json(decisions_to_json(here)) == here
 
 
-def test_deciding_changes_nothing_and_repeats_itself(state):
+def test_policies_are_pure(state):
     before = state_to_json(state)
     first = OURS.decide(state, 100.0)
     assert OURS.decide(state, 100.0) == first
     assert state_to_json(state) == before
 
 
-def test_decisions_say_why(state):
+def test_decisions_have_reasons(state):
     for decision in OURS.decide(state, 100.0):
         assert "\n" not in str(decision)
         if decision.members:

@@ -1,4 +1,4 @@
-"""For any jobs, workers and faults: nothing is used twice, every step is trained once, promises are kept."""
+"""Property tests: no GPU is used twice, every step is trained once, and promises hold."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -59,7 +59,7 @@ def test_every_step_of_every_job_is_trained_once(data, jobs, workers, policy):
 
 @SETTINGS
 @given(jobs(), workers())
-def test_runs_are_deterministic_whatever_was_asked_before(jobs, workers):
+def test_runs_are_deterministic_with_shared_rates(jobs, workers):
     first = simulate_cluster(jobs, workers, rates=RATES)
     again = simulate_cluster(list(reversed(jobs)), workers, rates=Rates())
     assert first.decisions == again.decisions
@@ -85,7 +85,7 @@ def test_groups_keep_every_members_bound(jobs):
 def test_nobody_starves_while_later_jobs_start(jobs):
     result = simulate_cluster(jobs, [Worker("small", 1)], rates=RATES)
     for one in jobs:
-        best = RATES.best_alone(one, ("h200", 140.0), 1)
+        best = RATES.best_isolated_rate(one, ("h200", 140.0), 1)
         patience_s = PATIENCE * best.step_s * one.steps + RATES.changes.open_s(one.shape)
         for later in jobs:
             if later.arrival_s > one.arrival_s and later.weight <= one.weight:

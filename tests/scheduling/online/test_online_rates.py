@@ -1,4 +1,4 @@
-"""The rate model against its ground truth, full plans played by `simulate`; memory, slowdowns and shares."""
+"""The rate model against simulated plans; memory, slowdowns and shares."""
 
 import importlib.util
 import sys
@@ -49,7 +49,7 @@ def test_groups_train_as_quickly_as_their_plans(benchmark):
 @pytest.mark.parametrize("base", ["llama-3.1-8b", "llama-3.1-70b"])
 def test_a_job_alone_trains_as_quickly_as_its_plan(base):
     one = job(base=base, lengths=[900, 500, 700, 1100, 300, 650, 820, 1300] * 4)
-    rate = RATES.best_alone(one, KIND)
+    rate = RATES.best_isolated_rate(one, KIND)
     stages, replicas, capacity = rate.mesh
     adapter = AdapterJob("law", one.lengths * 10, one.global_batch)
     plan = one_after_another([adapter], capacity_tokens=capacity, num_stages=stages, data_parallel=replicas)
@@ -68,9 +68,9 @@ def test_the_slowdown_is_against_the_fair_share_of_the_groups_gpus():
 
 def test_a_share_is_at_least_the_smallest_mesh_that_holds_the_job():
     tall = job(base="llama-3.1-70b")
-    smallest = next(gpus for gpus in (1, 2, 4, 8) if RATES.alone(tall, KIND, gpus))
+    smallest = next(gpus for gpus in (1, 2, 4, 8) if RATES.isolated_rate(tall, KIND, gpus))
     assert smallest > 1
-    assert RATES.fair_steps_per_s(tall, KIND, 0.1) == 1 / RATES.alone(tall, KIND, smallest).step_s
+    assert RATES.fair_steps_per_s(tall, KIND, 0.1) == 1 / RATES.isolated_rate(tall, KIND, smallest).step_s
 
 
 def test_more_gpus_are_never_slower():
@@ -86,10 +86,10 @@ def test_order_of_members_does_not_matter():
     assert there.mesh == back.mesh
 
 
-def test_a_group_fills_what_one_job_leaves_empty():
+def test_groups_have_higher_density_than_single_jobs():
     """A 70B job alone empties its pipeline at every step; four of them keep it full."""
     members = [job(name, base="llama-3.1-70b") for name in "abcd"]
-    alone = RATES.best_alone(members[0], KIND)
+    alone = RATES.best_isolated_rate(members[0], KIND)
     together = RATES.group(members, KIND, 4)
     alone_per_gpu = members[0].tokens / members[0].steps / alone.step_s / alone.mesh.gpus
     assert together.tokens_per_s / 4 >= 1.4 * alone_per_gpu
@@ -124,4 +124,4 @@ def test_recomputing_needs_less_memory_per_token():
 def test_a_shape_and_its_name_mean_the_same():
     shape = SHAPES["llama-3.1-8b"]
     assert isinstance(shape, ModelShape)
-    assert Rates().best_alone(job(base=shape), KIND) == RATES.best_alone(job(), KIND)
+    assert Rates().best_isolated_rate(job(base=shape), KIND) == RATES.best_isolated_rate(job(), KIND)

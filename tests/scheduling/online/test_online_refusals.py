@@ -1,4 +1,4 @@
-"""Bad input: each refused with a code, and a message that names what to change."""
+"""Bad input raises an error with a code and a message that says what to change."""
 
 import math
 
@@ -86,7 +86,7 @@ def test_refused(name):
     assert said in str(caught.value)
 
 
-def test_own_traces_come_back_exactly():
+def test_own_traces_round_trip():
     jobs = generate_trace("sweeps", jobs=20, workers=HOST, seed=4)
     assert read_trace(write_trace(jobs), workers=HOST) == jobs
 

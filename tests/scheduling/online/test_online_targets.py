@@ -1,4 +1,4 @@
-"""What the policy promises on a small cluster; the full table is benchmarks/online.py."""
+"""Targets of the policy on a small cluster; benchmarks/online.py has the full table."""
 
 import time
 
@@ -62,7 +62,7 @@ def test_grouping_raises_what_all_jobs_achieve_together(base, least):
     assert ours.tokens_per_s >= least * fifo.tokens_per_s
 
 
-def test_a_fault_loses_what_came_after_the_last_save_and_nothing_else():
+def test_a_fault_loses_only_progress_since_the_last_save():
     jobs = generate_trace("steady", jobs=20, workers=HOSTS, rates=RATES, at_start=True, seed=3)
     calm = simulate_cluster(jobs, HOSTS, rates=RATES)
     hit = simulate_cluster(jobs, HOSTS, rates=RATES, faults=[Fault("host0", 1000.0, 3600.0)])
@@ -105,7 +105,7 @@ def test_the_replay_shows_every_group_and_decision(runs):
 
 
 @pytest.mark.parametrize("switch", ["grouping", "residual", "urgency", "elasticity", "preemption"])
-def test_every_idea_can_be_switched_off(switch):
+def test_every_switch_works(switch):
     jobs = generate_trace("sweeps", jobs=40, workers=HOSTS, load=1.1, seed=2, rates=RATES)
     result = simulate_cluster(jobs, HOSTS, policy=Ours(RATES, Settings(**{switch: False})), rates=RATES)
     assert len(result.finish_s) == 40

@@ -1,11 +1,7 @@
-"""Even work: samples change places between microbatches until their squared lengths add up to much the same.
+"""Balances attention work: exchanges samples between microbatches until their sums of squared lengths are similar.
 
-Replicas wait for the slowest of a slot, and stages where one slot takes longer than the next. What differs is
-attention, whose work grows with Σ length². Llama-3.1-8B in microbatches of 8192 tokens (H200) takes
-
-    429 ms + 2.36 ms · Σ length² / 10⁶,   12.7 ± 3.6 of these,
-
-so four replicas waited 11 of 475 ms for the slowest of them. By the simulator, four stages are idle 1.3 % for it.
+Replicas wait for the slowest replica of a slot, and stages wait when one slot takes longer than the next. Microbatches
+have equal shapes, so they differ only in attention, whose work grows with Σ length².
 """
 
 from __future__ import annotations
@@ -21,19 +17,19 @@ from scheduling.packing.bins import Bins, Key, Place
 from scheduling.packing.budget import Budget
 from scheduling.packing.problem import Filling, Problem, bits
 
-MOST_SAMPLES = 12  # of a microbatch that are looked at, evenly from short to long
-MOST_MOVED = 3  # of these at once; four take twice as long and even out no more
-TRIES = 32  # exchanges whose tiles are counted: three times as many even out 1 % more
-WORTH = 0.01  # of the squared difference, that an exchange must take away
-PASSES = 4  # the fourth moves a fifth as many samples as the second
-PRICE, EXCHANGE_PRICE = 4, 1 / 4000  # of a pair, and of an exchange that is looked at: evaluations of partial plans
+MOST_SAMPLES = 12  # samples of a microbatch that are considered, evenly spaced from short to long
+MOST_MOVED = 3  # samples that move at once; four take twice as long without a better result
+TRIES = 32  # exchanges whose tiles are checked
+WORTH = 0.01  # minimum share of the squared difference that an exchange must remove
+PASSES = 4  # later passes move few samples
+PRICE, EXCHANGE_PRICE = 4, 1 / 4000  # of a pair and of one exchange, in evaluations of partial plans
 
 
-def even_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
-    """Exchanges samples between the replicas of a slot, and between slots of a pipeline that are near each other.
+def balance_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
+    """Exchanges samples between the replicas of a slot, and between nearby slots of a pipeline.
 
-    Every rule stays kept: no sample leaves the slots where its batch may run, no microbatch gets more than fits, none
-    becomes empty that was not. One stage with one replica waits for nobody and is left as it is.
+    The filling stays valid: samples stay in slots where their batch may run, microbatches stay within capacity, and
+    none becomes empty. With one stage and one replica nothing waits, and the filling is returned unchanged.
     """
     if not problem.waits or budget.spent:
         return filling
@@ -52,7 +48,7 @@ def even_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
 
 
 class _Movable(NamedTuple):
-    """Samples of a microbatch that may move to a certain other one."""
+    """Samples of one microbatch that may move to another one."""
 
     keys: list[Key]
     bits: list[int]
@@ -83,10 +79,12 @@ def _squares(problem: Problem, parts: dict[Key, int]) -> int:
 def _pairs(
     problem: Problem, shape: tuple[int, int], work: dict[Place, int], *, all_replicas: bool
 ) -> Iterator[tuple[Place, Place]]:
-    """Slots with the heaviest microbatches first: their heaviest and lightest replicas in turn, or all pairs of them;
-    then their heaviest with the lightest of slots nearby, and the other way round.
+    """Pairs of microbatches to balance, heaviest slots first.
 
-    Empty slots stay empty: nobody runs them. With weights a slot is somebody's share: samples stay in theirs.
+    Within a slot: its heaviest and lightest replicas in turn, or all pairs. Then the heaviest of a slot with the
+    lightest of nearby slots, and the reverse.
+
+    Empty slots stay empty, because they cost nothing. With weights, samples stay in their slot, which is a job's share.
     """
     slots, replicas = shape
     near = 2 * problem.num_stages if problem.num_stages > 1 and not problem.weighted else 0
@@ -107,7 +105,7 @@ def _pairs(
 
 
 def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, budget: Budget) -> bool:
-    """Makes the exchange that brings the work of two microbatches nearest to each other, if one is worth it.
+    """Makes the exchange that brings the work of two microbatches closest together, if it is worth it.
 
     Moving d of the difference g changes the sum of squares of their work by 2 d (d - g).
     """
@@ -121,7 +119,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     tokens = (out @ ours.tokens)[:, None] - back @ theirs.tokens
     capacity = bins.problem.tiles * bins.problem.tile_tokens
     fits = (tokens <= capacity - bins.load[light]) & (-tokens <= capacity - bins.load[heavy])
-    change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴: too much for 64 bits of a long capacity
+    change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
     here, there = bins.tokens_of(heavy), bins.tokens_of(light)
@@ -141,7 +139,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
 
 
 def _fits(problem: Problem, before: dict[Key, int], come: list[tuple[Key, int]], gone: list[tuple[Key, int]]) -> bool:
-    """Whether a microbatch has the tiles for the tokens that come when others go; none becomes empty."""
+    """Whether a microbatch has enough tiles after the exchange and does not become empty."""
     tokens = dict(before)
     for key, count in come:
         tokens[key] = tokens.get(key, 0) + count
@@ -155,7 +153,7 @@ def _fits(problem: Problem, before: dict[Key, int], come: list[tuple[Key, int]],
 
 @lru_cache(maxsize=64)
 def _subsets(count: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Subsets of at most MOST_MOVED of `count` things, and the same as [subsets, count] of 0 and 1."""
+    """Subsets of at most MOST_MOVED of `count` samples, and the same as a 0/1 array [subsets, count]."""
     chosen = [places for size in range(MOST_MOVED + 1) for places in combinations(range(count), size)]
     result = np.zeros((len(chosen), count), np.int64)
     for row, places in enumerate(chosen):

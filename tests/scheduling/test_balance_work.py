@@ -1,4 +1,4 @@
-"""Replicas and stages wait for the slowest microbatch: work is spread evenly, and no rule is broken for it."""
+"""Balancing attention work between replicas and slots keeps plans valid."""
 
 import math
 from dataclasses import replace
@@ -11,10 +11,10 @@ from strategies import jobs, limits
 from scheduling import AdapterJob, CostModel, PassCost, Plan, StageCost, make_plan, simulate, verify_plan
 from scheduling.checks import check_jobs
 from scheduling.errors import PlanError
+from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import make_problem, to_slots
-from scheduling.packing.swap import even_work
 
 
 def work(plan: Plan) -> np.ndarray:
@@ -38,13 +38,13 @@ def packed(jobs: list[AdapterJob], *, even: bool, **shape) -> Plan:
     problem = make_problem(jobs, bounds)
     filling = greedy(problem)
     if even:
-        filling = even_work(problem, filling, Budget(evaluations=math.inf, deadline=math.inf))
+        filling = balance_work(problem, filling, Budget(evaluations=math.inf, deadline=math.inf))
     return Plan(jobs=tuple(jobs), slots=to_slots(problem, filling), seed=0, lower_bound=0, **shape)
 
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(most_samples=20), limits())
-def test_every_rule_is_kept_and_work_never_gets_less_even(jobs, shape):
+def test_balancing_keeps_the_filling_valid_and_never_raises_imbalance(jobs, shape):
     try:
         before = packed(jobs, even=False, **shape)
     except PlanError:
@@ -58,7 +58,7 @@ def test_every_rule_is_kept_and_work_never_gets_less_even(jobs, shape):
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_replicas_wait_less_for_the_slowest(replicas):
+def test_balancing_reduces_replica_imbalance(replicas):
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": replicas, "tile_tokens": 128}
     before, after = (work(packed(mixed_jobs(), even=even, **shape)) for even in (False, True))
     assert after.sum() == before.sum()
@@ -66,7 +66,7 @@ def test_replicas_wait_less_for_the_slowest(replicas):
     assert waited[1] < 0.75 * waited[0]
 
 
-def test_work_of_very_long_samples_is_not_made_less_even():
+def test_very_long_samples_do_not_overflow():
     """Σ length² squared does not fit into 64 bits here."""
     capacity = 2**18
     draw = np.random.default_rng(0)
@@ -77,13 +77,13 @@ def test_work_of_very_long_samples_is_not_made_less_even():
     assert (after**2).sum() < (before**2).sum()
 
 
-def test_nothing_is_looked_at_without_a_budget():
+def test_no_exchange_without_budget():
     problem = make_problem(mixed_jobs(), check_jobs(tuple(mixed_jobs()), capacity_tokens=8192, num_stages=4))
     filling = greedy(problem)
-    assert even_work(problem, filling, Budget(evaluations=0, deadline=math.inf)) is filling
+    assert balance_work(problem, filling, Budget(evaluations=0, deadline=math.inf)) is filling
 
 
-def test_a_pipeline_is_idle_less():
+def test_balancing_reduces_pipeline_bubbles():
     shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 1, "tile_tokens": 128}
     one = PassCost(fixed_s=0.4, square_s=2e-9)
     costs = CostModel(stages=(StageCost(forward=one, backward=one),))
@@ -91,7 +91,7 @@ def test_a_pipeline_is_idle_less():
     assert idle[1] < 0.7 * idle[0]
 
 
-def test_samples_stay_in_their_slots_when_weights_share_these():
+def test_samples_stay_in_their_slots_with_unequal_weights():
     weighted = [replace(job, weight=1.0 + number) for number, job in enumerate(mixed_jobs())]
     shape = {"capacity_tokens": 8192, "num_stages": 2, "data_parallel": 2, "tile_tokens": 128}
     before, after = (packed(weighted, even=even, **shape) for even in (False, True))
@@ -99,12 +99,12 @@ def test_samples_stay_in_their_slots_when_weights_share_these():
     assert [set(slot.samples) for slot in after.slots] == [set(slot.samples) for slot in before.slots]
 
 
-def test_one_device_waits_for_nobody_and_keeps_its_plan():
+def test_one_device_needs_no_balancing():
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 1, "tile_tokens": 128}
     assert packed(mixed_jobs(), even=True, **shape) == packed(mixed_jobs(), even=False, **shape)
 
 
-def test_a_plan_with_time_for_it_is_evened_out():
+def test_make_plan_balances_work():
     shape = {"capacity_tokens": 8192, "num_stages": 1, "data_parallel": 4}
     quick, plan = (make_plan(mixed_jobs(), time_limit_s=seconds, **shape) for seconds in (0.0, 2.0))
     waited = [(work(each).max(axis=1) / work(each).mean(axis=1)).mean() for each in (quick, plan)]

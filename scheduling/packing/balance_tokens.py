@@ -1,15 +1,15 @@
-"""An even load: samples move from full microbatches to emptier ones, without a change in the number of slots."""
+"""Balances tokens: moves samples from full microbatches to emptier ones. The number of slots stays the same."""
 
 from __future__ import annotations
 
 from scheduling.packing.bins import Bins
 from scheduling.packing.problem import Filling, Problem, bits
 
-LIGHT = 0.85  # of the mean load: microbatches below are topped up
+LIGHT = 0.85  # of the mean load; microbatches below it receive samples
 
 
-def even_out(problem: Problem, filling: Filling) -> Filling:
-    """Tops up light microbatches with samples whose batch may run there; every rule stays kept."""
+def balance_tokens(problem: Problem, filling: Filling) -> Filling:
+    """Moves samples to light microbatches where their batch may run. The filling stays valid."""
     bins = Bins(problem, filling)
     used = [load for load in bins.load.values() if load]
     limit = LIGHT * sum(used) / max(1, len(used))
@@ -20,7 +20,7 @@ def even_out(problem: Problem, filling: Filling) -> Filling:
 
 
 def _top_up(bins: Bins, target: tuple[int, int]) -> None:
-    """Moves samples here while that brings the two loads nearer to each other."""
+    """Moves samples here while that brings the two loads closer together."""
     moved = True
     while moved:
         moved = False
@@ -33,7 +33,7 @@ def _top_up(bins: Bins, target: tuple[int, int]) -> None:
 
 
 def _candidates(bins: Bins, target: tuple[int, int]) -> list[tuple[tuple[int, int], int, tuple[int, int]]]:
-    """Samples of heavier microbatches nearby that may run here; from the heaviest, the longest first."""
+    """Samples of heavier microbatches nearby that may run here; heaviest microbatch and longest sample first."""
     slot, near = target[0], 2 * bins.problem.num_stages
     here = set(bins.parts[slot, 0]).union(*(bins.parts[slot, replica] for replica in range(bins.shape[1])))
     batch_here = dict(here)
