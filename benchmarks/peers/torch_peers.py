@@ -35,9 +35,9 @@ from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS
 
 VARIANTS = ("default", "checkpointed", "packed", "packed_full", "compiled", "lorafusion", "lorafusion_full")
 WARM_UP = 2  # steps before the clock starts
-CAUSAL: dict[str, Any] = (
-    {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
-)
+OPTIONS = inspect.signature(varlen_attn).parameters  # they differ between versions of torch
+CAUSAL: dict[str, Any] = {"is_causal": True} if "is_causal" in OPTIONS else {"window_size": (-1, 0)}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in OPTIONS else {}
 TINY_SCALE, TINY_LONGEST = 0.05, 96
 
 
@@ -61,9 +61,10 @@ def register_packed_attention(documents: Documents) -> None:
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in (q, k, v))  # [T, heads, width]
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        if not GROUPED:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         ends, longest = documents.ends, documents.longest
-        return varlen_attn(q, k, v, ends, ends, longest, longest, **CAUSAL)[None], None
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **CAUSAL, **GROUPED)[None], None
 
     AttentionInterface.register("packed", attend)
     AttentionMaskInterface.register("packed", lambda *_, **__: None)
