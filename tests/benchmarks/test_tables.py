@@ -59,7 +59,7 @@ def test_ratios_are_of_one_run_and_products_of_their_factors(monkeypatch):
 def test_every_run_has_a_folder_that_names_its_script():
     assert [path.name for path in RESULTS.iterdir() if not path.is_dir()] == []
     for folder in RESULTS.iterdir():
-        name = re.fullmatch(r"(\w+?)_(?:h200_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
+        name = re.fullmatch(r"(\w+?)_(?:h200_|cpu_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
         assert name, folder.name
         assert name[1] in SCRIPTS or (name[1].startswith("scratch_") and (folder / "README.md").exists()), folder.name
 

@@ -145,13 +145,16 @@ def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
     ("config", "reason"),
     [
         (KernelConfigs(), None),
-        (KernelConfigs(drop_down=DropDownConfig(stages=4)), "passes over x with dropout and rank 256 do not fit"),
-        (KernelConfigs(drop_da=DropDaConfig(stages=5)), "passes over x with dropout and rank 256 do not fit"),
-        (KernelConfigs(wide_dsdb=WideDsdbConfig()), "pass over dY with rank 256 does not fit into shared memory"),
+        (KernelConfigs(drop_down=DropDownConfig(stages=8)), "passes over x with dropout and rank 64 do not fit"),
+        (KernelConfigs(drop_da=DropDaConfig(stages=8)), "passes over x with dropout and rank 64 do not fit"),
+        (
+            KernelConfigs(wide_dsdb=WideDsdbConfig(stages=6)),
+            "pass over dY with rank 64 does not fit into shared memory",
+        ),
     ],
 )
 def test_tiles_too_large_for_shared_memory_are_refused(config, reason):
-    arguments, _ = draw(table=[0, 1], k=1024, widths=(1024,), ranks=(256,), adapters=2, rates=[0.1, 0.1], tile=64)
+    arguments, _ = draw(table=[0, 1], k=1024, widths=(1024,), ranks=(64,), adapters=2, rates=[0.1, 0.1], tile=64)
     lists = {name: tuple(arguments.pop(name)) for name in ("ws", "as_", "bs", "biases")}
     ops = Operands(x=arguments.pop("x").astype(jnp.bfloat16), **lists, **arguments)
     static = Static(tile=64, num_adapters=2, single=False, config=config)
