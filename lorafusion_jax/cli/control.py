@@ -150,7 +150,7 @@ def _say_asked(run: Path, what: str, numbers: dict | None = None) -> None:
         say(console, f"asked: {what}. The run does so when the microbatches under way are through.")
         next_command(console, f"lorafusion status {run} --watch")
     else:
-        say(console, f"asked: {what}. The run does not train now: it does so when it goes on.")
+        say(console, f"asked: {what}. The run is not training and applies it when it is resumed.")
         next_command(console, f"lorafusion resume {run}")
 
 

@@ -49,7 +49,7 @@ def test_a_finished_run_takes_more_adapters_and_more_steps(lorafusion, finished,
     more.write_text(json.dumps({"adapters": [entry]}))
     added = lorafusion("add", run, more, "optim.lr=1e-3")
     assert added.code == 0, added.err
-    assert "asked: add tax. The run does not train now: it does so when it goes on." in added.out
+    assert "asked: add tax. The run is not training and applies it when it is resumed." in added.out
     extended = lorafusion("extend", run, "law", "--steps", "1")
     assert "asked: extend law --steps 1." in extended.out
     assert "cosine from 0.0002 to 0; what had fallen rises again." in extended.out
