@@ -45,7 +45,6 @@ CASES = {  # differences from LORA
 REFUSED = {
     (MOSAIC, "f32 A3 r16 p.1"): "x is float32",
     (MOSAIC, "bf16 odd 1000->300"): "1000 in features: it needs a multiple of 128",
-    (MOSAIC, "bf16 r160"): "no tiles fit 2048 x 1024 -> 512 with rank 256",  # with tiles of 64 rows they do
 }
 ISOLATION = ("bf16 A4 r16 p0", "bf16 A4 r16 p.1", "bf16 A4 r64 p0", "bf16 A4 r64 p.1")
 SICK, WELL = 2, 1  # the adapter with NaN, and the one whose neighbours change

@@ -128,7 +128,7 @@ def check(out: Rows, shape: kl.Shape, budget: dict) -> None:
 
     def rounded_rows():
         """The kernel's values and scales are those of the formula, bit for bit."""
-        from pallas_kernels.quantised.triton.rows import round_rows
+        from pallas_kernels.quantised.passes.pallas.rows import round_rows
 
         x = operands["x"] * jnp.exp(jax.random.normal(jax.random.key(5), (T, 1))).astype(jnp.bfloat16)
         interpret = jax.default_backend() == "cpu"
@@ -397,7 +397,7 @@ def products(out: Rows, shape: kl.Shape, budget: dict) -> None:
 
 def rounding(out: Rows, shape: kl.Shape, budget: dict) -> None:
     """Rounding by XLA and by the kernel; XLA's alone, and after the norm and the gate that it may fuse with."""
-    from pallas_kernels.quantised.triton.rows import round_rows
+    from pallas_kernels.quantised.passes.pallas.rows import round_rows
 
     T = shape.tokens
     kernel = partial(round_rows, interpret=jax.default_backend() == "cpu")
@@ -417,8 +417,8 @@ def rounding(out: Rows, shape: kl.Shape, budget: dict) -> None:
 
 def passes(out: Rows, shape: kl.Shape, budget: dict) -> None:
     """The kernels around products, next to a copy of as many bytes; and the bytes of a weight in another order."""
-    from pallas_kernels.quantised.triton.finish import finish
-    from pallas_kernels.quantised.triton.rows import round_rows
+    from pallas_kernels.quantised.passes.pallas.finish import finish
+    from pallas_kernels.quantised.passes.pallas.rows import round_rows
 
     T, interpret = shape.tokens, jax.default_backend() == "cpu"
     for N in (shape.width, shape.inner):

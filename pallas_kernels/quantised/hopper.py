@@ -26,10 +26,10 @@ from pallas_kernels.linear.hopper import backend as hopper
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.problem import Operands, Static
+from pallas_kernels.quantised import passes
 from pallas_kernels.quantised.fp8 import Fp8Weight
 from pallas_kernels.quantised.hopper_gemm import LowRank, gemm
-from pallas_kernels.quantised.triton.finish import ROWS, finish
-from pallas_kernels.quantised.triton.rows import round_rows
+from pallas_kernels.quantised.passes import ROWS
 from pallas_kernels.sizes import row_block
 
 OWN_PRODUCTS = False  # of `hopper_gemm`, in place of cuBLAS's and a pass that scales its result: not measured yet
@@ -164,7 +164,7 @@ def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = Fal
 
 
 def _rounded(prepared: Prepared, rows: jax.Array, factor: jax.Array | None = None) -> Rounded:
-    return round_rows(rows, factor, interpret=prepared.static.interpret)
+    return passes.load().round_rows(rows, factor, interpret=prepared.static.interpret)
 
 
 def _weight(prepared: Prepared, i: int) -> Fp8Weight:
@@ -175,6 +175,6 @@ def _weight(prepared: Prepared, i: int) -> Fp8Weight:
 
 def _finish(prepared: Prepared, sums, row_scales, column_scales, s, bank, rank_offset: int = 0) -> jax.Array:
     blocks = prepared.block_adapter(row_block(prepared.static.tile, ROWS))
-    return finish(
+    return passes.load().finish(
         sums, row_scales, column_scales, s, bank, blocks, rank_offset=rank_offset, interpret=prepared.static.interpret
     )

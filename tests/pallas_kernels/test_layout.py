@@ -40,11 +40,12 @@ def folder(name: str) -> str:
 
 
 def test_folders_import_in_one_direction():
-    order = (NEUTRAL, "linear", "mlp", "norm", "attention", "tuning")
+    order = (NEUTRAL, "linear", "quantised", "mlp", "norm", "attention", "tuning")
     may = {
         NEUTRAL: {NEUTRAL},
         "linear": {NEUTRAL, "linear"},
-        "mlp": {NEUTRAL, "linear", "mlp"},
+        "quantised": {NEUTRAL, "linear", "quantised"},
+        "mlp": {NEUTRAL, "linear", "quantised", "mlp"},
         "norm": {NEUTRAL, "norm"},
         "attention": {NEUTRAL, "attention"},
         "tuning": set(order),

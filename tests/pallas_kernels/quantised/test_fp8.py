@@ -13,8 +13,8 @@ from cuda_lowering import H200, lowered, num_kernels
 import pallas_kernels as pk
 from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.quantised import fp8
+from pallas_kernels.quantised.passes import pallas, xla
 from pallas_kernels.quantised.rows import E4M3, round_rows
-from pallas_kernels.quantised.triton import finish, rows
 
 T, K, N, R, TILE = 64, 96, 80, 4, 16
 TABLE, SCALE = jnp.array([0, 1, -1, 0]), jnp.array([2.0, 0.5])
@@ -101,23 +101,25 @@ def test_weights_in_both_orders_multiply_alike(arrays):
     np.testing.assert_array_equal(twice.multiply_transposed(arrays["dy"]), w.multiply_transposed(arrays["dy"]))
 
 
+@pytest.mark.parametrize("passes", [pallas, xla])
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize("columns", [96, 384])
-def test_the_kernel_rounds_as_the_formula_does(factor, columns):
+def test_the_passes_round_as_the_formula_does(passes, factor, columns):
     x = jax.random.normal(jax.random.key(1), (32, columns), jnp.bfloat16).at[0].set(0).at[1, 5].set(3e38)
     f = jnp.exp(jax.random.normal(jax.random.key(2), (columns,))) if factor else None
-    got = rows.round_rows(x, f, interpret=True)
+    got = passes.round_rows(x, f, interpret=True)
     wanted = round_rows(x.astype(jnp.float32) if f is None else x.astype(jnp.float32) * f)
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(wide(one), wide(other))
 
 
-def test_the_last_step_of_a_product_adds_each_blocks_adapter():
+@pytest.mark.parametrize("passes", [pallas, xla])
+def test_the_last_step_of_a_product_adds_each_blocks_adapter(passes):
     keys = jax.random.split(jax.random.key(3), 4)
     sums, s = jax.random.normal(keys[0], (64, 128)), jax.random.normal(keys[1], (64, 48))
     bank, scales = jax.random.normal(keys[2], (3, 16, 128)), jnp.exp(jax.random.normal(keys[3], (64, 1)))
     columns = jnp.arange(1.0, 129.0)
-    got = finish.finish(sums, scales, columns, s, bank, jnp.array([2, 0, 0, 1]), rank_offset=32, interpret=True)
+    got = passes.finish(sums, scales, columns, s, bank, jnp.array([2, 0, 0, 1]), rank_offset=32, interpret=True)
     low = np.concatenate([wide(s[i * 16 : i * 16 + 16, 32:]) @ wide(bank[k]) for i, k in enumerate((2, 0, 0, 1))])
     np.testing.assert_allclose(got, wide(sums) * wide(scales) * wide(columns) + low, rtol=1e-5, atol=1e-4)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.sizes import row_block
 from pallas_kernels.triton_call import call, dot
 
-ROWS, COLUMNS = 64, 128
+COLUMNS = 128
 NUM_WARPS = 4
 
 

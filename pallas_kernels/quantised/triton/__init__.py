@@ -1,1 +1,0 @@
-"""Passes around products of 8-bit floats, in Pallas's Triton lowering."""
