@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 
 import pytest
@@ -40,7 +41,7 @@ def power_cut(after: str):
 
 @pytest.fixture(scope="module")
 def cut_runs(tmp_path_factory, deep_base, kept_programs):
-    """cut_runs(mesh, uncut) → a fresh run that was cut after its first checkpoint; an uncut run, maybe elsewhere."""
+    """cut_runs(mesh, uncut) → a fresh run, cut when its newest checkpoint is amid a batch; an uncut one elsewhere."""
     wholes = {}
 
     def make(mesh: dict, uncut: dict):
@@ -49,16 +50,33 @@ def cut_runs(tmp_path_factory, deep_base, kept_programs):
         if str(uncut) not in wholes:
             assert train(load_config(write(mesh=uncut)), folder / "whole").exit_code == 0
             wholes[str(uncut)] = read_trained(folder / "whole")
+        run = folder / "run"
+
+        there = []
+
+        def power_cut(event):
+            if event.kind == "step" and in_the_middle_of_a_batch(run):  # sums are under way
+                there.extend(checkpoints(run))
+                raise PowerCut
+
         with pytest.raises(PowerCut):
-            train(load_config(write(mesh=mesh)), folder / "run", listeners=[power_cut(after="saved")])
-        return folder / "run", wholes[str(uncut)]
+            train(load_config(write(mesh=mesh)), run, listeners=[power_cut])
+        for slot in set(checkpoints(run)) - set(there):  # one was being written, which a power cut would have ended
+            shutil.rmtree(run / "state" / str(slot))
+        return run, wholes[str(uncut)]
 
     return make
 
 
+def checkpoints(run) -> list[int]:
+    return [int(path.name) for path in (run / "state").glob("*") if path.name.isdigit()]
+
+
 def in_the_middle_of_a_batch(run) -> bool:
     """Whether the newest checkpoint lies between two microbatches of one global batch."""
-    plan, slot = RunFolder(run).read_plan(), max(int(path.name) for path in (run / "state").iterdir())
+    if not checkpoints(run):
+        return False
+    plan, slot = RunFolder(run).read_plan(), max(checkpoints(run))
     batches = [
         {(ref.adapter, ref.batch) for slot in part for ref in slot.samples}
         for part in (plan.slots[:slot], plan.slots[slot:])
