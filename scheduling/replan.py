@@ -45,8 +45,8 @@ def replan(
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
         resume: adapters that go on where they were paused.
         weights: new weights of adapters.
-        num_stages: number of stages that the rest runs on, if the run moves to another mesh. The pipeline drains for a
-        move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
+        num_stages: of the devices that the rest runs on, if the run moves to another mesh. The pipeline drains for a
+            move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
         data_parallel: as `num_stages`, for the replicas.
         time_limit_s: for the search.
         search_evaluations: as in `make_plan`.

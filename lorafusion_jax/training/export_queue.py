@@ -31,7 +31,7 @@ class ExportQueue:
         self._writer, self._read, self._listener, self._queue = writer, read, listener, queue
 
     def submit_running(self, adapter: AdapterProgress, slots_done: int, own: Weights | None = None) -> None:
-        """Queues the folder of an adapter as it is now; only a refusal is told.
+        """Queues the folder of an adapter as it is now; only a folder that cannot be written is reported.
 
         Args:
             own: reads its weights; those that it has now when absent.

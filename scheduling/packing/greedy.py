@@ -14,7 +14,7 @@ def greedy(problem: Problem, *, ahead: Sequence[float] | None = None, choose: Ch
     """Fills slot after slot until no sample is left. The result is valid.
 
     Args:
-        ahead: per job, a priority in slots over other jobs (negative: behind them), for the whole run.
+        ahead: per job, a priority in slots over other jobs (negative: after them), for the whole run.
         choose: chooses a part of a batch (None: the subset that fills best).
     """
     state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem))

@@ -138,5 +138,5 @@ def test_extra_ranks_multiply_as_all_others_do_and_cost_their_own_rows():
     assert wide < extra.total.bytes < 1.15 * wide
     quarter = dataclasses.replace(extra, rows=T // 4)
     assert 0.25 < quarter.floor_s(H200) / extra.floor_s(H200) < 0.3
-    behind = dataclasses.replace(extra, with_h=True)
-    assert behind.total.bytes - extra.total.bytes == 2 * T * K
+    gated = dataclasses.replace(extra, with_h=True)
+    assert gated.total.bytes - extra.total.bytes == 2 * T * K
