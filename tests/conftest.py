@@ -112,6 +112,17 @@ def kept_programs(quick_compiles):
         yield
 
 
+@pytest.fixture(scope="module")
+def saves_wait():
+    """A checkpoint is on the disk before the next step, so that a test can cut a run right after it on any machine."""
+    from lorafusion_jax.training.saver import Saver
+
+    save = Saver.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "save", lambda self, progress, *, wait: save(self, progress, wait=True))
+        yield
+
+
 def write_base(directory: Path, **changes) -> Path:
     """Writes an HF directory of a random tiny model with the tokenizer of the examples."""
     import jax

@@ -62,7 +62,7 @@ def write(tmp_path_factory, tiny_base, kept_programs):
 
 
 @pytest.fixture(scope="module")
-def runs(write, tmp_path_factory):
+def runs(write, tmp_path_factory, saves_wait):
     """(run that went through, run that was cut after its first checkpoint, the arrays of that checkpoint)."""
     folder, saved = tmp_path_factory.mktemp("runs"), []
     save = StateStore.save
