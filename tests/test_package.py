@@ -15,6 +15,8 @@ MAX_BASE_BYTES = 8 * 2**20
 QUICK = (
     "train.max_steps=1",
     "batch.capacity_tokens=512",
+    "train.block_layers=1",
+    "lora.targets=[q_proj, down_proj]",
     *(f"adapters.{name}.data.eval=null" for name in ("ask", "module", "reference", "cards")),
 )
 

@@ -135,7 +135,7 @@ def test_memory_counts_its_tensors(job, capsys):
     for kind in ("lora", "scaled"):
         assert run(["plan", str(job({"toy": kind})), "--json"]) == 0
         held[kind] = json.loads(capsys.readouterr().out)["memory"]["stages"][0]
-    widths = 32 + 16 + 16 + 32 + 48 + 48 + 32  # q, k, v, o, gate, up, down
+    widths = 32 + 32  # q, down
     assert held["scaled"]["adapters"] - held["lora"]["adapters"] == 4 * 2 * widths
 
 

@@ -21,12 +21,12 @@ WORDS = (*small_jobs.WORDS[:12], "slot")
 ADAPTERS = {
     "law": {
         "rows": 9,
-        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1},
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj", "down_proj"]},
         "optim": {"lr": 1e-2, "eps": 1e-3, "clip": 0.1},
         "batch": {"global_samples": 3},
         "seed": 1,
     },
-    "med": {
+    "med": {  # on all linears
         "rows": 7,
         "lora": {"rank": 7, "alpha": 7, "dropout": 0.3, "rslora": True},
         "optim": {"name": "sgd", "lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1},
@@ -43,7 +43,7 @@ ADAPTERS = {
     },
     "code": {
         "rows": 9,
-        "lora": {"rank": 2, "alpha": 4, "dropout": 0.05},
+        "lora": {"rank": 2, "alpha": 4, "dropout": 0.05, "targets": ["o_proj", "gate_proj"]},
         "optim": {"name": "lion", "lr": 1e-4, "schedule": "constant"},
         "batch": {"global_samples": 8},
         "seed": 4,
@@ -66,7 +66,7 @@ def write_mixed_job(folder: Path, base: Path, names=tuple(ADAPTERS), **sections)
         "base": {"model": str(base), "dtype": "float32"},
         "data": {"max_length": 64},
         "batch": {"capacity_tokens": 64, "tile_tokens": 16},
-        "train": {"log_every_s": 0, "plan_seconds": 0.1},
+        "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
         "adapters": adapters,
     }
     for name, values in sections.items():

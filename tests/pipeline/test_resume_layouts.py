@@ -19,7 +19,6 @@ from lorafusion_jax.training.relayout import apply_resume_overrides, plan_for_me
 
 TOLERANCE = 1e-5  # as in test_layouts
 NAMES = ("law", "code")  # code has batches of 8 samples in 3 or more slots, so a save falls into the middle of one
-SMALL = {"block_layers": 1}
 
 
 class PowerCut(RuntimeError):
@@ -45,7 +44,7 @@ def cut_runs(tmp_path_factory, deep_base, kept_programs, saves_wait):
 
     def make(mesh: dict, uncut: dict):
         folder = tmp_path_factory.mktemp("cut")
-        write = partial(write_mixed_job, folder, deep_base(True), NAMES, train=SMALL, save={"every_steps": 1})
+        write = partial(write_mixed_job, folder, deep_base(True), NAMES, save={"every_steps": 1})
         if str(uncut) not in wholes:
             assert train(load_config(write(mesh=uncut)), folder / "whole").exit_code == 0
             wholes[str(uncut)] = read_trained(folder / "whole")

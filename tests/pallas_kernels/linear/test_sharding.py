@@ -11,7 +11,8 @@ from sharded_problems import KINDS, collectives, gathered, mesh_of, put
 import pallas_kernels as pk
 from pallas_kernels.dropout import keep_mask, keep_words, unpack
 
-BACKENDS = ["xla", "pallas_triton"]
+# XLA partitions its own form on automatic axes, so little of that is ours: a case of it stands in the first test.
+WAYS = [("explicit", "xla"), ("explicit", "pallas_triton"), ("automatic", "pallas_triton")]
 ROWS, K, N, ADAPTERS, RANK = 8 * TILE, 64, 96, 3, 8
 TABLE = [0, 1, 2, -1, 1, 1, 0, 2]
 MESHES = {  # mesh, x, W, A, B
@@ -35,7 +36,7 @@ def value_and_gradients(layer):
         ys = layer(x, as_, bs, rest)
         return sum((y * y).sum() for y in ys) / 2, ys
 
-    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))  # op by op would compile a hundred programs
 
 
 def siblings(implementation):
@@ -75,16 +76,17 @@ def assert_equal_trees(got, want, bound=1e-6):
         assert relative(one, other) < bound
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize(
+    ("case", "kind", "backend"),
+    [*((case, *way) for case in MESHES for way in WAYS), ("columns-fsdp", "automatic", "xla")],
+)
 def test_a_mesh_changes_no_result_and_gathers_nothing_but_fsdp_weights(case, kind, backend):
     axes, x, w, a, b = MESHES[case]
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES, bias=True)
     step = value_and_gradients(siblings(backend))
     want = step(*split(arguments))
     sharded = split(place(mesh_of(kind, **axes), arguments, x, [w], a, b))
-    assert_equal_trees(jax.jit(step)(*sharded), want)
+    assert_equal_trees(step(*sharded), want)
     sent = collectives(step, *sharded)
     halves = {"columns-fsdp": {(K, N // 2), (N // 2, K)}, "inner-fsdp": {(K // 2, N), (N, K // 2)}}
     assert set(gathered(sent)) <= halves.get(case, set())
@@ -111,11 +113,10 @@ def test_projections_on_different_axes_share_a_call(kind):
     step = value_and_gradients(siblings("pallas_triton"))
     mesh = mesh_of(kind, data=4, tensor=2)
     sharded = split(place(mesh, arguments, ("data",), [(None, "tensor"), (), (None, "tensor")], (), ()))
-    assert_equal_trees(jax.jit(step)(*sharded), step(*split(arguments)))
+    assert_equal_trees(step(*sharded), step(*split(arguments)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), WAYS)
 def test_leading_dimensions_may_each_be_split_and_tiles_need_not_divide(kind, backend):
     """[2, 128, K] with both leading dimensions split; one tile of 128 rows lies on four devices."""
     arguments, _ = draw(table=[0, 2], k=K, widths=(N,), rates=RATES, tile=128)
@@ -124,18 +125,18 @@ def test_leading_dimensions_may_each_be_split_and_tiles_need_not_divide(kind, ba
     mesh = mesh_of(kind, data=2, sequence=4)
     on_mesh = place(mesh, arguments, (), [()], (), ())
     on_mesh["x"] = put(mesh, arguments["x"].reshape(2, 128, K), "data", "sequence")
-    (value, ys), gradients = jax.jit(step)(*split(on_mesh))
+    (value, ys), gradients = step(*split(on_mesh))
     gradients = gradients[0].reshape(-1, K), *gradients[1:]
     assert_equal_trees(((value, [y.reshape(-1, N) for y in ys]), gradients), want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), WAYS)
 def test_a_single_adapter_without_a_table(kind, backend):
     arguments, _ = draw(table=[0] * 8, k=K, widths=(N,), adapters=1, rates=[0.3])
     x, w = arguments["x"].reshape(8, TILE, K), arguments["ws"][0]
     a, b, scale, dropout = arguments["as_"][0][0], arguments["bs"][0][0], arguments["scale"][0], arguments["dropout"]
 
+    @jax.jit
     def step(x, a, b, w, row_key):
         drop = pk.Dropout(rate=dropout.rate, key=dropout.key, row_key=row_key)
 
@@ -146,11 +147,10 @@ def test_a_single_adapter_without_a_table(kind, backend):
 
     mesh = mesh_of(kind, data=4, tensor=2)
     sharded = put(mesh, x, "data"), put(mesh, a), put(mesh, b), put(mesh, w, None, "tensor"), put(mesh, dropout.row_key)
-    assert_equal_trees(jax.jit(step)(*sharded), step(x, a, b, w, dropout.row_key))
+    assert_equal_trees(step(*sharded), step(x, a, b, w, dropout.row_key))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), WAYS)
 def test_the_mlp_column_then_row_parallel(kind, backend):
     random = jax.random.split(jax.random.key(0), 12)
     shapes = [(K, N), (K, N), (N, K)]
@@ -159,6 +159,7 @@ def test_the_mlp_column_then_row_parallel(kind, backend):
     bs = [jax.random.normal(random[6 + i], (ADAPTERS, RANK, s[1])) for i, s in enumerate(shapes)]
     arguments, _ = draw(table=TABLE, k=K, rates=RATES)
 
+    @jax.jit
     def step(x, as_, bs, ws, table, dropout):
         def loss(x, as_, bs):
             shared = {"tile_adapter": table, "scale": [0.5, 1.0, 2.0], "implementation": backend}
@@ -174,7 +175,7 @@ def test_the_mlp_column_then_row_parallel(kind, backend):
     whole = jax.tree.map(lambda v: put(mesh, v), (as_, bs))
     sharded = on_mesh["x"], *whole, placed, on_mesh["tile_adapter"], on_mesh["dropout"]
     want = step(arguments["x"], as_, bs, ws, arguments["tile_adapter"], arguments["dropout"])
-    assert_equal_trees(jax.jit(step)(*sharded), want)
+    assert_equal_trees(step(*sharded), want)
 
 
 @pytest.mark.parametrize("first", [0, 8, 100, 256, 300, 511])
@@ -188,8 +189,7 @@ def test_keep_bits_of_a_shard_are_those_of_its_columns(first):
     assert (unpack(words, columns) == whole[:, first : first + columns]).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), WAYS)
 def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
     """With W = 0, A and B ones and x = 1, y counts the kept columns of a row: equal numbers, exactly."""
     arguments, _ = draw(table=TABLE, k=512, widths=(16,), rates=[0.5, 0.25, 0.0])
@@ -198,7 +198,7 @@ def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
     arguments["as_"] = [jnp.broadcast_to(powers[None, :, None], (ADAPTERS, 512, RANK))]
     arguments["bs"] = [jnp.ones((ADAPTERS, RANK, 16))]
     x, as_, bs, rest = split(arguments)
-    (want,) = siblings("xla")(x, as_, bs, rest)
+    (want,) = jax.jit(siblings("xla"))(x, as_, bs, rest)
     mesh = mesh_of(kind, data=2, tensor=4)
     on_mesh = split(place(mesh, arguments, ("data", "tensor"), [("tensor",)], (None, "tensor"), ()))
     (got,) = jax.jit(siblings(backend))(*on_mesh)
@@ -209,7 +209,7 @@ def test_dropout_draws_the_same_bits_on_a_mesh(kind, backend):
 def test_nan_of_one_adapter_stays_its_own_on_a_mesh(kind):
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES)
     sick = arguments | {"as_": [arguments["as_"][0].at[1].set(jnp.nan)]}
-    step = jax.jit(value_and_gradients(siblings("pallas_triton")))
+    step = value_and_gradients(siblings("pallas_triton"))
     mesh = mesh_of(kind, data=4, tensor=2)
     got = step(*split(place(mesh, sick, ("data",), [(None, "tensor")], (), ())))
     want = step(*split(place(mesh, arguments, ("data",), [(None, "tensor")], (), ())))
@@ -254,16 +254,17 @@ def test_shards_of_different_sizes_are_not_used():
     x, *rest = split(arguments)
     x = jnp.concatenate([x, x[:16]]).reshape(8, 16, K)
 
+    @jax.jit
     def cut(x, *rest):
         return step(jnp.tanh(x)[:7], *rest)
 
     mesh = mesh_of("automatic", data=8)
-    assert_equal_trees(jax.jit(cut)(put(mesh, x, "data"), *rest), cut(x, *rest))
+    assert_equal_trees(cut(put(mesh, x, "data"), *rest), cut(x, *rest))
 
 
 def test_without_a_mesh_nothing_changes():
     """No shard_map, no custom_partitioning and no sharding constraint in the program of one device."""
     arguments, _ = draw(table=TABLE, k=K, widths=(N,), rates=RATES)
-    for backend in BACKENDS:
+    for backend in ("xla", "pallas_triton"):
         text = str(jax.make_jaxpr(value_and_gradients(siblings(backend)))(*split(arguments)))
         assert not any(word in text for word in ("shard_map", "custom_partitioning", "reshard", "psum", "axis_index"))
