@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduling.online.rates import Rates
 from scheduling.online.sharing import GroupRate, fair_shares
 from scheduling.online.state import GroupState, UserState
-from scheduling.online.types import Job, Worker
+from scheduling.online.types import Job, User, Worker
 
 
 class GroupSpan(NamedTuple):
@@ -61,9 +61,9 @@ class _Running(NamedTuple):
 
 
 class Ledger:
-    """Keeps the accounts as time advances; policies read those of the users."""
+    """Keeps the accounts as time advances."""
 
-    def __init__(self, workers: Sequence[Worker], rates: Rates, users: dict[str, UserState], jobs: Mapping[str, Job]):
+    def __init__(self, workers: Sequence[Worker], rates: Rates, users: Mapping[str, User], jobs: Mapping[str, Job]):
         self.rates, self.users, self.jobs = rates, users, jobs
         self.kinds = list(dict.fromkeys((worker.kind, worker.gpus) for worker in workers))
         self.gpus_up = sum(worker.gpus for worker in workers)
@@ -174,12 +174,15 @@ class Ledger:
             self.shares = self._fair()
         for user, share in self.shares.items():
             self.entitled[user] += share * seconds
-            self.users[user] = replace(self.users[user], got=self.got[user], entitled=self.entitled[user])
+
+    def user_states(self) -> dict[str, UserState]:
+        """The accounts of all users, up to the last `advance`."""
+        return {name: UserState(user, self.got[name], self.entitled[name]) for name, user in self.users.items()}
 
     def _fair(self) -> dict[str, float]:
         names = [user for user, present in self.present.items() if present]
-        weights = [self.users[user].user.weight for user in names]
-        caps = [min(self.demand[user], self.users[user].user.max_gpus or float("inf")) for user in names]
+        weights = [self.users[user].weight for user in names]
+        caps = [min(self.demand[user], self.users[user].max_gpus or float("inf")) for user in names]
         return dict(zip(names, fair_shares(caps, weights, float(self.gpus_up)), strict=True))
 
 

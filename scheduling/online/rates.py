@@ -15,6 +15,7 @@ from scheduling.online.types import Job
 MESHES = (1, 2, 4, 8)  # GPUs of a group
 USUAL_CAPACITY = 8192  # larger microbatches are barely cheaper per token
 EMPTY = 0.5  # density below which larger microbatches are not tried
+MOST_KNOWN = 300_000  # groups in a cache
 Kind = tuple[str, float]  # kind of worker: device, GiB of a GPU
 
 
@@ -32,6 +33,7 @@ class Rates:
         self._profiles: dict[int, Profile] = {}
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
+        self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
         self._fair: dict[tuple[int, Kind, float], float] = {}
 
     def key(self, job: Job) -> int:
@@ -81,6 +83,7 @@ class Rates:
         asked = (keys, kind, gpus)
         if asked in self._groups:
             return self._groups[asked]
+        self._make_room(self._groups)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         key = (tuple(keys[i] for i in order), kind, gpus)
         if key not in self._groups:
@@ -92,7 +95,11 @@ class Rates:
 
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:
         """The rate of these jobs on this mesh; None if they do not fit."""
-        return self._on_mesh(share, members, kind, mesh)
+        key = (tuple(map(self.key, members)), kind, mesh)
+        if key not in self._on_meshes:
+            self._make_room(self._on_meshes)
+            self._on_meshes[key] = self._on_mesh(share, members, kind, mesh)
+        return self._on_meshes[key]
 
     def alternating_rate(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """The fastest mesh for jobs that alternate batch by batch and never share a microbatch."""
@@ -117,6 +124,12 @@ class Rates:
         """Whether the jobs fit on the mesh only with recomputation in backward."""
         adapters = self._adapters(members, mesh.stages)
         return self._stage(members[0], mesh.stages, False).room(kind[1], adapters) < mesh.capacity_tokens
+
+    @staticmethod
+    def _make_room(known: dict[Any, Any]) -> None:
+        """Empties a cache of groups that has become large: a service runs for months."""
+        if len(known) >= MOST_KNOWN:
+            known.clear()
 
     def _once(self, key: tuple[Any, ...], search: Callable[[], Any]) -> Any:
         if key not in self._known:

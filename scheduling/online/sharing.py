@@ -9,7 +9,7 @@ played by `simulate`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import truediv
 from typing import NamedTuple
 
 from scheduling.online.costs import SlotCost
@@ -41,8 +41,7 @@ class IsolatedRate(NamedTuple):
         return self.step_s * steps * self.mesh.gpus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRate:
+class GroupRate(NamedTuple):
     """Rates of a group on a mesh.
 
     Args:
@@ -72,13 +71,9 @@ class GroupRate:
 
     def reordered(self, places: Sequence[int]) -> GroupRate:
         """The same rates for members in another order."""
-        return GroupRate(
-            mesh=self.mesh,
+        return self._replace(
             steps_per_s=tuple(self.steps_per_s[place] for place in places),
-            tokens_per_s=self.tokens_per_s,
             slowdowns=tuple(self.slowdowns[place] for place in places),
-            density=self.density,
-            excess=self.excess,
         )
 
 
@@ -133,15 +128,9 @@ def alternate(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
 def _rate(
     mesh: Mesh, steps: list[float], tokens_per_s: float, fair: Sequence[float], bounds: Sequence[float], density: float
 ) -> GroupRate:
-    slowdowns = tuple(alone / here for alone, here in zip(fair, steps, strict=True))
-    return GroupRate(
-        mesh=mesh,
-        steps_per_s=tuple(steps),
-        tokens_per_s=tokens_per_s,
-        slowdowns=slowdowns,
-        density=density,
-        excess=max(slowdown / bound for slowdown, bound in zip(slowdowns, bounds, strict=True)),
-    )
+    slowdowns = tuple(map(truediv, fair, steps))
+    excess = max(map(truediv, slowdowns, bounds))
+    return GroupRate(mesh, tuple(steps), tokens_per_s, slowdowns, density, excess)
 
 
 def filled(wanted: float, jobs: int) -> float:

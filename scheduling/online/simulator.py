@@ -14,7 +14,7 @@ from scheduling.online.ledger import Ledger
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult, Span
 from scheduling.online.sharing import GroupRate
-from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits, UserState
+from scheduling.online.state import ClusterState, Decision, GroupState, JobState, Policy, Traits
 from scheduling.online.types import Fault, Job, User, Worker, check_input
 
 TICK_S = 600.0  # interval at which the policy decides while jobs wait, even without events
@@ -68,10 +68,9 @@ class Simulator:
         self.groups: dict[str, _Live] = {}
         self.down: dict[str, int] = {}
         named = {user.name: user for user in users}
-        self.users = {
-            name: UserState(named.get(name, User(name))) for name in sorted({job.user for job in jobs} | named.keys())
-        }
-        self.ledger = Ledger(workers, rates, self.users, self.jobs)
+        names = sorted({job.user for job in jobs} | named.keys())
+        accounts = {name: named.get(name, User(name)) for name in names}
+        self.ledger = Ledger(workers, rates, accounts, self.jobs)
         self.spans: list[Span] = []
         self.finish_s: dict[str, float] = {}
         self.start_s: dict[str, float] = {}
@@ -120,7 +119,7 @@ class Simulator:
             workers={name: worker for name, worker in self.workers.items() if not self.down.get(name)},
             jobs=dict(self.waiting),
             groups={name: live.state for name, live in self.groups.items()},
-            users=dict(self.users),
+            users=self.ledger.user_states(),
         )
 
     def _advance(self, now: float) -> None:

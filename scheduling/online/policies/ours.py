@@ -530,12 +530,18 @@ class _Search:
 
     def _place_urgent(self) -> None:
         """Starts jobs near the end of their patience where that costs least."""
+        misses: dict[str, int] = {}  # per base, in a row: if the first jobs find no place, the many after them do not
         for state in self.urgent:
             name, base = state.job.name, state.job.base_name
+            if misses.get(base, 0) >= self.settings.candidates:
+                continue
             if name not in self.backlog.get(base, ()) or not self._may_start(name):
                 continue
             if self._urgent_open(state) or self._urgent_join(state) or self._urgent_open(state, clear=True):
                 self.protected.add(name)
+                misses[base] = 0
+            else:
+                misses[base] = misses.get(base, 0) + 1
 
     def _urgent_join(self, state: JobState) -> bool:
         name, base = state.job.name, state.job.base_name
