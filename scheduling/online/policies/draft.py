@@ -40,6 +40,9 @@ class Draft:
             )
             for name, group in state.groups.items()
         }
+        self.by_worker: dict[str, dict[str, DraftGroup]] = {name: {} for name in state.workers}
+        for name, group in self.groups.items():
+            self.by_worker[group.worker][name] = group
         self.free = {name: [True] * worker.gpus for name, worker in state.workers.items()}
         for group in self.groups.values():
             if group.members:
@@ -70,16 +73,17 @@ class Draft:
         """Opens a group on a free block. Reuses an idle session of its base and size there, else closes it."""
         worker, first = block
         gpus = tuple(range(first, first + mesh.gpus))
-        for name, group in list(self.groups.items()):
-            if not group.members and group.worker == worker and set(group.gpus) & set(gpus):
+        for name, group in list(self.by_worker[worker].items()):
+            if not group.members and set(group.gpus) & set(gpus):
                 if group.base == base and group.gpus == gpus:
                     group.members, group.mesh = members, mesh
                     group.why.append(why)
                     self._mark(group, False)
                     return group
-                del self.groups[name]
+                del self.groups[name], self.by_worker[worker][name]
         name = f"{worker}:{first}"
         group = self.groups[name] = DraftGroup(base, worker, gpus, mesh, members, name, why=[why])
+        self.by_worker[worker][name] = group
         self._mark(group, False)
         return group
 
@@ -109,7 +113,12 @@ class Draft:
 
     def close(self, group: DraftGroup) -> None:
         self._mark(group, True)
-        del self.groups[group.name]
+        del self.groups[group.name], self.by_worker[group.worker][group.name]
+
+    def groups_on(self, worker: str, gpus: range) -> list[DraftGroup]:
+        """Groups with members on any of these GPUs."""
+        there = self.by_worker[worker].values()
+        return [g for g in there if g.members and g.gpus[0] < gpus.stop and g.gpus[-1] >= gpus.start]
 
     def decisions(self) -> list[Decision]:
         """The decisions that turn the real groups into the draft."""

@@ -147,6 +147,7 @@ def test_decisions_have_reasons(state):
         if decision.members:
             assert "tokens/s" in decision.why
             assert "slowdowns" in decision.why
+            assert "of 140 GiB" in decision.why
 
 
 @pytest.mark.parametrize(

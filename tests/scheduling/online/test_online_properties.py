@@ -117,6 +117,15 @@ def test_a_quota_bounds_what_a_user_starts_with(count, quota):
     assert 0 < sum(len(span.gpus) for span in first) <= quota
 
 
+def test_a_quota_holds_over_all_bases_in_one_decision():
+    """The checker stops a decision that gives ann's jobs of one base what those of the other have taken."""
+    jobs = [Job(f"ann{i}", "ann", base, 0.0, [900, 400], 8, 2000) for i, base in enumerate(("llama-3.2-1b",) * 4)]
+    jobs += [Job(f"more{i}", "ann", "llama-3.1-8b", 0.0, [900, 400], 8, 2000) for i in range(4)]
+    hosts = [Worker("one", 8), Worker("two", 8)]
+    result = simulate_cluster(jobs, hosts, rates=RATES, users=[User("ann", max_gpus=6.0)])
+    assert sum(len(span.gpus) for span in result.accounts.groups if span.start_s == 0.0) <= 6
+
+
 def test_a_job_that_fits_nowhere_is_refused_by_name():
     with pytest.raises(PlanError, match=r"tall fits nowhere"):
         simulate_cluster([Job("tall", "ann", "llama-3.1-70b", 0.0, [512], 8, 10)], [Worker("small", 1, 80.0)])

@@ -1,0 +1,67 @@
+"""Join or swap: a waiting job joins a running group of its base, or replaces the member with the most work left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from scheduling.online.policies.draft import DraftGroup
+from scheduling.online.policies.ours.search import Option, Search
+from scheduling.online.sharing import GroupRate
+
+
+def join_or_swap(search: Search) -> bool:
+    """Makes the join or swap with the largest gain in worth."""
+    best, chosen = None, None
+    for group in search.poorest([group for group in search.draft.groups.values() if search.backlog.get(group.base)]):
+        option = _known_option(search, group)
+        if option is not None and (best is None or option.gain > best.gain):
+            best, chosen = option, group
+    if best is None or chosen is None:
+        return False
+    before = search.appraiser.current_rate(chosen)
+    joins = ", ".join(name for name in best.members if name not in chosen.members)
+    leaves = ", ".join(name for name in chosen.members if name not in best.members)
+    reason = search.appraiser.reason(
+        best.members, best.rate, search.draft.kind(chosen), before.tokens_per_s if before else 0.0
+    )
+    said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
+    search.change(chosen, best.members, best.rate, f"{said}: {reason}")
+    return True
+
+
+def _known_option(search: Search, group: DraftGroup) -> Option | None:
+    """The best option of a group, cached until it or the first waiting jobs of its base change."""
+    first = tuple(search.backlog[group.base][: search.settings.candidates])
+    known = search.options.get(group.name)
+    if known is None or known[0] != first:
+        known = search.options[group.name] = (first, _best_option(search, group, first))
+    return known[1]
+
+
+def _best_option(search: Search, group: DraftGroup, waiting: Sequence[str]) -> Option | None:
+    appraiser, change_s = search.appraiser, search.rates.changes.change_s
+    best, worth = None, appraiser.of(group)
+    for members, rate in _with_one_more(search, group, waiting):
+        gain = appraiser.worth(members, rate) - worth
+        if gain * search.settings.horizon_s > change_s * worth and (best is None or gain > best.gain):
+            stays = [name for name in members if name in group.members]
+            if appraiser.tolerates(stays, rate, members, change_s):
+                best = Option(gain, members, rate)
+    return best
+
+
+def _with_one_more(search: Search, group: DraftGroup, waiting: Sequence[str]) -> Iterator[tuple[list[str], GroupRate]]:
+    settings, order = search.settings, search.claims.order
+    kind, size, rate_of = search.draft.kind(group), len(group.gpus), search.appraiser.rate
+    last = min(group.members, key=lambda name: (name in search.protected, order[name]))
+    joins = settings.grouping and len(group.members) < settings.largest_group
+    swaps = settings.preemption and last not in search.protected
+    for name in waiting:
+        if not search.may_start(name):
+            continue
+        if joins and (rate := rate_of(members := [*group.members, name], kind, size)):
+            yield members, rate
+        if swaps and order[name] > (1 + settings.margin) * order[last]:
+            members = [one for one in group.members if one != last] + [name]
+            if rate := rate_of(members, kind, size):
+                yield members, rate

@@ -1,0 +1,89 @@
+"""Urgent jobs: those near the end of their patience or of their time start where that costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from scheduling.online.policies.draft import DraftGroup
+from scheduling.online.policies.ours.search import Block, Option, Search
+from scheduling.online.rates import Kind
+from scheduling.online.state import JobState
+
+
+def place_urgent(search: Search) -> None:
+    """Starts urgent jobs: on free GPUs, else in a group of their base, else in place of groups worth less."""
+    misses: dict[str, int] = {}  # per base, in a row: if the first jobs find no place, the many after them do not
+    for state in search.claims.urgent:
+        name, base = state.job.name, state.job.base_name
+        if misses.get(base, 0) >= search.settings.candidates:
+            continue
+        if name not in search.backlog.get(base, ()) or not search.may_start(name):
+            continue
+        if _open(search, state) or _join(search, state) or _open(search, state, clear=True):
+            search.protected.add(name)
+            misses[base] = 0
+        else:
+            misses[base] = misses.get(base, 0) + 1
+
+
+def _open(search: Search, state: JobState, *, clear: bool = False) -> bool:
+    """Opens the job's best mesh on free GPUs, or with `clear` on GPUs of groups that come after it."""
+    name, base = state.job.name, state.job.base_name
+    for size in search.best_sizes([name]):
+        for kind in search.kinds:
+            rate = search.appraiser.rate([name], kind, size)
+            if rate is None:
+                continue
+            block = search.draft.block(base, size, kind)
+            if block is None and clear:
+                block = _clear(search, size, kind, search.claims.order[name])
+            if block is not None:
+                search.open(base, block, [name], rate, f"{name} has waited long")
+                return True
+    return False
+
+
+def _join(search: Search, state: JobState) -> bool:
+    """Adds the job to a group of its base, or puts it in the place of a member that comes after it."""
+    name, base = state.job.name, state.job.base_name
+    best, chosen = None, None
+    for group in search.draft.groups.values():
+        if group.base == base and group.members:
+            for option in _options(search, group, name):
+                if best is None or option.gain > best.gain:
+                    best, chosen = option, group
+    if best is None or chosen is None:
+        return False
+    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen))
+    search.change(chosen, best.members, best.rate, f"{name} has waited long: {reason}")
+    return True
+
+
+def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
+    order, appraiser = search.claims.order, search.appraiser
+    others = [one for one in group.members if order[one] < order[name] and one not in search.protected]
+    last = min(others, key=lambda one: order[one], default=None)
+    for left_out in (None, last) if last is not None else (None,):
+        members = [one for one in group.members if one != left_out] + [name]
+        rate = appraiser.rate(members, search.draft.kind(group), len(group.gpus))
+        if rate and appraiser.tolerates(members[:-1], rate, members, search.rates.changes.change_s):
+            yield Option(appraiser.worth(members, rate) - appraiser.of(group), members, rate)
+
+
+def _clear(search: Search, size: int, kind: Kind, order: float) -> Block | None:
+    """Frees the block of this size whose groups are worth least, if all their members come after `order`."""
+    block, least = None, inf
+    for worker in search.state.workers.values():
+        for first in range(0, worker.gpus - size + 1, size) if worker.kind == kind else ():
+            there = search.draft.groups_on(worker.name, range(first, first + size))
+            inside = (name for group in there for name in group.members)
+            if any(search.claims.order[name] >= order or name in search.protected for name in inside):
+                continue
+            worth = sum(map(search.appraiser.of, there))
+            if worth < least:
+                block, least = (worker.name, first), worth
+    if block is not None:
+        for group in search.draft.groups_on(block[0], range(block[1], block[1] + size)):
+            search.close(group)
+    return block

@@ -1,0 +1,42 @@
+"""Packing: which waiting jobs of a base would share a new group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduling.online.policies.ours.search import Pack, Search
+from scheduling.online.rates import Kind
+
+
+def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack | None:
+    """Collects waiting jobs, most valuable first, while each raises the worth of the group."""
+    settings, appraiser = search.settings, search.appraiser
+    best, misses = None, 0
+    for name in waiting:
+        full = best is not None and (not settings.grouping or len(best.members) >= settings.largest_group)
+        if misses >= settings.candidates or full:
+            break
+        if not search.may_start(name):
+            continue
+        members = [*best.members, name] if best else [name]
+        rate = appraiser.rate(members, kind, gpus)
+        worth = appraiser.worth(members, rate) if rate else 0.0
+        if rate is not None and worth > (best.worth if best else 0.0):
+            best, misses = Pack(members, rate, worth), 0
+        else:
+            misses += 1
+    return best
+
+
+def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:
+    """`pack` of a base's waiting jobs, cached until they change."""
+    key = base, kind, gpus
+    if key not in search.packs:
+        search.packs[key] = pack(search, kind, gpus, search.backlog[base])
+    return search.packs[key]
+
+
+def best_pack(search: Search, kind: Kind, gpus: int) -> tuple[str, Pack] | None:
+    """(base, pack) of the waiting jobs that are worth most on this number of GPUs."""
+    packs = ((base, first_pack(search, base, kind, gpus)) for base, names in search.backlog.items() if names)
+    return max(((base, found) for base, found in packs if found), key=lambda one: one[1].worth, default=None)

@@ -1,0 +1,71 @@
+"""The policy: which moves it tries, in which order.
+
+The utility of a configuration is  U = Σ over running jobs of  claim_i · rate_i / (left_i + START)^α.  Rates and
+remaining work are in GPU-seconds of isolated training. α = 1 would run the shortest job on all GPUs, and α = 0 would
+only fill the GPUs. In between, jobs share GPUs as long as that raises the total. A move is made if its gain over
+`horizon_s` exceeds the loss while groups stop for it.
+"""
+
+from __future__ import annotations
+
+from scheduling.online.policies.ours.claims import StepCost, weigh
+from scheduling.online.policies.ours.moves.evict import evict
+from scheduling.online.policies.ours.moves.free import fill_free
+from scheduling.online.policies.ours.moves.grow import grow
+from scheduling.online.policies.ours.moves.join import join_or_swap
+from scheduling.online.policies.ours.moves.repair import repair
+from scheduling.online.policies.ours.moves.split import split
+from scheduling.online.policies.ours.moves.urgent import place_urgent
+from scheduling.online.policies.ours.search import Search, worker_sizes
+from scheduling.online.policies.ours.settings import Settings
+from scheduling.online.rates import Kind, Rates
+from scheduling.online.state import ClusterState, Decision
+from scheduling.online.types import Job
+
+Sizes = tuple[tuple[Kind, int], ...]
+
+
+class Ours:
+    """Groups jobs by their joint gain; grows, shrinks, merges and preempts groups if that pays off.
+
+    Args:
+        rates: predicts the rates of groups.
+        settings: parameters of the policy.
+    """
+
+    mixes = True
+    promises = frozenset({"bounds", "no starvation", "quotas"})
+
+    def __init__(self, rates: Rates, settings: Settings | None = None, name: str = "ours"):
+        self.rates, self.settings, self.name = rates, settings or Settings(), name
+        self._known: dict[str, tuple[Job, Sizes, StepCost]] = {}  # cache across decisions
+
+    def decide(self, state: ClusterState, now: float) -> list[Decision]:
+        """Returns the changes to make now; empty if no change pays off."""
+        state.check_clock(now)
+        if not state.jobs or not state.workers:
+            return []
+        sizes = worker_sizes(state)
+        claims = weigh(state, now, self.settings, lambda job: self._step_cost(job, sizes))
+        search = Search(self.rates, self.settings, state, now, claims)
+        repair(search)
+        search.collect_backlog()
+        place_urgent(search)
+        for _ in range(self.settings.moves):
+            while fill_free(search):
+                pass
+            if not (join_or_swap(search) or split(search) or evict(search)):
+                break
+        for _ in range(self.settings.moves if self.settings.elasticity else 0):
+            if not grow(search):
+                break
+        return search.draft.decisions()
+
+    def _step_cost(self, job: Job, sizes: Sizes) -> StepCost:
+        known = self._known.get(job.name)
+        if known is None or known[0] is not job or known[1] != sizes:
+            rates = (self.rates.best_isolated_rate(job, kind, most) for kind, most in sizes)
+            best = next((rate for rate in rates if rate), None)
+            cost = StepCost(best.gpu_s(1), best.step_s) if best else StepCost(0.0, 0.0)
+            known = self._known[job.name] = (job, sizes, cost)
+        return known[2]

@@ -1,0 +1,148 @@
+"""The search of one decision: a draft of the cluster, and the jobs that wait in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scheduling.online.policies.draft import Draft, DraftGroup
+from scheduling.online.policies.ours.claims import Claims
+from scheduling.online.policies.ours.settings import Settings
+from scheduling.online.policies.ours.worth import Appraiser
+from scheduling.online.rates import Kind, Rates
+from scheduling.online.sharing import GroupRate
+from scheduling.online.state import ClusterState
+from scheduling.online.types import Job
+
+MOST_GROUPS = 40  # groups that one decision considers for joins and splits
+Block = tuple[str, int]  # worker and first GPU
+
+
+class Pack(NamedTuple):
+    """Members of a possible new group."""
+
+    members: list[str]
+    rate: GroupRate
+    worth: float
+
+
+class Option(NamedTuple):
+    """A change of a group's members, and its gain."""
+
+    gain: float
+    members: list[str]
+    rate: GroupRate
+
+
+class Search:
+    """What the moves share. Each move changes the draft through these methods, which keep the backlog up to date.
+
+    Attributes:
+        backlog: waiting jobs of every base, most valuable first.
+        overdue: waiting jobs that no later job of their weight may overtake.
+        protected: jobs placed because they have waited long; no other move of this decision removes them.
+        packs: cache of `packing.first_pack`.
+        options: cache of `moves.join`, with the waiting jobs that it looked at.
+    """
+
+    def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims):
+        self.rates, self.settings, self.state, self.now, self.claims = rates, settings, state, now, claims
+        self.draft = Draft(state)
+        self.appraiser = Appraiser(rates, settings, state, now, claims, self.draft)
+        self.sizes = worker_sizes(state)
+        self.kinds = tuple(dict.fromkeys(kind for kind, _ in self.sizes))
+        self.backlog: dict[str, list[str]] = {}
+        self.overdue = list(claims.overdue)
+        self.protected: set[str] = set()
+        self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
+        self.options: dict[str, tuple[tuple[str, ...], Option | None]] = {}
+
+    def collect_backlog(self) -> None:
+        """Sorts the jobs that wait in the draft."""
+        self.backlog = {}
+        for state in self.draft.waiting():
+            self.backlog.setdefault(state.job.base_name, []).append(state.job.name)
+        for names in self.backlog.values():
+            names.sort(key=lambda name: (-self.claims.order[name], name))
+
+    def job(self, name: str) -> Job:
+        return self.state.jobs[name].job
+
+    def open_s(self, name: str) -> float:
+        """Seconds until a new session of a job's base trains."""
+        return self.rates.changes.open_s(self.job(name).shape)
+
+    def may_start(self, name: str) -> bool:
+        """Whether starting a job overtakes no job whose patience is over."""
+        one = self.state.jobs[name]
+        return one.group is not None or not any(
+            other.job.arrival_s < one.job.arrival_s and other.job.weight >= one.job.weight for other in self.overdue
+        )
+
+    def best_sizes(self, waiting: Sequence[str]) -> list[int]:
+        """The GPUs of the best mesh of the first waiting job, on the first kind of worker that it fits on."""
+        if not waiting:
+            return []
+        found = (self.rates.best_isolated_rate(self.job(waiting[0]), kind, most) for kind, most in self.sizes)
+        return [rate.mesh.gpus for rate in found if rate][:1]
+
+    def poorest(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
+        """The groups with the least worth per GPU, if there are many: they have the most to gain."""
+        found = [group for group in groups if group.members]
+        return found if len(found) <= MOST_GROUPS else self.by_worth(found)[:MOST_GROUPS]
+
+    def by_worth(self, groups: Sequence[DraftGroup]) -> list[DraftGroup]:
+        """Groups sorted by worth per GPU, least first."""
+        return sorted(groups, key=lambda group: (self.appraiser.of(group) / len(group.gpus), group.name))
+
+    def change(self, group: DraftGroup, members: Sequence[str], rate: GroupRate, why: str) -> None:
+        """Gives a group other members. Those that leave wait again."""
+        for name in set(members) - set(group.members):
+            self.backlog[group.base].remove(name)
+            self._forget_packs(group.base)
+        self.overdue = [one for one in self.overdue if one.job.name not in members]
+        for name in set(group.members) - set(members):
+            self.release(name)
+        group.members, group.mesh = list(members), rate.mesh
+        group.why.append(why)
+        self.changed(group)
+
+    def open(self, base: str, block: Block, members: Sequence[str], rate: GroupRate, why: str) -> None:
+        """Opens a group of waiting jobs."""
+        group = self.draft.open(base, block, rate.mesh, [], "")
+        group.why.pop()
+        reason = self.appraiser.reason(members, rate, self.draft.kind(group))
+        self.change(group, members, rate, f"{why}: {reason}")
+
+    def close(self, group: DraftGroup) -> None:
+        """Ends a group. Its members wait again."""
+        for name in group.members:
+            self.release(name)
+        self.draft.close(group)
+        self.appraiser.changed(group)
+
+    def changed(self, group: DraftGroup) -> None:
+        """Forgets what was known of a group."""
+        self.appraiser.changed(group)
+        self.options.pop(group.name, None)
+
+    def release(self, name: str) -> None:
+        """Puts a job back among those that wait."""
+        base = self.job(name).base_name
+        self._forget_packs(base)
+        names = self.backlog.setdefault(base, [])
+        names.append(name)
+        names.sort(key=lambda one: (-self.claims.order[one], one))
+
+    def _forget_packs(self, base: str) -> None:
+        """Forgets packs of a base whose waiting jobs have changed. A quota ties the groups of all bases together."""
+        if self.appraiser.quotas:
+            self.packs.clear()
+            self.options.clear()
+        for key in [key for key in self.packs if key[0] == base]:
+            del self.packs[key]
+
+
+def worker_sizes(state: ClusterState) -> tuple[tuple[Kind, int], ...]:
+    """Kinds and sizes of the workers that are up."""
+    return tuple(dict.fromkeys((worker.kind, worker.gpus) for worker in state.workers.values()))

@@ -1,0 +1,97 @@
+"""Worth of a group: the utility that its members gain per second, within bounds and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scheduling.online.policies.draft import Draft, DraftGroup
+from scheduling.online.policies.ours.claims import Claims
+from scheduling.online.policies.ours.settings import Settings
+from scheduling.online.rates import Kind, Rates
+from scheduling.online.sharing import GroupRate
+from scheduling.online.state import ClusterState, held_gpus
+from scheduling.online.types import Job
+
+
+class Appraiser:
+    """Appraises possible groups of one decision, next to the other groups of the draft."""
+
+    def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims, draft: Draft):
+        self.rates, self.settings, self.state, self.now = rates, settings, state, now
+        self.claims, self.draft = claims, draft
+        self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
+        waiting = sum(one.group is None for one in state.jobs.values())
+        gpus = sum(worker.gpus for worker in state.workers.values())
+        self.frugality = settings.frugality * min(1.0, waiting / gpus)
+        self._known: dict[str, float] = {}  # worth of groups of the draft
+
+    def jobs(self, names: Iterable[str]) -> list[Job]:
+        return [self.state.jobs[name].job for name in names]
+
+    def rate(self, names: Sequence[str], kind: Kind, gpus: int) -> GroupRate | None:
+        """The best rate of these jobs; None if they may not share a group of this size.
+
+        A single job may exceed its bound: it has nobody to blame.
+        """
+        if len(names) > self.settings.most_members or (len(names) > 1 and not self.settings.grouping):
+            return None
+        rate = self.rates.group(self.jobs(names), kind, gpus)
+        if rate is None or not (rate.within_bounds or len(names) == 1):
+            return None
+        return rate if not self.quotas or self._within_quotas(names, gpus) else None
+
+    def current_rate(self, group: DraftGroup) -> GroupRate | None:
+        """The rate of a group of the draft on its mesh."""
+        return self.rates.on_mesh(self.jobs(group.members), self.draft.kind(group), group.mesh)
+
+    def worth(self, names: Sequence[str], rate: GroupRate) -> float:
+        """Σ claim · rate of a group, discounted if it trains slowly for its GPUs while jobs wait."""
+        step = self.claims.step
+        worth = sum([step[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
+        if not self.frugality:
+            return worth
+        own = self.claims.work
+        work = sum([own[name] * steps for name, steps in zip(names, rate.steps_per_s, strict=True)])
+        return worth * (work / rate.mesh.gpus) ** self.frugality
+
+    def of(self, group: DraftGroup) -> float:
+        """Worth of a group of the draft."""
+        if group.name not in self._known:
+            rate = self.current_rate(group) if group.members else None
+            self._known[group.name] = self.worth(group.members, rate) if rate else 0.0
+        return self._known[group.name]
+
+    def changed(self, group: DraftGroup) -> None:
+        """Forgets the worth of a group whose members or mesh have changed."""
+        self._known.pop(group.name, None)
+
+    def tolerates(self, names: Iterable[str], rate: GroupRate, members: Sequence[str], stall_s: float) -> bool:
+        """Whether every running member stays within its bound to its end, including this stop and all earlier ones."""
+        slowdown = dict(zip(members, rate.slowdowns, strict=True))
+        steps = dict(zip(members, rate.steps_per_s, strict=True))
+        for name in names:
+            if name not in steps:
+                continue
+            mine = self.state.jobs[name]
+            ahead = mine.left_steps(self.now) / steps[name]
+            since = max(0.0, self.now - mine.at_s)
+            before, alone = mine.in_groups_s + since, mine.alone_s + since / max(1.0, slowdown[name])
+            if before + stall_s + ahead > mine.job.max_slowdown * (alone + ahead / slowdown[name]) and stall_s > 0:
+                return False
+        return True
+
+    def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, before: float = 0.0) -> str:
+        """Why a group is formed: gain in tokens per second, density, slowdowns and memory."""
+        gain, memory = rate.tokens_per_s - before, self.rates.memory_gib(self.jobs(members), kind, rate.mesh)
+        return (
+            f"{len(members)} jobs at {rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
+            f"slowdowns up to {max(rate.slowdowns):.2f}, {memory or 0.0:.0f} of {kind[1]:.0f} GiB"
+        )
+
+    def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
+        """Whether a group of these jobs keeps its users within their quotas, given the other groups."""
+        here = set(names)
+        rest = [(len(g.gpus), g.members) for g in self.draft.groups.values() if not here & set(g.members)]
+        held = held_gpus([*rest, (gpus, names)], self.state.jobs)
+        users = {self.state.jobs[name].job.user for name in names} & self.quotas.keys()
+        return all(held[user] <= self.quotas[user] for user in users)
