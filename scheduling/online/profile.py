@@ -52,16 +52,20 @@ class Profile:
         """The same at any capacity that fits the longest sample."""
         return self.slots(bisect_right(self.capacities, capacity_tokens) - 1, replicas)
 
-    def wanted(self, stages: int, replicas: int, capacity_tokens: int) -> tuple[float, float]:
+    def wanted(self, mesh: tuple[int, int, int]) -> tuple[float, float]:
         """Largest number of tokens per slot that the job can use on a mesh, without and with padding to whole tiles.
 
         Its batch fills some slots, and stages - 1 more slots pass before the next batch may start.
+
+        Args:
+            mesh: stages, replicas, capacity in tokens.
         """
-        known = self._known.get((stages, replicas, capacity_tokens))
+        known = self._known.get(mesh)
         if known is None:
+            stages, replicas, capacity_tokens = mesh
             tokens = self.batch_tokens / (self.slots_at(capacity_tokens, replicas) + stages - 1)
             padding = TILE / 2 * (1 + self.batch_tokens / capacity_tokens) / self.batch_tokens
-            known = self._known[stages, replicas, capacity_tokens] = (tokens, tokens * (1 + padding))
+            known = self._known[mesh] = (tokens, tokens * (1 + padding))
         return known
 
 

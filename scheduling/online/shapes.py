@@ -8,6 +8,7 @@ from typing import Any
 
 from scheduling.errors import PlanError
 
+# The scheduler never imports the product; a test compares these with the layer that is trained.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -98,7 +98,7 @@ def share(members: Members, mesh: Mesh, cost: SlotCost) -> GroupRate:
     caps: list[float] = []
     padded, squares = 0.0, 0.0
     for profile in profiles:
-        cap, with_padding = profile.wanted(*mesh)
+        cap, with_padding = profile.wanted(mesh)
         caps.append(cap)
         padded += with_padding
         squares += cap * profile.squares
@@ -147,7 +147,7 @@ def fair_shares(caps: Sequence[float], weights: Sequence[float], room: float) ->
     """
     shares = [0.0] * len(caps)
     weight_left = sum(weights)
-    for ratio, i in sorted((cap / weight, i) for i, (cap, weight) in enumerate(zip(caps, weights, strict=True))):
+    for ratio, i in sorted([(caps[i] / weights[i], i) for i in range(len(caps))]):
         level = min(ratio, room / weight_left)
         shares[i] = level * weights[i]
         room -= shares[i]

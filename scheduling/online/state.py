@@ -129,8 +129,10 @@ class Decision:
         if self.kind == "close":
             return f"close {self.group}: {self.why}"
         assert self.mesh is not None
-        on = f"{self.mesh.stages} stages × {self.mesh.replicas} × {self.mesh.capacity_tokens}"
-        return f"{self.kind} {self.group} {self.base} on {on}: {', '.join(self.members) or 'idle'}; {self.why}"
+        gpus = f"{self.mesh.gpus} GPU{'s' if self.mesh.gpus > 1 else ''}"
+        stages = f", {self.mesh.stages} stages" if self.mesh.stages > 1 else ""
+        on = f"{self.base} on {gpus}{stages}, {self.mesh.capacity_tokens} tokens a microbatch"
+        return f"{self.kind} {self.group} ({on}): {', '.join(self.members) or 'idle'}; {self.why}"
 
 
 class Policy(Protocol):

@@ -126,7 +126,7 @@ class Draft:
         for name, before in self.state.groups.items():
             now = self.groups.get(name)
             if now is None or now.is_new:
-                found.append(Decision(kind="close", group=name, why="its GPUs go to other jobs"))
+                found.append(Decision(kind="close", group=name, why="its GPUs go to another group"))
             elif (before.members, before.gpus, before.mesh) != (tuple(now.members), now.gpus, now.mesh):
                 found.append(self._decision("change", now))
         return found + [self._decision("open", group) for group in self.groups.values() if group.is_new]

@@ -80,11 +80,12 @@ class Appraiser:
                 return False
         return True
 
-    def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, before: float = 0.0) -> str:
-        """Why a group is formed: gain in tokens per second, density, slowdowns and memory."""
+    def reason(self, members: Sequence[str], rate: GroupRate, kind: Kind, instead_of: Iterable[DraftGroup] = ()) -> str:
+        """Why a group is formed: gain in tokens per second over the groups that it replaces, and what it costs."""
+        before = sum(now.tokens_per_s for group in instead_of if (now := self.current_rate(group)))
         gain, memory = rate.tokens_per_s - before, self.rates.memory_gib(self.jobs(members), kind, rate.mesh)
         return (
-            f"{len(members)} jobs at {rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
+            f"{rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
             f"slowdowns up to {max(rate.slowdowns):.2f}, {memory or 0.0:.0f} of {kind[1]:.0f} GiB"
         )
 

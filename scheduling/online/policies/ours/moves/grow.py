@@ -25,12 +25,13 @@ def grow(search: Search) -> bool:
     best = max((one for one in growths if one is not None), key=lambda one: one.gain, default=None)
     if best is None:
         return False
+    kind = search.draft.kind(best.groups[0])
+    reason = search.appraiser.reason(best.members, best.rate, kind, best.groups)
     for group in best.groups:
         search.draft.close(group)
         search.changed(group)
     opened = search.draft.open(best.groups[0].base, best.block, best.rate.mesh, list(best.members), "")
-    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(opened))
-    opened.why[:] = [f"{len(best.members)} jobs take {len(opened.gpus)} GPUs: {reason}"]
+    opened.why[:] = [f"{'a merger' if len(best.groups) > 1 else 'the free half next to it'} pays: {reason}"]
     return True
 
 

@@ -18,12 +18,9 @@ def join_or_swap(search: Search) -> bool:
             best, chosen = option, group
     if best is None or chosen is None:
         return False
-    before = search.appraiser.current_rate(chosen)
     joins = ", ".join(name for name in best.members if name not in chosen.members)
     leaves = ", ".join(name for name in chosen.members if name not in best.members)
-    reason = search.appraiser.reason(
-        best.members, best.rate, search.draft.kind(chosen), before.tokens_per_s if before else 0.0
-    )
+    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
     said = f"{joins} joins" + (f" instead of {leaves}" if leaves else "")
     search.change(chosen, best.members, best.rate, f"{said}: {reason}")
     return True

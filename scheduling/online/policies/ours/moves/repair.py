@@ -13,7 +13,7 @@ def repair(search: Search) -> None:
     """Gives every group the mesh that suits its members; members that are too slow on any mesh leave."""
     appraiser = search.appraiser
     for group in search.draft.groups.values():
-        members, best = _tolerable(search, group)
+        kind, (members, best) = search.draft.kind(group), _tolerable(search, group)
         if best is None or (best.mesh == group.mesh and members == group.members):
             continue
         now = appraiser.current_rate(group)
@@ -23,8 +23,8 @@ def repair(search: Search) -> None:
             continue
         leave = ", ".join(name for name in group.members if name not in members)
         said = f"{leave} leaves, too slow here" if leave else "another mesh suits the remaining members"
+        group.why.append(f"{said}: {appraiser.reason(members, best, kind, [group])}")
         group.members, group.mesh = members, best.mesh
-        group.why.append(f"{said}: {appraiser.reason(members, best, search.draft.kind(group))}")
         search.changed(group)
 
 

@@ -30,9 +30,9 @@ def split(search: Search) -> bool:
     if best is None:
         return False
     group = best.group
+    reason = search.appraiser.reason(group.members, best.rate, search.draft.kind(group), [group])
     search.draft.halve(group)
     group.mesh = best.rate.mesh
-    reason = search.appraiser.reason(group.members, best.rate, search.draft.kind(group))
     group.why.append(f"half of its GPUs do nearly as well: {reason}")
     search.changed(group)
     block, pack = (group.worker, group.gpus[-1] + 1), best.pack

@@ -55,7 +55,7 @@ def _join(search: Search, state: JobState) -> bool:
                     best, chosen = option, group
     if best is None or chosen is None:
         return False
-    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen))
+    reason = search.appraiser.reason(best.members, best.rate, search.draft.kind(chosen), [chosen])
     search.change(chosen, best.members, best.rate, f"{name} has waited long: {reason}")
     return True
 
