@@ -153,5 +153,5 @@ def isolated_time_s(one: JobState, rates: Rates, state: ClusterState) -> float:
     """Isolated seconds of all steps of a job on its best mesh, on the first kind of worker that it fits on."""
     for worker in state.workers.values():
         if rate := rates.best_isolated_rate(one.job, worker.kind, worker.gpus):
-            return rate.step_s * one.job.steps
+            return rate.step_s * one.job.steps / one.speed
     return float("inf")

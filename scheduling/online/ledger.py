@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduling.online.rates import Rates
-from scheduling.online.sharing import GroupRate, fair_shares
+from scheduling.online.sharing import GroupRate, Mesh, fair_shares
 from scheduling.online.state import GroupState, UserState
 from scheduling.online.types import Job, User, Worker
 
@@ -25,6 +25,7 @@ class GroupSpan(NamedTuple):
     end_s: float
     tokens_per_s: float
     density: float
+    mesh: Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,7 @@ class Ledger:
                     now,
                     rate.tokens_per_s if rate else 0.0,
                     rate.density if rate else 0.0,
+                    state.mesh,
                 )
             )
 

@@ -141,6 +141,21 @@ def test_policies_are_pure(state):
     assert state_to_json(state) == before
 
 
+def test_measured_speeds_correct_predictions(state):
+    """One GPU and two jobs of bases that cannot share it: a is shorter, unless it trains at half its predicted rate."""
+    jobs = [job("a", steps=2000), job("b", steps=2300, base="mistral-7b")]
+
+    def first(speed):
+        waiting = {one.name: JobState(one, speed=speed if one.name == "a" else 1.0) for one in jobs}
+        return OURS.decide(replace(state, workers={"h": Worker("h", 1)}, jobs=waiting, groups={}), 100.0)[0]
+
+    predicted, measured = first(1.0), first(0.5)
+    assert (predicted.members, measured.members) == (("a",), ("b",))
+    with pytest.raises(PlanError) as caught:
+        first(0.0)
+    assert caught.value.code == "online.speed"
+
+
 def test_decisions_have_reasons(state):
     for decision in OURS.decide(state, 100.0):
         assert "\n" not in str(decision)

@@ -27,7 +27,11 @@ def test_gpus_jobs_and_memory_are_conserved_at_every_instant(data, jobs, workers
     events = data.draw(faults(workers))
     result = simulate_cluster(jobs, workers, policy=policy, faults=events, rates=RATES)
     by_gpu, by_job, kinds = defaultdict(list), defaultdict(list), {worker.name: worker for worker in workers}
+    by_name = {job.name: job for job in jobs}
     for span in result.accounts.groups:
+        if span.members:
+            members = [by_name[name] for name in span.members]
+            assert RATES.memory_gib(members, kinds[span.worker].kind, span.mesh) <= kinds[span.worker].memory_gib
         for gpu in span.gpus:
             assert 0 <= gpu < kinds[span.worker].gpus
             by_gpu[span.worker, gpu].append((span.start_s, span.end_s))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
+from scheduling.errors import PlanError
 from scheduling.online.check import PATIENCE
 from scheduling.online.policies.ours.settings import Settings
 from scheduling.online.state import ClusterState, JobState, UserState
@@ -27,6 +29,10 @@ class StepCost(NamedTuple):
 
     gpu_s: float
     seconds: float
+
+    def at_speed(self, speed: float) -> StepCost:
+        """The cost of a job that trains at `speed` times its predicted rate."""
+        return self if speed == 1.0 else StepCost(self.gpu_s / speed, self.seconds / speed)
 
 
 StepCosts = Callable[[Job], StepCost]
@@ -52,14 +58,20 @@ class Claims:
 
 
 def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCosts) -> Claims:
-    """Computes the claims of all jobs."""
+    """Computes the claims of all jobs.
+
+    Raises:
+        PlanError: `online.speed`.
+    """
     users = {name: user_factor(user, settings.fairness) for name, user in state.users.items()}
     work: dict[str, float] = {}
     step: dict[str, float] = {}
     order: dict[str, float] = {}
-    urgent: list[JobState] = []
+    urgent: list[tuple[JobState, float]] = []  # with their patience
     for name, one in state.jobs.items():
-        cost = step_cost(one.job)
+        if not 0 < one.speed < inf:
+            raise PlanError("online.speed", f"{name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
+        cost = step_cost(one.job).at_speed(one.speed)
         work[name], step[name], order[name] = cost.gpu_s, 0.0, 0.0
         if not cost.gpu_s:
             continue
@@ -70,11 +82,11 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
         if settings.urgency and is_urgent(one, now, left * cost.seconds, settings.urgent * patience_s(one.job, cost)):
             claim *= URGENT
             if one.group is None:
-                urgent.append(one)
+                urgent.append((one, patience_s(one.job, cost)))
         order[name], step[name] = claim, claim * cost.gpu_s
-    urgent.sort(key=lambda one: (one.job.arrival_s, one.job.name))
-    overdue = [one for one in urgent if one.waited(now) > SPENT * patience_s(one.job, step_cost(one.job))]
-    return Claims(work=work, step=step, order=order, urgent=tuple(urgent), overdue=tuple(overdue))
+    urgent.sort(key=lambda each: (each[0].job.arrival_s, each[0].job.name))
+    overdue = tuple(one for one, longest_s in urgent if one.waited(now) > SPENT * longest_s)
+    return Claims(work=work, step=step, order=order, urgent=tuple(one for one, _ in urgent), overdue=overdue)
 
 
 def user_factor(user: UserState, fairness: float) -> float:

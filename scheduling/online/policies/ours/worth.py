@@ -20,6 +20,7 @@ class Appraiser:
         self.rates, self.settings, self.state, self.now = rates, settings, state, now
         self.claims, self.draft = claims, draft
         self.quotas = {name: most for name, user in state.users.items() if (most := user.user.max_gpus) is not None}
+        self.measured = any(one.speed != 1.0 for one in state.jobs.values())
         waiting = sum(one.group is None for one in state.jobs.values())
         gpus = sum(worker.gpus for worker in state.workers.values())
         self.frugality = settings.frugality * min(1.0, waiting / gpus)
@@ -38,11 +39,12 @@ class Appraiser:
         rate = self.rates.group(self.jobs(names), kind, gpus)
         if rate is None or not (rate.within_bounds or len(names) == 1):
             return None
-        return rate if not self.quotas or self._within_quotas(names, gpus) else None
+        return self._measured(names, rate) if not self.quotas or self._within_quotas(names, gpus) else None
 
     def current_rate(self, group: DraftGroup) -> GroupRate | None:
         """The rate of a group of the draft on its mesh."""
-        return self.rates.on_mesh(self.jobs(group.members), self.draft.kind(group), group.mesh)
+        rate = self.rates.on_mesh(self.jobs(group.members), self.draft.kind(group), group.mesh)
+        return self._measured(group.members, rate) if rate else None
 
     def worth(self, names: Sequence[str], rate: GroupRate) -> float:
         """Σ claim · rate of a group, discounted if it trains slowly for its GPUs while jobs wait."""
@@ -88,6 +90,18 @@ class Appraiser:
             f"{rate.tokens_per_s:,.0f} tokens/s ({gain:+,.0f}), {rate.density:.0%} full, "
             f"slowdowns up to {max(rate.slowdowns):.2f}, {memory or 0.0:.0f} of {kind[1]:.0f} GiB"
         )
+
+    def _measured(self, names: Sequence[str], rate: GroupRate) -> GroupRate:
+        """Corrects predicted rates by the speeds that live runs have reported.
+
+        A job is expected to be as much slower or faster in isolation, so its slowdown stays.
+        """
+        if not self.measured:
+            return rate
+        states = [self.state.jobs[name] for name in names]
+        steps = tuple(one.speed * steps for one, steps in zip(states, rate.steps_per_s, strict=True))
+        tokens = sum(one.job.tokens / one.job.steps * steps for one, steps in zip(states, steps, strict=True))
+        return rate._replace(steps_per_s=steps, tokens_per_s=tokens)
 
     def _within_quotas(self, names: Sequence[str], gpus: int) -> bool:
         """Whether a group of these jobs keeps its users within their quotas, given the other groups."""
