@@ -29,7 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scheduling import AdapterJob, make_plan, simulate  # noqa: E402
 from scheduling.online import (  # noqa: E402
     TRACES,
+    ClusterState,
     Job,
+    JobState,
     Ours,
     Rates,
     Settings,
@@ -39,6 +41,7 @@ from scheduling.online import (  # noqa: E402
     simulate_cluster,
 )
 from scheduling.online.costs import stage_costs  # noqa: E402
+from scheduling.online.state import after  # noqa: E402
 from scheduling.online.traces.generate import BASES, draw_job  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "online_2026-11-23"
@@ -165,6 +168,32 @@ def add_rows(rows: Sequence[dict]) -> None:
             print(" ".join(f"{name}={row[name]}" for name in ("part", "trace", "seed", "load", "policy")), flush=True)
 
 
+# --- the speed of a decision
+
+
+def time_decision(hosts: int = 128, jobs: int = 1000, repeats: int = 7) -> dict:
+    """Times decisions of the policy on a full cluster to which as many jobs come again."""
+    rates, workers = Rates(), {name: Worker(name, 8) for name in (f"host{host:03d}" for host in range(hosts))}
+    drawn = generate_trace("steady", jobs=2 * jobs, workers=[*workers.values()], rates=rates, at_start=True, seed=4)
+    policy = Ours(rates)
+    state = ClusterState(time_s=0.0, workers=workers, jobs={job.name: JobState(job) for job in drawn[:jobs]})
+    for _ in range(3):
+        groups = after(state, policy.decide(state, 0.0))
+        group_of = {name: group.name for group in groups.values() for name in group.members}
+        states = {name: JobState(one.job, group=group_of.get(name)) for name, one in state.jobs.items()}
+        state = replace(state, jobs=states, groups=groups)
+    state = replace(state, jobs=state.jobs | {job.name: JobState(job) for job in drawn[jobs:]})
+    policy.decide(state, 0.0)  # fills the caches, as the decisions before would have
+    seconds: list[float] = []
+    for _ in range(repeats):
+        began = time.process_time()
+        policy.decide(state, 0.0)
+        seconds.append(time.process_time() - began)
+    running = sum(one.group is not None for one in state.jobs.values())
+    waiting = len(state.jobs) - running
+    return {"gpus": 8 * hosts, "running": running, "waiting": waiting, "decision_ms": round(1e3 * min(seconds), 1)}
+
+
 # --- the rate model and full plans
 
 
@@ -235,6 +264,8 @@ def main() -> None:
     )
     if "rates" in asked.parts:
         write_csv("rates.csv", compare_rates())
+    if "speed" in asked.parts:
+        write_csv("decision.csv", [time_decision()])
     wanted = [task for part in asked.parts for task in tasks(part, asked.seeds)]
     if asked.only:
         wanted = [task._replace(policies=tuple(p for p in task.policies if p in asked.only)) for task in wanted]

@@ -1,8 +1,5 @@
 """The rate model against simulated plans; memory, slowdowns and shares."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -25,17 +22,6 @@ KIND = ("h200", 140.0)
 def job(name="law", **changes):
     values = {"user": "ann", "base": "llama-3.1-8b", "arrival_s": 0.0, "lengths": [900, 500, 700, 1100, 300, 650]}
     return Job(**({"name": name, "global_batch": 8, "steps": 1000} | values | changes))
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    path = Path(__file__).resolve().parents[3] / "benchmarks" / "online.py"
-    spec = importlib.util.spec_from_file_location("online_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    first, sys.path[0] = sys.path[0], sys.path[0]
-    spec.loader.exec_module(module)
-    sys.path[0] = first
-    return module
 
 
 def test_groups_train_as_quickly_as_their_plans(benchmark):
