@@ -89,7 +89,7 @@ def tasks(part: str, seeds: int) -> list[Task]:
         loads = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5)
         return [Task(part, "day-night", 0, load, ("ours", "srtf", "fifo"), jobs=1000) for load in loads]
     if part == "ablation":
-        return [Task(part, trace, 0, 1.0, ("ours", *WITHOUT)) for trace in TRACES]
+        return [Task(part, trace, 0, 1.0, ("ours", *WITHOUT), jobs=1000) for trace in TRACES]
     if part == "throughput":
         bases = ("llama-3.1-8b", "qwen2.5-32b", "llama-3.1-70b")
         return [Task(part, "even", seed, 1.0, ("ours", "fifo"), 300, 8, base) for base in bases for seed in range(3)]
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=[*PARTS, "report"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="policies")
+    parser.add_argument("--loads", nargs="*", type=float, help="loads")
     parser.add_argument("--cores", type=int, default=2)
     asked = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -269,6 +270,8 @@ def main() -> None:
     wanted = [task for part in asked.parts for task in tasks(part, asked.seeds)]
     if asked.only:
         wanted = [task._replace(policies=tuple(p for p in task.policies if p in asked.only)) for task in wanted]
+    if asked.loads:
+        wanted = [task for task in wanted if task.load in asked.loads]
     done = frozenset(key(row) for row in read_rows())
     with ProcessPoolExecutor(asked.cores) as pool:
         for rows in pool.map(run, wanted, [done] * len(wanted)):
