@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduling.online.rates import Rates
-from scheduling.online.sharing import GroupRate, Mesh, fair_shares
+from scheduling.online.sharing import GroupRate, IsolatedRate, Mesh, fair_shares
 from scheduling.online.state import GroupState, UserState
 from scheduling.online.types import Job, User, Worker
 
@@ -140,16 +140,17 @@ class Ledger:
         )
 
     def _count(self, job: Job, sign: int) -> None:
-        self.demand[job.user] = self.demand.get(job.user, 0.0) + sign * self._best(job).mesh.gpus
+        self.demand[job.user] = self.demand.get(job.user, 0.0) + sign * self.isolated_rate(job).mesh.gpus
         self.present[job.user] = self.present.get(job.user, 0) + sign
         self.shares = None
 
-    def _best(self, job: Job):
+    def isolated_rate(self, job: Job) -> IsolatedRate:
+        """The rate of a job on its best mesh, on the first kind of worker that it fits on."""
         found = (self.rates.best_isolated_rate(job, kind, gpus) for kind, gpus in self.kinds)
         return next(rate for rate in found if rate)
 
     def _step_work(self, job: Job) -> float:
-        return self._best(job).gpu_s(1)
+        return self.isolated_rate(job).gpu_s(1)
 
     def advance(self, start: float, end: float) -> None:
         """Adds the time between two events to the accounts."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling.online.ledger import Accounts, jain
+from scheduling.online.sharing import IsolatedRate
 from scheduling.online.types import Job
 
 
@@ -30,6 +31,7 @@ class ClusterResult:
         jobs: in order of arrival.
         finish_s, start_s: per job, seconds since 0. A job starts when it first trains.
         slowdown: per job, its time in groups over its isolated time on its fair share of the same GPUs.
+        isolated: rate of every job on its best mesh.
         preemptions: number of times that a running job went back to the queue.
         decisions: (seconds, text) of every change.
         spans: periods of training of every job.
@@ -42,6 +44,7 @@ class ClusterResult:
     finish_s: dict[str, float]
     start_s: dict[str, float]
     slowdown: dict[str, float]
+    isolated: dict[str, IsolatedRate]
     preemptions: int
     decisions: tuple[tuple[float, str], ...]
     spans: tuple[Span, ...]
@@ -84,10 +87,33 @@ class ClusterResult:
         got, entitled = self.accounts.user_got, self.accounts.user_entitled
         return jain([got[user] / entitled[user] for user in got if entitled[user] > 0])
 
+    @cached_property
+    def finish_time_fairness(self) -> dict[str, float]:
+        """Per job, its completion time over that on an equal share of the GPUs. At most 1: sharing did not delay it.
+
+        The equal share is that of the mean number of unfinished jobs in the job's time. The job takes its best mesh
+        if the share is as large, otherwise longer in proportion.
+        """
+        jobs = self.jobs
+        arrival = np.array([job.arrival_s for job in jobs])
+        finish = np.array([self.finish_s[job.name] for job in jobs])
+        times = np.concatenate([arrival, finish])
+        order = np.argsort(times, kind="stable")
+        times, present = times[order], np.cumsum(np.repeat([1.0, -1.0], len(jobs))[order])
+        until = np.concatenate([[0.0], np.cumsum(present[:-1] * np.diff(times))])  # job-seconds until each time
+        crowd = (np.interp(finish, times, until) - np.interp(arrival, times, until)) / (finish - arrival)
+        found: dict[str, float] = {}
+        for job, others in zip(jobs, crowd.tolist(), strict=True):
+            best = self.isolated[job.name]
+            fair_s = best.step_s * job.steps * max(1.0, others * best.mesh.gpus / self.gpus)
+            found[job.name] = self.jct_s[job.name] / fair_s
+        return found
+
     def summary(self) -> dict[str, float]:
         """The figures of one table row."""
         jct = np.array(list(self.jct_s.values())) if self.jobs else np.zeros(1)
         slow = np.array(list(self.slowdown.values())) if self.slowdown else np.ones(1)
+        finish = np.array(list(self.finish_time_fairness.values())) if self.jobs else np.ones(1)
         deadlines = [self.finish_s[job.name] <= job.deadline_s for job in self.jobs if job.deadline_s is not None]
         return {
             "jct_mean_s": float(jct.mean()),
@@ -101,6 +127,8 @@ class ClusterResult:
             "slowdown_p99": float(np.percentile(slow, 99)),
             "slowdown_max": float(slow.max()),
             "fairness": self.fairness,
+            "finish_fairness_mean": float(finish.mean()),
+            "finish_fairness_p99": float(np.percentile(finish, 99)),
             "preemptions": float(self.preemptions),
             "deadlines_met": float(np.mean(deadlines)) if deadlines else 1.0,
         }

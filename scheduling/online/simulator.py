@@ -315,6 +315,7 @@ class Simulator:
             finish_s=self.finish_s,
             start_s=self.start_s,
             slowdown=self.slowdown,
+            isolated={name: self.ledger.isolated_rate(job) for name, job in self.jobs.items()},
             preemptions=self.preemptions,
             decisions=tuple(self.decisions),
             spans=tuple(self.spans),

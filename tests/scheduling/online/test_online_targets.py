@@ -4,6 +4,7 @@ import pytest
 
 from scheduling.online import (
     Fault,
+    Job,
     Ours,
     Rates,
     Settings,
@@ -55,6 +56,14 @@ def test_grouping_raises_what_all_jobs_achieve_together(base, least):
     jobs = generate_trace(shape, jobs=80, workers=HOSTS, rates=RATES, at_start=True, bases={base: 1.0}, seed=1)
     ours, fifo = (simulate_cluster(jobs, HOSTS, policy=policy, rates=RATES) for policy in ("ours", "fifo"))
     assert ours.tokens_per_s >= least * fifo.tokens_per_s
+
+
+def test_finish_times_are_compared_with_equal_shares():
+    """Two equal jobs on one GPU, one after the other: the first has it all, the second waits for half of its share."""
+    jobs = [Job(name, name, "llama-3.2-1b", 0.0, [700, 900], 8, 200_000) for name in "ab"]
+    result = simulate_cluster(jobs, [Worker("one", 1)], policy="fifo", rates=RATES)
+    assert result.finish_time_fairness == pytest.approx({"a": 1 / 2, "b": 2 / 1.5}, rel=0.02)
+    assert result.summary()["finish_fairness_mean"] == pytest.approx((1 / 2 + 2 / 1.5) / 2, rel=0.02)
 
 
 def test_a_fault_loses_only_progress_since_the_last_save():
