@@ -12,8 +12,8 @@ from scheduling.checks import check_jobs
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.plan import Plan
-from scheduling.planner import effort_within, fill
-from scheduling.types import AdapterJob, as_whole
+from scheduling.planner import Effort, effort_within, fill
+from scheduling.types import AdapterJob, Limits, Slot, as_whole
 from scheduling.verify import verify_plan
 
 
@@ -68,9 +68,7 @@ def replan(
     _check_request(plan, at_slot, [*longer, *cancel, *finish, *pause, *resume, *(weights or {})], resume)
     _check_longer(plan, longer)
     progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
-    jobs = [longer.get(job.name, job) for job in plan.jobs]
-    jobs = [replace(job, weight=(weights or {}).get(job.name, job.weight)) for job in jobs]
-    jobs = [_shortened(job, progress[job.name]) if job.name in finish else job for job in jobs] + list(add)
+    jobs = [*_changed_jobs(plan, progress, longer, weights or {}, finish), *add]
     unbegun = [name for name in finish if progress[name].batches == 0]
     stopped = {name: slot for name, slot in plan.stopped if name not in resume}
     stopped |= dict.fromkeys([*cancel, *pause, *unbegun], at_slot)
@@ -81,23 +79,19 @@ def replan(
         data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
         tile_tokens=plan.tile_tokens,
     )
-    left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
     moves = (limits.num_stages, limits.data_parallel) != (plan.num_stages, plan.data_parallel)
     moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
+    left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
-    bound, slots = at_slot, plan.slots[:at_slot]
-    if any(len(positions) for positions in left):
-        problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
-        rest, filling = fill(problem, left, allowed, seed)
-        bound, slots = at_slot + rest, slots + to_slots(problem, filling)
+    bound, slots = _plan_left(jobs, limits, left, ready, allowed, seed)
     again = replace(
         plan,
         jobs=tuple(jobs),
-        slots=slots,
+        slots=plan.slots[:at_slot] + slots,
         num_stages=limits.num_stages,
         data_parallel=limits.data_parallel,
         seed=seed,
-        lower_bound=bound,
+        lower_bound=at_slot + bound,
         stopped=tuple(stopped.items()),
         earlier=plan.layouts_before(at_slot) if moves else plan.earlier,
     )
@@ -126,6 +120,35 @@ class _Progress:
         first_left = job.batch_of(int(np.argmin(self.done))) if not self.done.all() else job.num_batches
         before = last.get(first_left - 1)  # a begun batch may go on at once: its predecessor is far enough by then
         self.ready = 0 if before is None else max(0, before + plan.num_stages - at_slot)
+
+
+def _changed_jobs(
+    plan: Plan,
+    progress: Mapping[str, _Progress],
+    longer: Mapping[str, AdapterJob],
+    weights: Mapping[str, float],
+    finish: Sequence[str],
+) -> list[AdapterJob]:
+    """The jobs of the plan: extended, with new weights, and cut after the batch that they have begun."""
+    jobs = [longer.get(job.name, job) for job in plan.jobs]
+    jobs = [replace(job, weight=weights.get(job.name, job.weight)) for job in jobs]
+    return [_shortened(job, progress[job.name]) if job.name in finish else job for job in jobs]
+
+
+def _plan_left(
+    jobs: Sequence[AdapterJob],
+    limits: Limits,
+    left: Sequence[np.ndarray],
+    ready: Sequence[int],
+    allowed: Effort,
+    seed: int,
+) -> tuple[int, tuple[Slot, ...]]:
+    """(lower bound, slots) of the samples that are left of every job."""
+    if not any(len(positions) for positions in left):
+        return 0, ()
+    problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
+    bound, filling = fill(problem, left, allowed, seed)
+    return bound, to_slots(problem, filling)
 
 
 def _left(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndarray:
