@@ -1,0 +1,196 @@
+"""Jobs and groups of a simulated cluster: their progress, and what decisions and faults do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from scheduling.online.ledger import Ledger
+from scheduling.online.rates import Rates
+from scheduling.online.result import Span
+from scheduling.online.sharing import GroupRate
+from scheduling.online.state import Decision, GroupState, JobState
+from scheduling.online.types import Job, Worker
+
+
+@dataclass(slots=True)
+class LiveGroup:
+    """A group and its simulated progress."""
+
+    state: GroupState
+    rate: GroupRate | None
+    since_s: float
+    version: int = 0
+
+
+class Running:
+    """Unfinished jobs and their groups. `now` of a method is the time of its event.
+
+    Args:
+        mixes: whether a microbatch may hold samples of several jobs.
+        expect: called with (seconds, group, version) of the next finish of a group; it counts while the group has
+            this version.
+
+    Attributes:
+        unfinished: jobs that have arrived, waiting or running.
+        spans: periods of training of every job.
+        start_s, finish_s, slowdown: per job, as in `ClusterResult`.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, Job],
+        workers: Mapping[str, Worker],
+        rates: Rates,
+        ledger: Ledger,
+        *,
+        mixes: bool,
+        expect: Callable[[float, str, int], None],
+    ):
+        self.jobs, self.workers, self.rates, self.ledger = jobs, workers, rates, ledger
+        self.mixes, self.expect = mixes, expect
+        self.unfinished: dict[str, JobState] = {}
+        self.groups: dict[str, LiveGroup] = {}
+        self.spans: list[Span] = []
+        self.start_s: dict[str, float] = {}
+        self.finish_s: dict[str, float] = {}
+        self.slowdown: dict[str, float] = {}
+        self.preemptions = 0
+
+    def arrive(self, job: Job, now: float) -> None:
+        self.unfinished[job.name] = JobState(job, at_s=now)
+        self.ledger.arrive(job)
+
+    def finish(self, group: str, version: int, now: float) -> bool:
+        """Ends the jobs of a group that are done; returns whether there are any."""
+        live = self.groups.get(group)
+        if live is None or live.version != version:
+            return False
+        self._settle(live, now)
+        done = [
+            name for name in live.state.members if self.unfinished[name].left_steps(now) <= 1e-6 * self.jobs[name].steps
+        ]
+        for name in done:
+            state = self.unfinished.pop(name)
+            self.finish_s[name] = now
+            self.slowdown[name] = state.in_groups_s / state.alone_s if state.alone_s else 1.0
+            self.ledger.leave(self.jobs[name])
+        rest = tuple(name for name in live.state.members if name not in done)
+        self._set(live, replace(live.state, members=rest), live.state.ready_s, now)
+        return bool(done)
+
+    def fail(self, worker: str, now: float) -> list[str]:
+        """Ends all groups of a worker; their members lose the progress since the last save. Returns their names."""
+        names = [name for name, live in self.groups.items() if live.state.worker == worker]
+        for name in names:
+            live = self.groups[name]
+            self._settle(live, now)
+            trained = max(0.0, now - max(live.since_s, live.state.ready_s))
+            lost_s = trained % self.rates.changes.checkpoint_s
+            for member in live.state.members:
+                state = self.unfinished[member]
+                lost = min(state.done_steps, lost_s * state.steps_per_s)
+                self.ledger.lose(self.jobs[member], lost)
+                self.unfinished[member] = replace(state, done_steps=state.done_steps - lost)
+            self._dissolve(name, now)
+        return names
+
+    def apply(self, decisions: Sequence[Decision], now: float) -> None:
+        """Applies all decisions of one time. Jobs leave their groups before others join."""
+        before = {decision.group: self.groups.get(decision.group) for decision in decisions}
+        was_in: dict[str, str] = {}
+        for live in before.values():
+            if live is not None:
+                self._settle(live, now)
+                was_in |= dict.fromkeys(live.state.members, live.state.name)
+        for decision in decisions:
+            if decision.kind == "close":
+                self._dissolve(decision.group, now)
+        for decision in decisions:
+            if decision.kind == "change":  # leave before any join
+                live = self.groups[decision.group]
+                for name in set(live.state.members) - set(decision.members):
+                    self._detach(name, now)
+        for decision in decisions:
+            if decision.kind != "close":
+                self._start(decision, was_in, now)
+        for name in was_in:
+            if name in self.unfinished and self.unfinished[name].group is None:
+                self.preemptions += 1
+
+    def _start(self, decision: Decision, was_in: Mapping[str, str], now: float) -> None:
+        assert decision.mesh is not None
+        state = GroupState(
+            decision.group, decision.base, decision.worker, decision.gpus, decision.mesh, decision.members
+        )
+        live, changes = self.groups.get(decision.group), self.rates.changes
+        any_job = self.jobs[decision.members[0]] if decision.members else None
+        same_gpus = live is not None and live.state.gpus == decision.gpus
+        trained_until = now
+        if same_gpus:
+            assert live is not None
+            trained_until = max(now, live.state.ready_s)
+            ready = max(live.state.ready_s, now + (changes.change_s if decision.members else 0.0))
+        else:
+            ready = now + (changes.open_s(any_job.shape) if any_job else 0.0)
+        if live is None:
+            live = self.groups[decision.group] = LiveGroup(state, None, now)
+        for name in decision.members:
+            mine = self.unfinished[name]
+            if mine.group is None:
+                mine = replace(mine, waited_s=mine.waited_s + now - mine.at_s, at_s=ready)
+            stalled = ready - trained_until if name in was_in else 0.0  # isolated training pays for its start as well
+            self.unfinished[name] = replace(
+                mine, group=decision.group, at_s=max(ready, now), in_groups_s=mine.in_groups_s + max(0.0, stalled)
+            )
+            self.start_s.setdefault(name, ready)
+        self._set(live, state, ready, now)
+
+    def _set(self, live: LiveGroup, state: GroupState, ready_s: float, now: float) -> None:
+        """Sets the members and rates of a group, and schedules its next finish."""
+        live.state = replace(state, ready_s=ready_s)
+        live.version += 1
+        live.since_s = now
+        live.rate = None
+        first = inf
+        if state.members:
+            jobs = [self.jobs[name] for name in state.members]
+            kind = self.workers[state.worker].kind
+            how = self.rates.on_mesh if self.mixes else self.rates.alternating_on_mesh
+            live.rate = how(jobs, kind, state.mesh)
+            assert live.rate is not None
+            for name, steps_per_s in zip(state.members, live.rate.steps_per_s, strict=True):
+                mine = replace(self.unfinished[name], steps_per_s=steps_per_s)
+                self.unfinished[name] = mine
+                first = min(first, mine.at_s + mine.left_steps(mine.at_s) / steps_per_s)
+        self.ledger.set_group(live.state, live.rate, now)
+        if first < inf:
+            self.expect(max(first, now), state.name, live.version)
+
+    def _settle(self, live: LiveGroup, now: float) -> None:
+        """Updates the progress of a group's members."""
+        if live.rate is None:
+            return
+        for name, slowdown in zip(live.state.members, live.rate.slowdowns, strict=True):
+            mine = self.unfinished[name]
+            seconds = max(0.0, now - mine.at_s)
+            if seconds:
+                steps = min(seconds * mine.steps_per_s, self.jobs[name].steps - mine.done_steps)
+                self.unfinished[name] = replace(
+                    mine,
+                    done_steps=mine.done_steps + steps,
+                    at_s=now,
+                    in_groups_s=mine.in_groups_s + seconds,
+                    alone_s=mine.alone_s + seconds / slowdown,
+                )
+                self.spans.append(Span(name, live.state.name, mine.at_s, now, steps))
+
+    def _detach(self, name: str, now: float) -> None:
+        self.unfinished[name] = replace(self.unfinished[name], group=None, steps_per_s=0.0, at_s=now)
+
+    def _dissolve(self, group: str, now: float) -> None:
+        live = self.groups.pop(group)
+        for name in live.state.members:
+            self._detach(name, now)
+        self.ledger.drop_group(group, now)
