@@ -63,9 +63,9 @@ def _targets(rows: Sequence[dict], decision: Path) -> list[str]:
     found += [("CPU seconds to simulate 10 000 jobs on 256 GPUs", 60.0, value, False) for value in seconds]
     lines = ["\n## Targets, at a load of 1.0\n", "| what | target | figure | |", "|---|---|---|---|"]
     for what, target, figure, more in found:
-        met = round(figure, 2) >= target if more else round(figure, 2) <= target
+        met = figure >= target if more else figure <= target
         said = "met" if met else "**missed**"
-        lines.append(f"| {what} | {'≥' if more else '≤'} {target:g} | {figure:.2f} | {said} |")
+        lines.append(f"| {what} | {'≥' if more else '≤'} {target:g} | {figure:.3g} | {said} |")
     return lines
 
 
