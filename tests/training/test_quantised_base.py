@@ -83,10 +83,10 @@ def test_exports_say_which_base_they_belong_to(small, kind, tmp_path, capsys):
     assert run(["export", str(small.trained(kind)), "law", "--merge", "--to", str(tmp_path / "merged")]) == 0
     assert f"quantised as {kind}; the original weights are merged" in " ".join(capsys.readouterr().out.split())
     merged, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", small.base))
-    ours, name = exported(small.trained(kind), "law"), "base_model.model.model.layers.0.mlp.up_proj"
+    ours, name = exported(small.trained(kind), "law"), "base_model.model.model.layers.0.mlp.down_proj"
     a_rK, b_Nr = ours[f"{name}.lora_A.weight"], ours[f"{name}.lora_B.weight"]
-    wanted = original["model.layers.0.mlp.up_proj.weight"] + 32 / 2 * b_Nr @ a_rK
-    np.testing.assert_allclose(merged["model.layers.0.mlp.up_proj.weight"], wanted, atol=1e-6)
+    wanted = original["model.layers.0.mlp.down_proj.weight"] + 32 / 2 * b_Nr @ a_rK
+    np.testing.assert_allclose(merged["model.layers.0.mlp.down_proj.weight"], wanted, atol=1e-6)
 
 
 @TRAINED
