@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import kernel_report
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
+from benchmarks.quantised_plan import quantised_bases
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -266,5 +267,8 @@ def planner() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     each.__name__: each
-    for each in (layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner)
-}
+    for each in (
+        layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
+        quantised_bases,
+    )
+}  # fmt: skip

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
 
 WORDS = (
     "adapter",
@@ -64,3 +68,36 @@ def write_job(folder: Path, base: Path, adapters: list[dict], **sections) -> Pat
     path = folder / "jobs.yaml"
     path.write_text(json.dumps(job))
     return path
+
+
+def two_adapters(rows: dict[str, str], names: Sequence[str] = ("law", "med")) -> list[dict]:
+    """Adapters of different ranks with dropout, on files of rows by name; they learn fast."""
+    return [
+        {
+            "name": name,
+            "data": {"train": rows[name], "eval": rows[name]},
+            "batch": {"global_samples": 4},
+            "lora": {"rank": 2 + 2 * (name == "med"), "dropout": 0.1},
+            "optim": {"lr": 0.02, "schedule": "constant"},
+        }
+        for name in names
+    ]
+
+
+def store_base_as(kind: str, job: Path) -> Path:
+    """Sets `base.quantize` of a job file."""
+    settings = json.loads(job.read_text())
+    settings["base"]["quantize"] = kind
+    job.write_text(json.dumps(settings))
+    return job
+
+
+def exported(run: Path, name: str) -> dict[str, np.ndarray]:
+    """Tensors of an adapter's newest export."""
+    return load_file(run / "adapters" / name / "latest" / "adapter_model.safetensors")
+
+
+def largest_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+    """Of any tensor, relative to its largest number."""
+    assert ours.keys() == theirs.keys()
+    return max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in theirs)

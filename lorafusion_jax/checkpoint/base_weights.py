@@ -14,8 +14,14 @@ from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 
 INDEX = "model.safetensors.index.json"
-# NaN and infinity have all bits of the exponent set: (type of the bits, these bits).
-_EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+# NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
+# and one NaN, of all bits but the sign.
+_EXPONENTS = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),
+}
 _BLOCK = 1 << 22  # weights looked at together
 _SHOWN = 4  # tensors that a message names
 

@@ -22,6 +22,7 @@ from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
 from lorafusion_jax.modules.spec import AdapterSpec
 
+_EXPORT = "export without --merge; PEFT merges the folder into the model that this base was made of"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -126,10 +127,10 @@ def _misfits(
         shape = (b_rN.shape[1], a_Kr.shape[0])
         if name not in places:
             problems.append(f"missing: {name}")
-        elif places[name].shape != shape:
-            problems.append(f"misshapen: {name} is {list(places[name].shape)}, the adapter needs {list(shape)}")
         elif places[name].dtype not in _DTYPES:
             problems.append(f"quantised: {name} is {places[name].dtype}, only {', '.join(_DTYPES)} can be merged into")
+        elif places[name].shape != shape:
+            problems.append(f"misshapen: {name} is {list(places[name].shape)}, the adapter needs {list(shape)}")
         elif places[name].stop - places[name].start != math.prod(shape) * _DTYPES[places[name].dtype].itemsize:
             problems.append(f"damaged: {name} has too few or too many bytes")
     return (
@@ -138,6 +139,7 @@ def _misfits(
                 "merge.base",
                 "the adapter does not fit this base model.",
                 where=f"{base_dir}\n    " + "\n    ".join(problems),
+                fix=_EXPORT if any(problem.startswith("quantised") for problem in problems) else "",
             )
         ]
         if problems

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.base_weights import weight_problems
@@ -16,6 +22,8 @@ from lorafusion_jax.cli.common import (
     next_command,
     out,
     plain_table,
+    prepare_machine,
+    say,
     typed,
     warn,
 )
@@ -24,17 +32,35 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, whole
+from lorafusion_jax.weights.table import NONE
+
+if TYPE_CHECKING:
+    from lorafusion_jax.training.base_loss import BaseLoss
 
 NAME = "check"
 
 
-def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def command(
+    jobs: JobFile,
+    overrides: Overrides = None,
+    base_loss: Annotated[
+        bool,
+        typer.Option(
+            "--base-loss",
+            help="also evaluate the base model, before and after base.quantize, on the held-out data; uses a device",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Checks a job file and its data, without using a device.
 
     Example: lorafusion check jobs.yaml
+
+    Example: lorafusion check jobs.yaml base.quantize=nf4 --base-loss
     """
     config, errors = examine_config(jobs, overrides or ())
     unchecked, more = layer_problems(config) if config else ([], [])
@@ -42,15 +68,14 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
     notes = (
         unchecked + unreached(read_source(jobs), overrides or ()) + ineffective(config) + data_notes(config, prepared)
     )
+    losses = _base_losses(config, prepared) if base_loss else {}
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "adapters": {name: summary(data.train.report) for name, data in prepared.adapters.items()},
-                    "warnings": notes,
-                }
-            )
-        )
+        numbers = {
+            "adapters": {name: summary(data.train.report) for name, data in prepared.adapters.items()},
+            "warnings": notes,
+        }
+        found = {name: dataclasses.asdict(one) for name, one in losses.items()}
+        print(json.dumps(numbers | ({"base_loss": found} if base_loss else {})))
         return
     console = out()
     table = plain_table(("adapter", "format"), ("rows", "tokens", "learned", "max", "cut", "dropped", "held-out"))
@@ -68,8 +93,39 @@ def command(jobs: JobFile, overrides: Overrides = None, as_json: Json = False) -
             whole(data.eval.report.rows) if data.eval else "–",
         )
     console.print(table)
+    if losses:
+        _show_base_losses(console, config, losses)
     warn(console, notes)
     next_command(console, f"lorafusion plan {typed(jobs, overrides)}")
+
+
+def _base_losses(config: JobConfig, prepared: Prepared) -> dict[str, BaseLoss]:
+    prepare_machine()
+    from lorafusion_jax.training.base_loss import base_losses
+
+    comes_quantised = ModelConfig.from_hf(base_directory(config)).checkpoint_format is not None
+    return base_losses(config, prepared, comes_quantised=comes_quantised)
+
+
+def _show_base_losses(console: Console, config: JobConfig, losses: Mapping[str, BaseLoss]) -> None:
+    """Perplexity is of the loss of the adapter's objective."""
+    quantize = config.base.quantize
+    table = plain_table(("base on", "data"), ("tokens", f"perplexity in {config.base.dtype}", f"as {quantize}", "loss"))
+    for name, one in losses.items():
+        before, after = one.perplexities
+        table.add_row(
+            name,
+            "held-out" if one.held_out else "training",
+            count(one.tokens),
+            "–" if before is None else f"{before:.4g}",
+            "–" if quantize == NONE else f"{after:.4g}",
+            f"{one.after:.4f}" if one.before is None else f"{one.before:.4f} → {one.after:.4f}",
+        )
+    console.print(table)
+    if not all(one.held_out for one in losses.values()):
+        say(console, "  training data, where an adapter has no held-out data (data.eval)")
+    if any(one.before is None for one in losses.values()):
+        say(console, "  the checkpoint comes quantised: there is no other base to compare with")
 
 
 def _base_problems(config: JobConfig | None) -> list[LoraFusionError]:

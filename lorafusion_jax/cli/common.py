@@ -21,6 +21,7 @@ from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.checkpoint_formats import check_stored_as
 from lorafusion_jax.weights.table import NONE, check_kernels
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOBS", help="job file, YAML or TOML")]
@@ -84,14 +85,16 @@ def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) ->
 def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
     """What is wrong with the layers of each stage and how they are stored, or why that cannot be said; a base of no
     known kind is no mistake of the job file."""
-    mesh = config.mesh
-    if mesh.stages == 1 and mesh.layers is None and config.base.quantize == NONE:
-        return [], []
+    mesh, quantize = config.mesh, config.base.quantize
     try:
-        model = ModelConfig.from_hf(base_directory(config))
-        check_kernels(config.base.quantize, LAYER.kernel_shapes(model))
+        directory = base_directory(config)
+        model = ModelConfig.from_hf(directory)
+        check_stored_as(quantize, model.checkpoint_format, where=str(directory))
+        check_kernels(quantize, LAYER.kernel_shapes(model))
         stage_layers(model, mesh.stages, mesh.layers)
     except CheckpointError as problem:
+        if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
+            return [], []
         return [f"the layers of each stage are not checked: {problem.what}"], []
     except ConfigError as problem:
         return [], [problem]

@@ -25,6 +25,8 @@ def show_memory(console: Console, memory: dict[str, Any]) -> None:
     layers = " + ".join(map(str, memory["layers"]))
     stored = "" if memory["quantize"] == NONE else f", projections stored as {memory['quantize']}"
     say(console, f"  layers {layers}, saved for backward: {memory['remat']}{stored}")
+    if stored:
+        say(console, "  what that does to the base model: lorafusion check JOBS --base-loss")
     say(console, f"  not modelled: {', '.join(memory['not_modelled'])}")
 
 

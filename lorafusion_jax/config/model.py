@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..layout.layer import LAYER
 from .families import Family, family_named, find_family, known_models
 from .hf_config import HFConfig, RopeValues, parse_part, shortened
+from .quantised import UnknownFormat, format_name
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -61,6 +62,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     max_positions: int = 2048
     sliding_window: int | None = None
+    checkpoint_format: str | None = None
 
     @classmethod
     def from_hf(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:
@@ -209,6 +211,7 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
     kv_heads = said.num_key_value_heads or heads
     head_dim = said.head_dim or family.head_dim or hidden // max(heads, 1)
     theta, scaling = _rope(said, malformed, unsupported)
+    checkpoint_format = _checkpoint_format(said, unsupported)
     _refuse_other_options(said, unsupported)
     if kv_heads and heads % kv_heads:
         malformed.append(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
@@ -239,6 +242,7 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
         tie_embeddings=bool(said.tie_word_embeddings),
         max_positions=said.max_position_embeddings or family.positions,
         sliding_window=_sliding_window(said, family, layers),
+        checkpoint_format=checkpoint_format,
     )
 
 
@@ -305,14 +309,23 @@ def _sliding_window(said: HFConfig, family: Family, num_layers: int) -> int | No
     return window if said.use_sliding_window and first < num_layers else None
 
 
+def _checkpoint_format(said: HFConfig, unsupported: list[str]) -> str | None:
+    """How the weights come quantised, see `weights.checkpoint_formats`; None: they do not."""
+    if said.quantization_config is None:
+        return None
+    try:
+        return format_name(said.quantization_config)
+    except UnknownFormat as problem:
+        unsupported.append(
+            f"quantised weights ({problem}): name the model that they were made of, with base.quantize: fp8, int8 or "
+            "nf4"
+        )
+        return None
+
+
 def _refuse_other_options(said: HFConfig, unsupported: list[str]) -> None:
     if said.hidden_act not in ("silu", "swish", None):
         unsupported.append(f"hidden_act {shortened(said.hidden_act)} (known: silu)")
-    if said.quantization_config is not None:
-        method = said.quantization_config.get("quant_method", "unknown")
-        unsupported.append(
-            f"quantised weights ({method}): name the model that they were made of, with base.quantize: fp8, int8 or nf4"
-        )
     if said.num_experts or said.num_local_experts:
         unsupported.append("mixture of experts")
     if said.is_encoder_decoder:

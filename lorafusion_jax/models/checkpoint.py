@@ -18,7 +18,14 @@ from ..errors import CheckpointError, LoraFusionError, raise_all
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
-DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+DTYPES: Mapping[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +68,20 @@ def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
 def read_slice(stored: Stored, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one rectangle of a tensor from disk; nothing else of the file is touched.
 
-    Whole rows come without the interpreter's lock, so that several threads read at once while others compile.
+    Whole rows come without the interpreter's lock, so that several threads read at once while others compile. Columns
+    of bytes are cut out of whole rows, because their shape need not be that in the file.
     """
     whole = all(part == slice(0, size) for part, size in zip(index[1:], stored.shape[1:], strict=True))
-    if index and whole and stored.dtype in DTYPES:
-        return _rows(stored, index[0])
+    if index and stored.dtype in DTYPES and (whole or stored.dtype not in READABLE):
+        return _rows(stored, index[0])[:, *index[1:]]
     with safe_open(stored.file, framework="numpy") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
+
+
+def plain_index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Slices with a beginning and an end; of the whole tensor without an index."""
+    whole = (slice(None),) * len(shape)
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or whole, shape, strict=True))
 
 
 def _rows(stored: Stored, rows: slice) -> np.ndarray:

@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
-from ..config.families import family_named
 from ..config.model import ModelConfig
-from ..errors import CheckpointError
 from ..layout.layer import LAYER
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
+from ..weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
 from ..weights.table import NONE, StoredKind, check_kernels, stored_kind
-from .checkpoint import READABLE, Stored, list_tensors, read_slice
+from .checkpoint import Stored, list_tensors, plain_index, read_slice
 from .decoder import Decoder
-from .naming import Tensor, frozen_tensors, is_ignored
+from .naming import Tensor, frozen_tensors
+from .quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
+from .tensor_check import check_tensors
 
-ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
 READERS = 4  # threads; so many tensors may lie on the host at a time
 STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
@@ -81,10 +81,12 @@ def open_frozen(
     Args:
         model_dir, dtype, sharding: see `load_decoder`; a rule is asked for each array of a stored kernel, under the
             kernel's name and the array's own shape.
-        quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`.
+        quantize: a name of `weights.table`; from the checkpoint's values, not from those rounded to `dtype`. A
+            checkpoint that comes quantised must be stored as it is.
     Raises:
         CheckpointError: see `load_decoder`.
-        ConfigError: a kind that does not exist, whose package is broken, or that cannot store these kernels.
+        ConfigError: a kind that does not exist, whose package is broken, that cannot store these kernels, or that is
+            not the checkpoint's.
     """
     config = ModelConfig.from_hf(model_dir)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -112,18 +114,20 @@ class FrozenReader:
     Attributes:
         stored: where the tensors lie, by their names in the checkpoint.
         kind: how the kernels of linears are stored, of which only the layers have any; None: as they are.
+        form: how the checkpoint holds these kernels; None: it is not quantised.
     """
 
     tensors: Sequence[Tensor]
     stored: Mapping[str, Stored]
     dtype: np.dtype
     kind: StoredKind | None
+    form: CheckpointFormat | None
     place: ShardingRule
 
     @property
     def num_bytes(self) -> int:
         """Of the tensors in their files."""
-        return sum(self.stored[tensor.name].stop - self.stored[tensor.name].start for tensor in self.tensors)
+        return sum(self._bytes(tensor) for tensor in self.tensors)
 
     def read(self, progress: Callable[[int], None] = lambda size: None) -> dict[str, Weight]:
         """Reads everything, a few tensors at a time; several processes read in one order.
@@ -137,7 +141,7 @@ class FrozenReader:
 
         def one(tensor: Tensor) -> Weight:
             weight = jax.block_until_ready(self._read(tensor))
-            progress(self.stored[tensor.name].stop - self.stored[tensor.name].start)
+            progress(self._bytes(tensor))
             return weight
 
         with ThreadPoolExecutor(READERS if jax.process_count() == 1 else 1, "read") as threads:
@@ -167,7 +171,13 @@ class FrozenReader:
 
         return {tensor.leaf_name: of(tensor) for tensor in self.tensors}
 
+    def _bytes(self, tensor: Tensor) -> int:
+        found = (self.stored.get(name) for name in tensors_of(tensor, self.form))
+        return sum(own.stop - own.start for own in found if own is not None)
+
     def _read(self, tensor: Tensor) -> Weight:
+        if self.form is not None and tensor.transposed:
+            return dict(read_kernel(tensor, self.form, self.stored, self.place))
         kind = self.kind if tensor.transposed else None
         return _read_tensor(tensor, self.stored[tensor.name], self.dtype, kind, self.place)
 
@@ -179,36 +189,16 @@ def _reader(
     quantize: str,
     sharding: Sharding | ShardingRule | None,
 ) -> FrozenReader:
-    stored, tensors, kind = list_tensors(model_dir), frozen_tensors(model), stored_kind(quantize)
-    _check(tensors, stored, model.config, Path(model_dir))
-    check_kernels(quantize, LAYER.kernel_shapes(model.config))
-    return FrozenReader(tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, place=_rule(sharding))
-
-
-def _check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], config: ModelConfig, directory: Path) -> None:
-    wanted = {tensor.name: tensor for tensor in tensors}
-    missing = sorted(wanted.keys() - stored.keys())
-    extra = sorted(name for name in stored.keys() - wanted.keys() if not is_ignored(name, config))
-    both = sorted(wanted.keys() & stored.keys())
-    problems = [f"missing: {name} {list(wanted[name].shape)}" for name in missing]
-    problems += [f"not of this model: {name} {list(stored[name].shape)}" for name in extra]
-    problems += [
-        f"wrong shape: {name} is {list(stored[name].shape)}, config.json says {list(wanted[name].shape)}"
-        for name in both
-        if stored[name].shape != wanted[name].shape
-    ]
-    problems += [
-        f"unreadable type: {name} is {stored[name].dtype}" for name in both if stored[name].dtype not in READABLE
-    ]
-    head = family_named(config.family).tensor_name("lm_head.weight")
-    if problems:
-        raise CheckpointError(
-            "model.tensors-differ",
-            f"{len(problems)} tensors do not fit the model that config.json describes:\n    " + "\n    ".join(problems),
-            where=str(directory),
-            why="the tie_word_embeddings of config.json is false" if missing == [head] else "",
-            fix="use the config.json and the weights of the same model",
-        )
+    config, kind = model.config, stored_kind(quantize)
+    check_stored_as(quantize, config.checkpoint_format, where=str(model_dir))
+    form = None if config.checkpoint_format is None else FORMATS[config.checkpoint_format]
+    stored, tensors = list_tensors(model_dir), frozen_tensors(model)
+    wanted = {name: spec for tensor in tensors for name, spec in tensors_of(tensor, form).items()}
+    check_tensors(wanted, stored, config, Path(model_dir))
+    check_kernels(quantize, LAYER.kernel_shapes(config))
+    return FrozenReader(
+        tensors=tensors, stored=stored, dtype=jnp.dtype(dtype), kind=kind, form=form, place=_rule(sharding)
+    )
 
 
 def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
@@ -223,9 +213,11 @@ def _read_tensor(
 ) -> Weight:
     shape = _shape(tensor)
     target = place(tensor.leaf_name, shape)
-    on_disk = _transposed(target) if tensor.transposed else target
+    on_disk = transposed_sharding(target) if tensor.transposed else target
     x = jax.make_array_from_callback(
-        tensor.shape, on_disk, lambda index: _contiguous(read_slice(stored, tensor.name, _plain(index, tensor.shape)))
+        tensor.shape,
+        on_disk,
+        lambda index: _contiguous(read_slice(stored, tensor.name, plain_index(index, tensor.shape))),
     )
     if kind is None:
         return _convert(dtype, tensor.transposed, target)(x)
@@ -248,10 +240,6 @@ def _contiguous(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(x.shape)
 
 
-def _plain(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
-
-
 @lru_cache(maxsize=256)
 def _convert(dtype: np.dtype, transposed: bool, target: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: (x.T if transposed else x).astype(dtype), out_shardings=target)
@@ -260,14 +248,6 @@ def _convert(dtype: np.dtype, transposed: bool, target: Sharding) -> Callable[[j
 @lru_cache(maxsize=256)
 def _quantise(kind: StoredKind, targets: tuple[tuple[str, Sharding], ...]) -> Callable[[jax.Array], Any]:
     return jax.jit(lambda x: dict(kind.quantise(x.T.astype(jnp.float32))), out_shardings=dict(targets))
-
-
-def _transposed(sharding: Sharding) -> Sharding:
-    """The sharding of an [N, K] matrix whose transpose has the given sharding."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = (*sharding.spec, None, None)[:2]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec[::-1]))
 
 
 def _draw_adapters(leaves: dict, adapters: Sequence[AdapterSpec], place: ShardingRule) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.plugins import find, not_known
-from lorafusion_jax.weights import fp8, int8, nf4
+from lorafusion_jax.weights import fp8, fp8_blocks, int8, nf4
 
 GROUP = "lorafusion_jax.stored_weights"
 NONE = "none"  # kernels stay plain arrays of `base.dtype`
@@ -91,6 +91,14 @@ def _fp8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     }
 
 
+def _fp8_block_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    blocks = fp8_blocks.blocks_of(out_features), fp8_blocks.blocks_of(in_features)
+    return {
+        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn"),
+        "scales": ArraySpec(shape=blocks, dtype="float32"),
+    }
+
+
 def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     groups = nf4.groups_of(in_features, out_features)
     return {
@@ -101,14 +109,27 @@ def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     }
 
 
+def _nf4_single_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    return {
+        "codes": ArraySpec(shape=(out_features, in_features // 2), dtype="uint8"),
+        "absmax": ArraySpec(shape=(nf4.groups_of(in_features, out_features), nf4.GROUP), dtype="float32"),
+    }
+
+
+def _two_share_a_byte(in_features: int, out_features: int) -> str | None:
+    del out_features
+    return f"{in_features} in features: two share a byte, so it needs an even number" if in_features % 2 else None
+
+
 INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
 NF4 = StoredKind(
-    arrays=_nf4_arrays,
-    quantise=nf4.quantise,
-    dequantise=nf4.dequantise,
-    unsupported_reason=lambda in_features, out_features: (
-        f"{in_features} in features: two share a byte, so it needs an even number" if in_features % 2 else None
-    ),
+    arrays=_nf4_arrays, quantise=nf4.quantise, dequantise=nf4.dequantise, unsupported_reason=_two_share_a_byte
+)
+NF4_SINGLE = StoredKind(
+    arrays=_nf4_single_arrays,
+    quantise=nf4.quantise_single,
+    dequantise=nf4.dequantise_single,
+    unsupported_reason=_two_share_a_byte,
 )
 FP8 = StoredKind(
     arrays=_fp8_arrays,
@@ -119,8 +140,16 @@ FP8 = StoredKind(
     # quarters of it (H200, benchmarks/results/quantised_h200_2026-11-23).
     product_speed=1.65,
 )
+FP8_BLOCKS = StoredKind(arrays=_fp8_block_arrays, quantise=fp8_blocks.quantise, dequantise=fp8_blocks.dequantise)
 
-KINDS: Mapping[str, StoredKind] = {"fp8": FP8, "int8": INT8, "nf4": NF4}
+KINDS: Mapping[str, StoredKind] = {
+    "fp8": FP8,
+    "int8": INT8,
+    "nf4": NF4,
+    # These two are for checkpoints that come so; see `checkpoint_formats`.
+    "fp8_blocks": FP8_BLOCKS,
+    "nf4_single": NF4_SINGLE,
+}
 
 
 def stored_kind(name: str) -> StoredKind | None:

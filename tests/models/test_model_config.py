@@ -204,3 +204,43 @@ def test_number_of_parameters_of_a_known_model():
     llama_8b = read(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                     num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
     assert llama_8b.num_parameters == 8_030_261_248
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+CHANNELS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+
+
+def compressed(**weights):
+    return COMPRESSED | {"config_groups": {"group_0": {"weights": CHANNELS | weights}}}
+
+
+@pytest.mark.parametrize(("said", "name"), [
+    (NF4 | {"bnb_4bit_use_double_quant": True}, "bitsandbytes-nf4"),
+    (NF4, "bitsandbytes-nf4-single"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes-int8"),
+    (compressed(), "compressed-tensors-fp8"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-blocks"),
+])  # fmt: skip
+def test_quantised_checkpoints_have_a_format(said, name):
+    assert read(quantization_config=said).checkpoint_format == name
+
+
+@pytest.mark.parametrize(("said", "shown"), [
+    (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4'"),
+    (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage='bfloat16'"),
+    ({"quant_method": "bitsandbytes"}, "load_in_4bit=None"),
+    (compressed(strategy="group"), "strategy='group'"),
+    (compressed(num_bits=4), "num_bits=4"),
+    (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config="),
+    (COMPRESSED, "without exactly one group"),
+    (COMPRESSED | {"config_groups": {"a": 5}}, "without exactly one group"),
+    ({"quant_method": "fp8"}, "weight_block_size=None"),
+    ({"quant_method": ["fp8"]}, "without quant_method"),
+    ({}, "without quant_method"),
+])  # fmt: skip
+def test_other_quantised_checkpoints_are_refused_by_name(said, shown):
+    with pytest.raises(CheckpointError) as caught:
+        read(quantization_config=said)
+    assert caught.value.code == "model.unsupported"
+    assert shown in str(caught.value)

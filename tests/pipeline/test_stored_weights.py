@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 
 import jax
@@ -20,7 +21,7 @@ from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.weights.table import stored_kind
 
-T, LAYERS = 16, 6
+T, LAYERS = 16, 2
 MODEL = ModelConfig(
     family="llama", vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=LAYERS, num_heads=2,
     num_kv_heads=1, head_dim=128,
@@ -29,7 +30,7 @@ SPECS = (AdapterSpec(name="law", rank=2, alpha=4),)
 LAYER_BYTES = 4 * sum(map(prod, LAYER.kernel_shapes(MODEL).values()))
 
 
-def operands(parts):
+def operands(parts, replicas):
     """Shapes of what a block of all layers takes: (frozen, lora, number, x, inputs)."""
     whole, kind = jax.ShapeDtypeStruct, stored_kind(parts.quantize)
     frozen = {name: whole(shape, jnp.float32) for name, shape in parts.frozen_shapes().items()}
@@ -41,36 +42,53 @@ def operands(parts):
     sizes = {"segment_offsets": 2, "segment_lengths": 1, "tile_adapter": 1, "adapters": 1}
     kinds = {"row_key": np.uint32, "weights": np.float32}
     batch = Microbatch(
-        **{name: whole((1, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
+        **{name: whole((replicas, sizes.get(name, T)), kinds.get(name, np.int32)) for name in Microbatch._fields}
     )
-    return (frozen,) * LAYERS, lora, whole((), np.int32), whole((1, T, MODEL.hidden_size), np.float32), batch
+    return (frozen,) * LAYERS, lora, whole((), np.int32), whole((replicas, T, MODEL.hidden_size), np.float32), batch
 
 
-def passes(quantize, remat):
-    """(forward, backward) of all layers in one program: lowered, and the shapes of what forward leaves."""
+def blocks(quantize, remat, fsdp=1):
+    """Programs of all layers in one, what they take, and the shapes of what forward leaves for backward."""
     parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32, quantize=quantize)
-    programs = StagePrograms(parts, stage_meshes()[0], Extent(0, 2 * LAYERS), remat)
-    frozen, lora, number, x, batch = operands(parts)
+    programs = StagePrograms(parts, stage_meshes(fsdp=fsdp)[0], Extent(0, 2 * LAYERS), remat)
+    frozen, lora, number, x, batch = operands(parts, fsdp)
     inputs = jax.eval_shape(programs.inputs, batch)
     block = (frozen, lora, number, x, inputs)
     y, kept = jax.eval_shape(programs.forward, *block)
-    sums = {name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
-    return programs.forward.lower(*block), programs.backward.lower(*block, kept, y, sums), kept
+    sums = {name: jax.ShapeDtypeStruct((fsdp, *leaf.shape), leaf.dtype) for name, leaf in lora.items()}
+    return programs, block, (*block, kept, y, sums), kept
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_forward_leaves_no_kernel_for_backward(remat):
     """The same arrays as with plain weights."""
-    plain, stored = (sorted(leaf.shape for leaf in jax.tree.leaves(passes(q, remat)[2])) for q in ("none", "int8"))
+    plain, stored = (sorted(leaf.shape for leaf in jax.tree.leaves(blocks(q, remat)[3])) for q in ("none", "int8"))
     assert stored == plain
 
 
-@pytest.mark.parametrize("remat", ["everything", "nothing"])
-def test_a_program_of_many_layers_dequantises_one_at_a_time(remat):
+@pytest.mark.parametrize(("direction", "remat"), [
+    ("forward", "everything"), ("backward", "everything"), ("backward", "nothing"),
+])  # fmt: skip
+def test_a_program_of_many_layers_dequantises_one_at_a_time(direction, remat):
     """By the compiler's own count of temporary memory, next to that of plain weights."""
-    temporary = {
-        quantize: [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in passes(quantize, remat)[:2]]
-        for quantize in ("none", "int8")
-    }
-    for plain, stored in zip(*temporary.values(), strict=True):
-        assert stored - plain < 1.5 * LAYER_BYTES  # of LAYERS layers
+
+    def temporary(quantize):
+        programs, forward, backward, _ = blocks(quantize, remat)
+        lowered = programs.forward.lower(*forward) if direction == "forward" else programs.backward.lower(*backward)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("int8") - temporary("none") < 1.5 * LAYER_BYTES  # of LAYERS layers
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "u8"), ("fp8", "f8e4m3fn")])
+def test_devices_gather_the_stored_bytes(kind, dtype):
+    """What moves are the kernels as they are stored, and nothing else of their size."""
+    programs, forward, _, _ = blocks(kind, "everything", fsdp=2)
+    lowered = programs.forward.lower(*forward)
+    # XLA widens 8-bit floats for a CPU, wherever they are; so these are looked at before.
+    text = lowered.as_text(dialect="hlo") if kind == "fp8" else lowered.compile().as_text()
+    moved = re.findall(r"= \(?([a-z0-9]+)\[([0-9,]*)\]\S* all-gather(?:-start)?\(", text)
+    arrays = [stored_kind(kind).arrays(*shape).values() for shape in LAYER.kernel_shapes(MODEL).values()]
+    kernels = [prod(max(own, key=lambda array: array.num_bytes).shape) for own in arrays]
+    large = [(of, size) for of, shape in moved if (size := prod(map(int, shape.split(",")))) >= min(kernels)]
+    assert sorted(large) == sorted((dtype, size) for size in kernels * LAYERS)

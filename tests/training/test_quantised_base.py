@@ -1,117 +1,192 @@
-"""Training on a base that is stored as fp8 or nf4, beside what the tests of stored kinds say of int8."""
+"""Training on a base that is stored as fp8, which multiplies as it is, or as nf4, which a layer dequantises."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+from small_jobs import exported, largest_difference, store_base_as, two_adapters, write_job, write_rows
 
+from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
+from lorafusion_jax.config.peft_config import config_of
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.models import load_frozen
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.pipeline.base import load_stages
+from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.training.verify import verify_exports
+from lorafusion_jax.weights.table import KINDS
 
-KINDS = ("fp8", "nf4")
 ADAPTERS = ("law", "med")
+TRAINED = pytest.mark.parametrize("kind", ["fp8", "nf4"])
 
 
-@pytest.fixture(autouse=True)
-def _shared_programs(kept_programs):
-    pass
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, make_base, kept_programs, saves_wait):
+    """A base of two layers, and job(kind, names, **sections) → a job file on it."""
+    folder = tmp_path_factory.mktemp("small")
+    base = make_base(folder / "base", hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
+    rows = {name: write_rows(folder, name, 8, seed, 12) for seed, name in enumerate(ADAPTERS)}
+
+    def job(kind: str, names=ADAPTERS, model=base, **sections):
+        return store_base_as(kind, write_job(folder, model, two_adapters(rows, names), **sections))
+
+    def train(name: str, path, *overrides: str):
+        assert run(["train", str(path), "--out", str(folder / name), *overrides]) == 0
+        return folder / name
+
+    @functools.cache
+    def trained(kind: str):
+        """A run of both adapters with all its saves."""
+        return train(kind, job(kind), "save.every_steps=1", "save.keep=9")
+
+    return SimpleNamespace(folder=folder, base=base, job=job, train=train, trained=trained)
 
 
-@pytest.fixture
-def job(write_rows, write_job):
-    rows = {name: write_rows(f"{name}.jsonl", 12, seed, 20) for seed, name in enumerate(ADAPTERS)}
-
-    def make(kind: str, names=ADAPTERS, model: str | None = None, **sections):
-        adapters = [
-            {
-                "name": name,
-                "data": {"train": rows[name], "eval": rows[name]},
-                "batch": {"global_samples": 4},
-                "lora": {"rank": 2 + 2 * (name == "med"), "dropout": 0.1},
-                "optim": {"lr": 0.02, "schedule": "constant"},
-            }
-            for name in names
-        ]
-        path = write_job(adapters, **sections)
-        settings = json.loads(path.read_text())
-        settings["base"] |= {"dtype": "float32", "quantize": kind} | ({"model": model} if model else {})
-        path.write_text(json.dumps(settings))
-        return path
-
-    return make
-
-
-@pytest.fixture
-def train(tmp_path, capsys):
-    def to(name: str, path, *overrides: str):
-        code = run(["train", str(path), "--out", str(tmp_path / name), *overrides])
-        assert code == 0, capsys.readouterr().err
-        return tmp_path / name
-
-    return to
-
-
-def weights(folder, name="law"):
-    return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_joint_is_alone_and_a_run_that_goes_on_never_stopped(job, train, tmp_path, capsys, kind):
+@TRAINED
+def test_joint_is_alone(small, kind):
     """Alone, the same samples lie in other rows of other microbatches: float32 sums come in another order."""
-    whole = train("whole", job(kind), "save.every_steps=1", "save.keep=9")
-    alone = train("alone", job(kind, names=["law"]))
-    ours, theirs = weights(whole), weights(alone)
-    assert ours.keys() == theirs.keys()
-    for key, wanted in theirs.items():
-        np.testing.assert_allclose(ours[key], wanted, atol=1e-5 * np.abs(wanted).max(), rtol=0, err_msg=key)
-    assert verify_exports(whole)["law"].same
-    half = tmp_path / "half"
-    shutil.copytree(whole, half, symlinks=True)
-    for slot in sorted(int(slot.name) for slot in (half / "state").iterdir())[2:]:
+    alone = small.train(f"{kind}-alone", small.job(kind, ["law"]))
+    assert largest_difference(exported(small.trained(kind), "law"), exported(alone, "law")) < 1e-5
+
+
+@TRAINED
+def test_a_run_that_goes_on_never_stopped(small, kind, capsys):
+    half = small.folder / f"{kind}-half"
+    shutil.copytree(small.trained(kind), half, symlinks=True)
+    for slot in sorted(int(slot.name) for slot in (half / "state").iterdir())[1:]:
         shutil.rmtree(half / "state" / str(slot))
     shutil.rmtree(half / "adapters")
     assert run(["resume", str(half)]) == 0, capsys.readouterr().err
     for name in ADAPTERS:
-        chex.assert_trees_all_equal(weights(half, name), weights(whole, name))
-    noted = whole / "adapters" / "law" / "latest" / "adapter_config.json"
-    assert json.loads(noted.read_text())["base_quantize"] == kind
+        chex.assert_trees_all_equal(exported(half, name), exported(small.trained(kind), name))
+
+
+@TRAINED
+def test_exports_say_which_base_they_belong_to(small, kind, tmp_path, capsys):
+    assert verify_exports(small.trained(kind))["law"].same  # on the quantised base again
+    latest = small.trained(kind) / "adapters" / "law" / "latest"
+    assert f"quantised as `{kind}`" in (latest / "README.md").read_text()
+    for record in (latest / "adapter_config.json", latest / "run.json", small.trained(kind) / "run.json"):
+        assert json.loads(record.read_text())["base_quantize"] == kind
+    assert run(["export", str(small.trained(kind)), "law", "--merge", "--to", str(tmp_path / "merged")]) == 0
+    assert f"quantised as {kind}; the original weights are merged" in " ".join(capsys.readouterr().out.split())
+    merged, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", small.base))
+    ours, name = exported(small.trained(kind), "law"), "base_model.model.model.layers.0.mlp.down_proj"
+    a_rK, b_Nr = ours[f"{name}.lora_A.weight"], ours[f"{name}.lora_B.weight"]
+    wanted = original["model.layers.0.mlp.down_proj.weight"] + 32 / 2 * b_Nr @ a_rK
+    np.testing.assert_allclose(merged["model.layers.0.mlp.down_proj.weight"], wanted, atol=1e-6)
+
+
+@TRAINED
+def test_an_adapter_that_goes_on_elsewhere_takes_no_base_along(small, kind, capsys):
+    latest = small.trained(kind) / "adapters" / "law" / "latest"
+    start = f"adapters.law.lora.init_from={latest}"
+    assert run(["check", str(small.job("none", ["law"])), start]) == 0, capsys.readouterr().err
+    assert "base_quantize" not in config_of(read_adapter(latest)[0], "base")
+
+
+def test_a_run_does_not_go_on_with_another_kind(small, capsys):
+    assert run(["resume", str(small.trained("nf4")), "base.quantize=int8"]) == 2
+    assert "base.quantize" in capsys.readouterr().err
+
+
+def test_neither_mesh_nor_remat_change_the_adapter(small):
+    """Stages sum in another order."""
+    mesh, train = {"stages": 2, "fsdp": 2}, {"remat": "nothing", "log_every_s": 0}
+    split = small.train("nf4-split", small.job("nf4", mesh=mesh, train=train))
+    for name in ADAPTERS:
+        assert largest_difference(exported(split, name), exported(small.trained("nf4"), name)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}], ids=str)
-def test_the_plan_counts_the_bytes_that_lie_on_the_devices(job, capsys, kind, mesh):
+@pytest.mark.parametrize("mesh", [{}, {"stages": 2, "fsdp": 2}], ids=str)
+def test_the_plan_counts_the_bytes_that_lie_on_the_devices(small, capsys, kind, mesh):
     plans = {}
     for quantize in ("none", kind):
-        path = job(quantize, mesh=mesh)
+        path = small.job(quantize, mesh=mesh)
         assert run(["plan", str(path), "--json"]) == 0
-        plans[quantize] = json.loads(capsys.readouterr().out)["memory"]["stages"]
+        plans[quantize] = json.loads(capsys.readouterr().out)["memory"]
+        assert plans[quantize]["quantize"] == quantize
     config = load_config(path)
-    (stage,) = load_stages(config, prepare(config), adapter_specs(config))
-    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(stage.weights.arrays())}  # a tied table comes twice
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays.values())
-    assert plans[kind][0]["frozen"] == held < plans["none"][0]["frozen"]
+    for number, stage in enumerate(load_stages(config, prepare(config), adapter_specs(config))):
+        arrays = {id(leaf): leaf for leaf in jax.tree.leaves(stage.weights.arrays())}  # a tied table comes twice
+        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays.values())
+        assert plans[kind]["stages"][number]["frozen"] == held < plans["none"]["stages"][number]["frozen"]
+    if kind == "int8" and not mesh:  # a byte instead of four for a weight, and four bytes for a column's scale
+        saved = sum(3 * k * n - 4 * n for k, n in LAYER.linear_shapes(ModelConfig.from_hf(small.base)).values()) * 2
+        assert plans["none"]["stages"][0]["frozen"] == held + saved
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_base_is_stored_alike_every_time(tiny_base, kind):
-    chex.assert_trees_all_equal(*(load_frozen(tiny_base, quantize=kind) for _ in range(2)))
+def test_a_base_is_stored_alike_every_time_and_only_its_projections(small, kind):
+    plain, stored, again = (
+        load_frozen(small.base, dtype=jnp.float32, quantize=quantize) for quantize in ("none", kind, kind)
+    )
+    chex.assert_trees_all_equal(stored, again)
+    dictionaries = {name for name, weight in stored.items() if isinstance(weight, dict)}
+    assert dictionaries == {name for name in plain if name.endswith("proj.kernel")}
+    for name in plain.keys() - dictionaries:
+        np.testing.assert_array_equal(stored[name], plain[name])
+    for name in dictionaries:
+        w, read = np.float64(plain[name]), np.float64(KINDS[kind].dequantise(stored[name], jnp.float32))
+        most = np.abs(w).max() * {"int8": 0.5 / 127, "fp8": 2**-4, "fp8_blocks": 2**-4}.get(kind, 0.16)
+        assert np.abs(read - w).max() <= most * (1 + 1e-5)  # half a step at the largest weight of the kernel
 
 
-def test_kernels_that_a_kind_cannot_store_are_refused_before_anything_is_read(job, make_base, tmp_path, capsys):
-    odd = str(make_base(tmp_path / "odd", intermediate_size=47))
+def test_kernels_that_a_kind_cannot_store_are_refused_before_anything_is_read(small, make_base, tmp_path, capsys):
+    odd = make_base(tmp_path / "odd", num_layers=1, intermediate_size=47)
     for command in ("check", "train"):
-        assert run([command, str(job("nf4", model=odd))]) == 2
+        assert run([command, str(small.job("nf4", model=odd))]) == 2
         shown = capsys.readouterr().err
         assert "error[base.quantize-shape]" in shown
         assert "mlp.down_proj.kernel [47, 32]" in " ".join(shown.split())
+
+
+def test_a_checkpoint_that_comes_quantised_is_named_and_trained_on_as_it_is(small, tmp_path, capsys):
+    """The stored bytes are those of the same values quantised on load, so is all that follows."""
+    folder = tmp_path / "quantised"
+    shutil.copytree(small.base, folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = load_frozen(small.base, quantize="fp8_blocks")
+    for name, arrays in ((name, arrays) for name, arrays in stored.items() if isinstance(arrays, dict)):
+        stem = f"model.{name.removesuffix('.kernel')}"
+        tensors[f"{stem}.weight"] = np.asarray(arrays["values"])
+        tensors[f"{stem}.weight_scale_inv"] = np.asarray(arrays["scales"])
+    save_file(tensors, folder / "model.safetensors")
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(said))
+    for kind in ("none", "fp8"):
+        assert run(["check", str(small.job(kind, model=folder))]) == 2
+        shown = capsys.readouterr().err
+        assert "error[base.quantize-checkpoint]" in shown
+        assert "base.quantize: fp8_blocks" in shown
+    assert run(["check", str(small.job("fp8_blocks", model=folder))]) == 0
+    chex.assert_trees_all_equal(load_frozen(folder, quantize="fp8_blocks"), stored)
+
+
+def test_the_bases_loss_is_told_before_and_after(small, capsys):
+    """Of nf4, which is far from float32 on a random model; training data where nothing is held out."""
+    path = small.job("nf4", ["law", "med"])
+    settings = json.loads(path.read_text())
+    del settings["adapters"][1]["data"]["eval"]
+    path.write_text(json.dumps(settings))
+    assert run(["check", str(path), "--base-loss", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["base_loss"]
+    law, med = found["law"], found["med"]
+    assert (law["held_out"], med["held_out"]) == (True, False)
+    begun = final_rows(small.trained("nf4"))["law"]["before"]  # of an adapter that has not learnt yet
+    assert law["after"] == pytest.approx(begun, rel=1e-6)  # packed otherwise
+    assert 1e-6 < abs(law["after"] - law["before"]) < 0.1

@@ -1,0 +1,93 @@
+"""Kernels of checkpoints that come quantised: their tensors, and how they get onto the devices as they are.
+
+Dims: `K` in · `N` out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..weights.checkpoint_formats import CheckpointFormat, TensorSpec, small_arrays
+from ..weights.table import stored_kind
+from .checkpoint import READABLE, Stored, plain_index, read_slice
+from .naming import Tensor
+
+ShardingRule = Callable[[str, tuple[int, ...]], Sharding]
+
+
+def tensors_of(tensor: Tensor, form: CheckpointFormat | None) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint that a leaf is made of, by name.
+
+    Args:
+        form: of the layers' kernels; None: they are not quantised.
+    """
+    if form is None or not tensor.transposed:
+        return {tensor.name: TensorSpec(dtypes=READABLE, shapes=(tensor.shape,))}
+    out_features, in_features = tensor.shape
+    bulk = TensorSpec(dtypes=(form.bulk_dtype,), shapes=(form.bulk_shape(in_features, out_features),))
+    stem = stem_of(tensor)
+    others = form.tensors(in_features, out_features).items()
+    return {tensor.name: bulk} | {f"{stem}{ending}": spec for ending, spec in others}
+
+
+def stem_of(tensor: Tensor) -> str:
+    """What the names of a kernel's tensors begin with."""
+    return tensor.name.removesuffix(".weight")
+
+
+def read_kernel(
+    tensor: Tensor, form: CheckpointFormat, stored: Mapping[str, Stored], place: ShardingRule
+) -> dict[str, jax.Array]:
+    """Reads the stored arrays of a kernel. Each device reads its part of the largest one only.
+
+    Raises:
+        CheckpointError: `model.quantised-otherwise`.
+    """
+    out_features, in_features = tensor.shape
+    stem, kind = stem_of(tensor), stored_kind(form.kind)
+    assert kind is not None, form.kind
+    shapes = {name: array.shape for name, array in kind.arrays(in_features, out_features).items()}
+    read = {
+        ending: read_slice(own, f"{stem}{ending}", plain_index(None, own.shape))
+        for ending, spec in form.tensors(in_features, out_features).items()
+        if spec.read and (own := stored.get(f"{stem}{ending}")) is not None
+    }
+    bulk = stored[tensor.name]
+    small = small_arrays(form, read, in_features, out_features, stem=stem, where=str(bulk.file))
+    arrays = {
+        name: jax.make_array_from_callback(shapes[name], place(tensor.leaf_name, shapes[name]), array.__getitem__)
+        for name, array in small.items()
+    }
+    target = place(tensor.leaf_name, shapes[form.bulk])
+    return arrays | {form.bulk: _read_bulk(tensor.name, bulk, shapes[form.bulk], target, transposed=form.transposed)}
+
+
+def _read_bulk(name: str, stored: Stored, shape: tuple[int, ...], target: Sharding, *, transposed: bool) -> jax.Array:
+    shape = shape[::-1] if transposed else shape
+    view = replace(stored, shape=shape)  # the bytes of packed codes lie in the same order
+    own = transposed_sharding(target) if transposed else target
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        return np.ascontiguousarray(read_slice(view, name, plain_index(index, shape)))
+
+    found = jax.make_array_from_callback(shape, own, part)
+    return _transpose(target)(found) if transposed else found
+
+
+@lru_cache(maxsize=256)
+def _transpose(target: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x.T, out_shardings=target)
+
+
+def transposed_sharding(sharding: Sharding) -> Sharding:
+    """The sharding of an [N, K] matrix whose transpose has the given sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = (*sharding.spec, None, None)[:2]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec[::-1]))

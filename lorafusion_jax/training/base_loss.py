@@ -1,0 +1,78 @@
+"""What quantisation does to a base model: its loss on the users' data before and after, without any adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.weights.table import NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseLoss:
+    """The base model on the data of one adapter.
+
+    Attributes:
+        tokens: that the loss is a mean of.
+        held_out: whether they are the adapter's held-out data; else its training data, where it has no other.
+        before: of the base in `base.dtype`; None: the checkpoint comes quantised, so there is no other.
+        after: of the base as the job stores it.
+    """
+
+    tokens: int
+    held_out: bool
+    before: float | None
+    after: float
+
+    @property
+    def perplexities(self) -> tuple[float | None, float]:
+        """exp(loss), before and after."""
+        return None if self.before is None else math.exp(self.before), math.exp(self.after)
+
+
+def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool = False) -> dict[str, BaseLoss]:
+    """Evaluates the base on the data of every adapter, with the adapter's own objective.
+
+    Adapters are as they begin, which changes no output. The bases are loaded one after the other.
+
+    Args:
+        comes_quantised: the checkpoint, so that it is loaded once.
+
+    Raises:
+        LoraFusionError: see `Session.open`.
+    """
+    data = {
+        name: dataclasses.replace(own, eval=own.train) if own.eval is None else own
+        for name, own in prepared.adapters.items()
+    }
+    everything = dataclasses.replace(prepared, adapters=data)
+    quantize = config.base.quantize
+    after = _evaluated(config, everything, quantize)
+    before = after if quantize == NONE else None if comes_quantised else _evaluated(config, everything, NONE)
+    return {
+        name: BaseLoss(
+            tokens=int(own.eval.loss_mask.sum()),
+            held_out=prepared.adapters[name].eval is not None,
+            before=None if before is None else before[name],
+            after=after[name],
+        )
+        for name, own in data.items()
+        if own.eval is not None
+    }
+
+
+def _evaluated(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
+    own = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
+    specs = [dataclasses.replace(spec, kind="lora") for spec in adapter_specs(config)]
+    session = Session.open(own, prepared, specs)
+    try:
+        session.start({})
+        session.finish_loading()
+        return {name: session.evaluate(name).loss for name in prepared.adapters}
+    finally:
+        session.close()
