@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from scheduling.checks import check_jobs
+from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.plan import Plan
@@ -33,6 +34,7 @@ def replan(
     time_limit_s: float = 0.5,
     seed: int = 0,
     search_evaluations: int | None = None,
+    cost_model: CostModel | None = None,
 ) -> Plan:
     """Keeps slots [0, at_slot), plans the rest again at the required distance to them, and verifies the new plan.
 
@@ -49,7 +51,7 @@ def replan(
             move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
         data_parallel: as `num_stages`, for the replicas.
         time_limit_s: for the search.
-        search_evaluations: as in `make_plan`.
+        search_evaluations, cost_model: as in `make_plan`.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -76,7 +78,7 @@ def replan(
     stopped |= dict.fromkeys([*cancel, *pause, *unbegun], at_slot)
     limits = check_jobs(
         jobs,
-        capacity_tokens=plan.capacity_tokens,
+        capacity_tokens=plan.sizes,
         num_stages=plan.num_stages if num_stages is None else num_stages,
         data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
         tile_tokens=plan.tile_tokens,
@@ -88,7 +90,7 @@ def replan(
     bound, slots = at_slot, plan.slots[:at_slot]
     if any(len(positions) for positions in left):
         problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
-        rest, filling = fill(problem, left, allowed, seed)
+        rest, filling = fill(problem, left, allowed, seed, cost_model=cost_model)
         bound, slots = at_slot + rest, slots + to_slots(problem, filling)
     again = replace(
         plan,
