@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +71,12 @@ class Plan:
         cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
         starts = [0, *(layout.end for layout in cut)]
         return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
+
+    @cached_property
+    def slots_of_size(self) -> dict[int, int]:
+        """Slots of each capacity that are no no-ops, by capacity, ascending."""
+        used = (size for slot, size in zip(self.slots, self.slot_capacities, strict=True) if not slot.is_noop)
+        return dict(sorted(Counter(used).items()))
 
     @cached_property
     def num_noops(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,8 @@ CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured devices only
 def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan: Plan, device: str) -> float | None:
     """Returns a lower bound in seconds on the time of a plan; None for devices without measured ceilings.
 
-    floor = microbatches of a replica · busiest stage,  stage = its linear layers with LoRA, on the last one the head
+    floor = Σ over a replica's microbatches of the busiest stage,  stage = its linear layers with LoRA, on the last one
+    the head
 
     It counts forward and backward over a frozen base (no dW). A microbatch costs as much as a full one, and the head
     only counts learned tokens. The gate is part of the MLP's op. Attention, norms, embedding, optimizers, transfers,
@@ -31,11 +33,13 @@ def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan
     """
     if device not in CEILINGS:
         return None
-    microbatches = plan.num_slots - plan.num_noops
     learned = sum(_learned(prepared, adapter.name) for adapter in config.adapters)
-    head_rows = learned // max(microbatches * plan.data_parallel, 1)
+    share = learned / max(plan.data_parallel * sum(size * count for size, count in plan.slots_of_size.items()), 1)
     problem = memory_problem(config, model)
-    return microbatches * max(stage_floors_s(problem, head_rows, CEILINGS[device]))
+    return sum(
+        count * max(stage_floors_s(replace(problem, capacity_tokens=size), int(share * size), CEILINGS[device]))
+        for size, count in plan.slots_of_size.items()
+    )
 
 
 def stage_floors_s(problem: MemoryProblem, head_rows: int, ceilings: Ceilings) -> list[float]:

@@ -110,7 +110,7 @@ class StageMemory:
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
     """Builds the problem of a job. `train.remat: auto` counts as everything (see `choose_remat`)."""
     mesh, train = config.mesh, config.train
-    tokens = config.batch.capacity_tokens
+    tokens = config.batch.largest
     return MemoryProblem(
         model=model,
         adapters=tuple(adapter_specs(config)),

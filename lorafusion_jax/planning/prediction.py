@@ -55,7 +55,7 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
     # Programs of four layers may overlap a part of the gathering; that is not measured.
     stored = memory.kernel_bytes(memory.memory_problem(config, model))
     gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
-    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(
         costs,
@@ -75,14 +75,14 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
         PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp` or
             `train.remat`; `auto` accepts every policy.
     """
-    mesh, tokens = config.mesh, config.batch.capacity_tokens
+    mesh = config.mesh
     if model is None:
         costs = read_costs(file, [1.0] * mesh.stages)
     else:
-        layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens)
+        layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
         costs = read_costs(file, worth_in_layers(model, layers))
         costs.check_layers(counts_of(layers))
-    costs.check_capacity(tokens)
+    costs.check_capacity(*config.batch.sizes)
     costs.check_measured_with(
         measured_with(
             dtype=config.base.dtype,
