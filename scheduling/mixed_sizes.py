@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -35,20 +36,32 @@ def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, see
     first += [(balance_tokens(single, filling), single) for filling, single in first]
     timed = [(_seconds(problem, filling, costs), filling, single) for filling, single in first]
     best_s, best, single = min(timed, key=lambda one: one[0])
-    shorter: Iterable[Filling] = ()
-    if not problem.weighted:
-        half = budget.evaluations / 2
-        part = Budget(evaluations=half, deadline=budget.deadline)
-        bound = bound_of_rest(problem.jobs, left, problem.ready, single.limits)
-        filling = restart(single, incumbent=best, bound=bound, budget=part, seed=seed)
-        filling = search(single, incumbent=filling, bound=bound, budget=part, seed=seed)
-        shorter = [filling, balance_tokens(single, filling)]
-        budget.evaluations -= half - max(0.0, part.evaluations)
-    for filling in chain(shorter, candidates(problem, _prices(problem, costs), budget, seed)):
+    start = best
+    for filling in chain(
+        candidates(problem, _prices(problem, costs), _half(budget), seed),
+        () if problem.weighted else _shortest(single, start, left, budget, seed),
+    ):
         seconds = _seconds(problem, filling, costs)
         if seconds < best_s:
             best, best_s = filling, seconds
     return best
+
+
+def _half(budget: Budget) -> Budget:
+    """Takes half of what is left of a budget, of its time as well."""
+    now = time.monotonic()
+    budget.evaluations /= 2
+    return Budget(evaluations=budget.evaluations, deadline=now + (budget.deadline - now) / 2)
+
+
+def _shortest(
+    single: Problem, incumbent: Filling, left: Sequence[np.ndarray], budget: Budget, seed: int
+) -> Iterator[Filling]:
+    """Yields the filling of one capacity with the fewest slots, and the same with tokens balanced."""
+    bound = bound_of_rest(single.jobs, left, single.ready, single.limits)
+    filling = restart(single, incumbent=incumbent, bound=bound, budget=budget, seed=seed)
+    filling = search(single, incumbent=filling, bound=bound, budget=budget, seed=seed)
+    yield from (filling, balance_tokens(single, filling))
 
 
 def _sizes_for_all(problem: Problem) -> list[int]:

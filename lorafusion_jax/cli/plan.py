@@ -39,6 +39,7 @@ from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
 from lorafusion_jax.planning.pauses import LEFT_OUT, predicted_pauses
 from lorafusion_jax.planning.prediction import (
+    adapter_tokens,
     measured_costs,
     memory_of,
     predicted_costs,
@@ -142,7 +143,7 @@ def make_planned(
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)
-    costs = None if model is None else predicted_costs(config, model, kind)
+    costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared))
     if cost_model:
         costs = measured_costs(config, model, cost_model)
     memory = floor_s = None

@@ -91,7 +91,7 @@ def candidates(problem: Problem, prices: Prices, budget: Budget, seed: int) -> I
     noise, length = random.Random(seed), 0
     for turn in range(turns):
         price = PASS_PRICE * len(prices.tiles) * (len(problem.jobs) + 16) / 20 * length
-        if budget.late or budget.evaluations < price:
+        if turn and (budget.late or budget.evaluations < price):
             return
         budget.evaluations -= price
         most, choose = kinds[turn % len(kinds)]
