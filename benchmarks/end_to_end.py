@@ -319,7 +319,7 @@ class Bench:
         mesh = config.mesh
         meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
         parts = Parts(model=self.model, specs=(), settings=config.train, dtype=self.dtype)
-        layers = stage_layers(self.model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+        layers = stage_layers(self.model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
         table = (self.model.vocab_size, self.model.hidden_size)
         result = []
         for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):

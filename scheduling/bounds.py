@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scheduling.checks import check_sizes
 from scheduling.types import AdapterJob, Limits
 
 
 def lower_bound(
     jobs: Sequence[AdapterJob],
     *,
-    capacity_tokens: int,
+    capacity_tokens: int | Sequence[int],
     num_stages: int,
     data_parallel: int = 1,
     tile_tokens: int = 128,
 ) -> int:
-    """Computes a lower bound on the number of slots: the largest of three relaxations.
+    """Computes a lower bound on the number of slots: the largest of three relaxations. Of several capacities the
+    largest counts.
 
     * chain: Σ_batches n + (S - 1)·(batches - 1) of a single adapter, where its batch needs n slots without the others;
     * long samples: those that cannot share a microbatch, plus slots for what does not fit next to them;
@@ -30,7 +32,10 @@ def lower_bound(
     9
     """
     limits = Limits(
-        capacity_tokens=capacity_tokens, num_stages=num_stages, data_parallel=data_parallel, tile_tokens=tile_tokens
+        capacity_tokens=check_sizes(capacity_tokens)[-1],
+        num_stages=num_stages,
+        data_parallel=data_parallel,
+        tile_tokens=tile_tokens,
     )
     return bound_of_rest(jobs, [np.arange(job.num_samples) for job in jobs], [0] * len(jobs), limits)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from scheduling.errors import PlanError
 from scheduling.types import AdapterJob, Limits, as_whole
 
+MOST_SIZES = 4  # every capacity is compiled
 
-def check_jobs(jobs: Sequence[AdapterJob], **limits: object) -> Limits:
+
+def check_jobs(jobs: Sequence[AdapterJob], *, capacity_tokens: object, **limits: object) -> Limits:
     """Raises `PlanError` if the jobs cannot be planned; returns the limits as plain integers."""
+    *smaller, largest = check_sizes(capacity_tokens)
     whole: dict[str, int] = {}
     for name, value in limits.items():
         count = as_whole(value)
@@ -25,8 +29,8 @@ def check_jobs(jobs: Sequence[AdapterJob], **limits: object) -> Limits:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError("plan.duplicate-name", f"two adapters have the name {twice!r}", fix="rename one of them")
-    checked = Limits(**whole)
-    capacity, tile = checked.capacity_tokens, checked.tile_tokens
+    checked = Limits(capacity_tokens=largest, smaller=tuple(smaller), **whole)
+    capacity, tile = checked.sizes[0], checked.tile_tokens
     if capacity < tile:
         raise PlanError(
             "plan.capacity",
@@ -35,6 +39,28 @@ def check_jobs(jobs: Sequence[AdapterJob], **limits: object) -> Limits:
         )
     _refuse_long_samples(jobs, checked.tiles * tile, tile)
     return checked
+
+
+def check_sizes(capacity_tokens: object) -> tuple[int, ...]:
+    """Returns the capacities, ascending.
+
+    Raises:
+        PlanError: `plan.setting`, not one to four different whole numbers.
+    """
+    several = isinstance(capacity_tokens, (tuple, list))
+    sizes: list[int] = []
+    for value in cast("Sequence[object]", capacity_tokens) if several else [capacity_tokens]:
+        size = as_whole(value)
+        if size is None or size < 1:
+            raise PlanError("plan.setting", f"capacity_tokens must be a whole number of at least 1, not {value!r}")
+        sizes.append(size)
+    if not 0 < len(set(sizes)) == len(sizes) <= MOST_SIZES:
+        raise PlanError(
+            "plan.setting",
+            f"capacity_tokens must be one to {MOST_SIZES} different numbers, not {sizes}",
+            why="programs are compiled for each of them",
+        )
+    return tuple(sorted(sizes))
 
 
 def check_time_limit(seconds: object) -> float:

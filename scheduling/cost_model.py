@@ -62,8 +62,8 @@ class CostModel:
         transfer_s: fixed part of sending activations to the next stage.
         transfer_token_s: part per token of the microbatch.
         source: origin of the figures, shown with every prediction.
-        capacity_tokens: size of the measured microbatches (None: any size). Measurements of one size cannot separate
-            fixed costs from costs per token, so they serve that size only.
+        capacity_tokens: sizes of the measured microbatches (None: any size). Measurements of one size cannot separate
+            fixed costs from costs per token, so they serve that size only; those of several serve all between them.
         layers: layers of each measured stage, e.g. (20, 20.5) (None: any).
         measured_with: other settings that the times depend on, e.g. {"mesh.fsdp": 2}. A name with a dot is a setting of
             the job file. Settings that are not listed may have any value.
@@ -73,7 +73,7 @@ class CostModel:
     transfer_s: float = 0.0
     transfer_token_s: float = 0.0
     source: str = ""
-    capacity_tokens: int | None = None
+    capacity_tokens: int | tuple[int, ...] | None = None
     layers: tuple[float, ...] | None = None
     measured_with: dict[str, str | int] = field(default_factory=dict[str, str | int], hash=False)  # unhashable
 
@@ -98,17 +98,23 @@ class CostModel:
                 fix="measure again with this mesh.stages, or use costs of parts, which serve any mesh",
             )
 
-    def check_capacity(self, tokens: int) -> None:
-        """Checks that microbatches of this size were measured.
+    def check_capacity(self, *tokens: int) -> None:
+        """Checks that microbatches of these sizes were measured, or larger and smaller ones.
 
         Raises:
             PlanError: `plan.cost`.
         """
-        if self.capacity_tokens not in (None, tokens):
+        known = self.capacity_tokens
+        if known is None:
+            return
+        measured = (known,) if isinstance(known, int) else known
+        if min(tokens) < min(measured) or max(tokens) > max(measured):
+            had, wanted = (" and ".join(map(str, sizes)) for sizes in (measured, tokens))
+            setting = tokens[0] if len(tokens) == 1 else f"[{','.join(map(str, tokens))}]"
             raise PlanError(
                 "plan.cost",
-                f"the costs are for microbatches of {self.capacity_tokens} tokens, the plan has {tokens}",
-                fix=f"measure again with batch.capacity_tokens={tokens}",
+                f"the costs are for microbatches of {had} tokens, the plan has {wanted}",
+                fix=f"measure again with batch.capacity_tokens={setting}",
             )
 
     def check_layers(self, layers: Sequence[float]) -> None:
@@ -161,7 +167,9 @@ class CostModel:
             stages, layers = tuple(map(StageCost.from_dict, data.pop("stages"))), data.pop("layers", None)
             measured_with = dict(data.pop("measured_with", {}))
             layers = None if layers is None else tuple(layers)
-            return CostModel(stages=stages, layers=layers, measured_with=measured_with, **data)
+            sizes: Any = data.pop("capacity_tokens", None)
+            sizes = sizes if sizes is None or isinstance(sizes, int) else tuple(map(int, sizes))
+            return CostModel(stages=stages, layers=layers, measured_with=measured_with, capacity_tokens=sizes, **data)
         except PlanError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

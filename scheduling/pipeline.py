@@ -72,9 +72,12 @@ _UNITS = {"forward": 1.0, "backward": 1.0, "update": 0.0}
 
 
 def play(
-    program: Program, seconds: Callable[[Event], float], transfer_s: float = 0.0
+    program: Program, seconds: Callable[[Event], float], transfer_s: Callable[[int], float] = lambda slot: 0.0
 ) -> Iterator[tuple[Event, float, float]]:
     """Yields (event, start, end), where each stage runs its events in order and as early as their inputs arrive.
+
+    Args:
+        transfer_s: of a slot's activations from a stage to the next.
 
     Raises:
         PlanError: `plan.deadlock`, after all events that can run.
@@ -88,7 +91,7 @@ def play(
         moved = False
         while position[stage] < len(program[stage]):
             event = program[stage][position[stage]]
-            arrival = _arrival(event, num_stages, ends, transfer_s)
+            arrival = _arrival(event, num_stages, ends, transfer_s(event.slot))
             if arrival is None:
                 break
             start = max(clock[stage], arrival)

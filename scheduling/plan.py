@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,11 @@ class Plan:
     Args:
         jobs: all jobs of the plan, in the order given.
         slots: in the order of execution.
+        capacity_tokens: the largest capacity of a microbatch.
         lower_bound: no plan for these jobs can have fewer slots.
         stopped: (adapter, slot) pairs. A cancelled or paused adapter has no samples from that slot on.
         earlier: layouts that the run used before it moved to this number of stages and replicas, in order.
+        smaller: other capacities that a slot may have, ascending.
     """
 
     jobs: tuple[AdapterJob, ...]
@@ -32,6 +35,7 @@ class Plan:
     lower_bound: int = 0
     stopped: tuple[tuple[str, int], ...] = ()
     earlier: tuple[Layout, ...] = ()
+    smaller: tuple[int, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -44,7 +48,18 @@ class Plan:
             num_stages=self.num_stages,
             data_parallel=self.data_parallel,
             tile_tokens=self.tile_tokens,
+            smaller=self.smaller,
         )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All capacities that a slot may have, ascending."""
+        return (*self.smaller, self.capacity_tokens)
+
+    @cached_property
+    def slot_capacities(self) -> tuple[int, ...]:
+        """The capacity of each slot."""
+        return tuple(slot.capacity_tokens or self.capacity_tokens for slot in self.slots)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -56,6 +71,12 @@ class Plan:
         cut = [layout._replace(end=min(layout.end, slot)) for layout in self.layouts]
         starts = [0, *(layout.end for layout in cut)]
         return tuple(layout for start, layout in zip(starts, cut, strict=False) if start < layout.end)
+
+    @cached_property
+    def slots_of_size(self) -> dict[int, int]:
+        """Slots of each capacity that are no no-ops, by capacity, ascending."""
+        used = (size for slot, size in zip(self.slots, self.slot_capacities, strict=True) if not slot.is_noop)
+        return dict(sorted(Counter(used).items()))
 
     @cached_property
     def num_noops(self) -> int:
@@ -78,12 +99,12 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Tokens that the slots can hold: slots · replicas · capacity."""
+        """Tokens that the slots can hold: Σ replicas · capacity."""
         starts = [0, *(layout.end for layout in self.earlier)]
-        microbatches = sum(
-            (layout.end - start) * layout.data_parallel for start, layout in zip(starts, self.layouts, strict=True)
+        return sum(
+            sum(self.slot_capacities[start : layout.end]) * layout.data_parallel
+            for start, layout in zip(starts, self.layouts, strict=True)
         )
-        return microbatches * self.capacity_tokens
 
     @property
     def gap(self) -> float:
@@ -130,9 +151,14 @@ class Plan:
         """
         content = content_from_json(text)
         return Plan(
-            jobs=content.jobs, slots=content.slots, stopped=content.stopped, earlier=content.earlier, **content.settings
+            jobs=content.jobs,
+            slots=content.slots,
+            stopped=content.stopped,
+            earlier=content.earlier,
+            smaller=content.smaller,
+            **content.settings,
         )
 
     def _content(self) -> PlanContent:
         settings = {name: getattr(self, name) for name in SETTINGS}
-        return PlanContent(settings, self.jobs, self.slots, self.stopped, self.earlier)
+        return PlanContent(settings, self.jobs, self.slots, self.stopped, self.earlier, self.smaller)

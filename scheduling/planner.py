@@ -13,6 +13,7 @@ from scheduling.bounds import bound_of_rest
 from scheduling.checks import check_jobs, check_time_limit
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
+from scheduling.mixed_sizes import fill_sizes
 from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
@@ -22,6 +23,8 @@ from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
 from scheduling.plan import Plan
+from scheduling.rates import default_cost_model
+from scheduling.simulate import simulate
 from scheduling.types import AdapterJob, Limits
 from scheduling.verify import verify_plan
 
@@ -34,7 +37,7 @@ AUTO_SAMPLES = 4_000  # "auto" compares capacities on the first batches of long 
 def make_plan(
     jobs: Sequence[AdapterJob],
     *,
-    capacity_tokens: int | Literal["auto"],
+    capacity_tokens: int | Sequence[int] | Literal["auto"],
     num_stages: int,
     data_parallel: int = 1,
     tile_tokens: int = 128,
@@ -47,6 +50,9 @@ def make_plan(
 ) -> Plan:
     """Plans all samples of all jobs in few slots with an even load, and verifies the plan.
 
+    With several capacities the planner minimises the predicted time instead: a slot takes the smallest capacity that
+    holds it, so an adapter on its own, the tail of a run and small batches leave less room empty.
+
     A greedy pass always yields a plan; a search for a shorter one uses the rest of the time limit. The search counts
     evaluations, so the plan depends only on the inputs and the seed, unless a busy machine reaches the time limit
     first.
@@ -56,7 +62,8 @@ def make_plan(
     by the greedy pass, without a search.
 
     Args:
-        capacity_tokens: rows of a microbatch; "auto" takes the one with the shortest predicted time.
+        capacity_tokens: rows of a microbatch, or up to four numbers of them, of which each slot takes one; "auto"
+            takes the single one with the shortest predicted time.
         num_stages: S; batch j+1 of an adapter starts at least S slots after the last slot of batch j.
         data_parallel: microbatches per slot.
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
@@ -65,7 +72,8 @@ def make_plan(
             their work (None: from the time limit).
         exact_time_limit_s: time of an exact solver that improves the plan afterwards, per slot saved (0: off). It needs
             scipy and proves optimality only for small instances, up to about 40 samples.
-        cost_model: predicts times for `capacity_tokens="auto"`.
+        cost_model: predicts times for `capacity_tokens="auto"`, and for several capacities (None: 8B on an H200; only
+            the ratios of the times matter).
         max_capacity_tokens: largest capacity that "auto" tries.
 
     Raises:
@@ -83,7 +91,7 @@ def make_plan(
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
     problem = make_problem(jobs, limits)
     left = [np.arange(job.num_samples) for job in jobs]
-    bound, filling = fill(problem, left, allowed, seed, exact_time_limit_s=exact_time_limit_s)
+    bound, filling = fill(problem, left, allowed, seed, exact_time_limit_s=exact_time_limit_s, cost_model=cost_model)
     plan = Plan(
         jobs=jobs,
         slots=to_slots(problem, filling),
@@ -93,6 +101,7 @@ def make_plan(
         tile_tokens=limits.tile_tokens,
         seed=seed,
         lower_bound=bound,
+        smaller=limits.smaller,
     )
     verify_plan(plan, jobs)
     return plan
@@ -120,10 +129,27 @@ def effort_within(began: float, time_limit_s: float, search_evaluations: int | N
 
 
 def fill(
-    problem: Problem, left: Sequence[np.ndarray], effort: Effort, seed: int, *, exact_time_limit_s: float = 0.0
+    problem: Problem,
+    left: Sequence[np.ndarray],
+    effort: Effort,
+    seed: int,
+    *,
+    exact_time_limit_s: float = 0.0,
+    cost_model: CostModel | None = None,
 ) -> tuple[int, Filling]:
-    """Returns the lower bound of a problem and the best filling found."""
+    """Returns the lower bound of a problem and the best filling found.
+
+    Args:
+        cost_model: as in `make_plan`, for several capacities.
+    """
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
+    if problem.limits.smaller:
+        if check_time_limit(exact_time_limit_s):
+            raise PlanError("plan.setting", "the exact solver plans for one capacity", fix="exact_time_limit_s=0")
+        costs = cost_model or default_cost_model(num_stages=problem.num_stages)
+        filling = fill_sizes(problem, left, effort.search, seed, costs)
+        effort.even.evaluations += max(0.0, effort.search.evaluations)
+        return bound, balance_work(problem, filling, effort.even)
     budget, even = effort.search, effort.even
     if not problem.waits:
         budget.deadline = even.deadline  # there is nothing to balance
@@ -162,8 +188,6 @@ def _best_capacity(
 
 
 def _predicted_s(jobs: tuple[AdapterJob, ...], limits: Limits, cost_model: CostModel) -> float:
-    from scheduling.simulate import simulate  # needed for "auto" only
-
     plan = make_plan(
         jobs,
         capacity_tokens=limits.capacity_tokens,

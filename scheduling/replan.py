@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from scheduling.checks import check_jobs
+from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.plan import Plan
@@ -33,6 +34,7 @@ def replan(
     time_limit_s: float = 0.5,
     seed: int = 0,
     search_evaluations: int | None = None,
+    cost_model: CostModel | None = None,
 ) -> Plan:
     """Keeps slots [0, at_slot), plans the rest again at the required distance to them, and verifies the new plan.
 
@@ -49,7 +51,7 @@ def replan(
             move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
         data_parallel: as `num_stages`, for the replicas.
         time_limit_s: for the search.
-        search_evaluations: as in `make_plan`.
+        search_evaluations, cost_model: as in `make_plan`.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -74,7 +76,7 @@ def replan(
     stopped |= dict.fromkeys([*cancel, *pause, *unbegun], at_slot)
     limits = check_jobs(
         jobs,
-        capacity_tokens=plan.capacity_tokens,
+        capacity_tokens=plan.sizes,
         num_stages=plan.num_stages if num_stages is None else num_stages,
         data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
         tile_tokens=plan.tile_tokens,
@@ -83,7 +85,7 @@ def replan(
     moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
     left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
-    bound, slots = _plan_left(jobs, limits, left, ready, allowed, seed)
+    bound, slots = _plan_left(jobs, limits, left, ready, allowed, seed, cost_model)
     again = replace(
         plan,
         jobs=tuple(jobs),
@@ -142,12 +144,13 @@ def _plan_left(
     ready: Sequence[int],
     allowed: Effort,
     seed: int,
+    cost_model: CostModel | None,
 ) -> tuple[int, tuple[Slot, ...]]:
     """(lower bound, slots) of the samples that are left of every job."""
     if not any(len(positions) for positions in left):
         return 0, ()
     problem = make_problem(jobs, limits, left=[positions.tolist() for positions in left], ready=ready)
-    bound, filling = fill(problem, left, allowed, seed)
+    bound, filling = fill(problem, left, allowed, seed, cost_model=cost_model)
     return bound, to_slots(problem, filling)
 
 

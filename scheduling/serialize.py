@@ -23,6 +23,7 @@ class PlanContent(NamedTuple):
     slots: tuple[Slot, ...]
     stopped: tuple[tuple[str, int], ...]
     earlier: tuple[Layout, ...]
+    smaller: tuple[int, ...]
 
 
 def content_to_json(content: PlanContent, digest: str, statistics: dict[str, float]) -> str:
@@ -60,9 +61,10 @@ def content_from_json(text: str) -> PlanContent:
         content = PlanContent(
             settings={name: _setting(data["settings"], name) for name in SETTINGS},
             jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
-            slots=tuple(_slot_from(replicas) for replicas in data["slots"]),
+            slots=_slots_from(data["slots"], data.get("slot_capacities")),
             stopped=tuple((_text(name), _number(slot)) for name, slot in data["stopped"]),
             earlier=tuple(Layout(*map(_number, layout)) for layout in data.get("earlier", ())),
+            smaller=tuple(map(_capacity, data.get("smaller", ()))),
         )
         digest = content_digest(content)  # names that UTF-8 cannot say are misshapen, too
     except PlanError:
@@ -88,6 +90,9 @@ def _content_lines(content: PlanContent) -> list[str]:
     ]
     lines = [f'"settings": {_dump({name: content.settings[name] for name in SETTINGS})},']
     lines += [f'"earlier": {_dump(content.earlier)},'] if content.earlier else []  # usually empty
+    lines += [f'"smaller": {_dump(content.smaller)},'] if content.smaller else []
+    if any(slot.capacity_tokens for slot in content.slots):
+        lines += [f'"slot_capacities": {_dump([slot.capacity_tokens for slot in content.slots])},']
     lines += [f'"stopped": {_dump(content.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
     lines += ["],", '"slots": [']
@@ -101,8 +106,15 @@ def _runs(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
     return [[*key, [ref.sample for ref in refs]] for key, refs in runs]
 
 
-def _slot_from(replicas: list[list[list[Any]]]) -> Slot:
+def _slots_from(slots: list[Any], capacities: list[Any] | None) -> tuple[Slot, ...]:
+    """Reads slots; plans of one capacity do not list those of their slots."""
+    known = [None] * len(slots) if capacities is None else [one and _capacity(one) for one in capacities]
+    return tuple(_slot_from(replicas, capacity) for replicas, capacity in zip(slots, known, strict=True))
+
+
+def _slot_from(replicas: list[list[list[Any]]], capacity_tokens: int | None) -> Slot:
     return Slot(
+        capacity_tokens=capacity_tokens,
         replicas=tuple(
             tuple(
                 SampleRef(_text(adapter), _number(epoch), _number(batch), _number(sample))
@@ -110,7 +122,7 @@ def _slot_from(replicas: list[list[list[Any]]]) -> Slot:
                 for sample in samples
             )
             for part in replicas
-        )
+        ),
     )
 
 
@@ -125,6 +137,12 @@ def _schema_of(data: Any) -> Any:
         return data.get("schema")
     except AttributeError:
         return type(data).__name__
+
+
+def _capacity(value: Any) -> int:
+    if _number(value) < 1:
+        raise ValueError(f"a capacity is {value}")
+    return value
 
 
 def _setting(settings: dict[str, Any], name: str) -> int:

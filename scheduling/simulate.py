@@ -15,8 +15,8 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     """Predicts the timeline of a plan.
 
     A forward waits for the activations of the previous stage, a backward for the gradients of the next stage, and every
-    event for its predecessor on its stage. Shapes are static, so a microbatch costs as much as a full one. Replicas
-    wait for the slowest of them.
+    event for its predecessor on its stage. Shapes are static, so a microbatch costs as much as a full one of its
+    capacity. Replicas wait for the slowest of them.
 
     Args:
         program: events of each stage, in order (None: 1F1B of this plan).
@@ -30,7 +30,11 @@ def simulate(plan: Plan, cost_model: CostModel, *, program: Program | None = Non
     cost_model.check_stages(plan.num_stages)
     program = one_forward_one_backward(plan) if program is None else program
     loads = _loads(plan)
-    transfer_s = cost_model.transfer_s + cost_model.transfer_token_s * plan.capacity_tokens
+    capacities = plan.slot_capacities
+
+    def transfer_s(slot: int) -> float:
+        return cost_model.transfer_s + cost_model.transfer_token_s * capacities[slot]
+
     spans = [
         Span(event.kind, event.stage, event.slot, start, end, event.adapters)
         for event, start, end in play(program, lambda event: _seconds(event, cost_model, loads), transfer_s)
@@ -62,11 +66,11 @@ def slot_squares(plan: Plan) -> list[int]:
     """
     lengths = {job.name: job.sample_tokens for job in plan.jobs}
     found: list[int] = []
-    for slot in plan.slots:
+    for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True):
         squares = 0
         for part in slot.replicas:
             sizes = [lengths[ref.adapter][ref.sample] for ref in part]
-            padding = plan.capacity_tokens - sum(sizes)  # the padding is its own segment
+            padding = capacity - sum(sizes)  # the padding is its own segment
             squares = max(squares, sum(size * size for size in sizes) + padding * padding)
         found.append(squares)
     return found
@@ -74,8 +78,8 @@ def slot_squares(plan: Plan) -> list[int]:
 
 def _loads(plan: Plan) -> list[_Load]:
     return [
-        _Load(plan.capacity_tokens, squares, tuple(dict.fromkeys(ref.adapter for ref in slot.samples)))
-        for slot, squares in zip(plan.slots, slot_squares(plan), strict=True)
+        _Load(capacity, squares, tuple(dict.fromkeys(ref.adapter for ref in slot.samples)))
+        for slot, capacity, squares in zip(plan.slots, plan.slot_capacities, slot_squares(plan), strict=True)
     ]
 
 

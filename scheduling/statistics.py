@@ -133,8 +133,8 @@ def _limits(plan: Plan, timeline: Timeline) -> tuple[Limit, ...]:
     if not whole:
         return ()
     busy = sum(timeline.busy_s) / whole
-    used = max(1, plan.num_slots - plan.num_noops)
-    room = used * plan.capacity_tokens * plan.data_parallel
+    used = [capacity for slot, capacity in zip(plan.slots, plan.slot_capacities, strict=True) if not slot.is_noop]
+    room = max(1, sum(used)) * plan.data_parallel
     tiles = _tile_padding(plan) / room
     empty = 1 - plan.tokens / room - tiles
     slowest = max(timeline.busy_s)

@@ -109,21 +109,32 @@ class AdapterJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Capacity of a microbatch, and the distance between batches of an adapter."""
+    """Capacities of a microbatch, and the distance between batches of an adapter.
+
+    Args:
+        capacity_tokens: the largest capacity.
+        smaller: other capacities that a slot may have, ascending.
+    """
 
     capacity_tokens: int
     num_stages: int
     data_parallel: int = 1
     tile_tokens: int = 128
+    smaller: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All capacities, ascending."""
+        return (*self.smaller, self.capacity_tokens)
 
     @property
     def tiles(self) -> int:
-        """Whole tiles in a microbatch."""
+        """Whole tiles in a microbatch of the largest capacity."""
         return self.capacity_tokens // self.tile_tokens
 
     @property
     def slot_tiles(self) -> int:
-        """Whole tiles in the microbatches of all replicas."""
+        """Whole tiles in the largest microbatches of all replicas."""
         return self.tiles * self.data_parallel
 
 
@@ -138,9 +149,14 @@ class SampleRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A position in the stream: one microbatch per data-parallel replica, or a no-op when all are empty."""
+    """A position in the stream: one microbatch per data-parallel replica, or a no-op when all are empty.
+
+    Args:
+        capacity_tokens: rows of its microbatches (None: those of the plan, which has one capacity).
+    """
 
     replicas: tuple[tuple[SampleRef, ...], ...]
+    capacity_tokens: int | None = None
 
     @property
     def samples(self) -> tuple[SampleRef, ...]:

@@ -27,7 +27,8 @@ def verify_plan(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> None:
     * Each sample runs exactly once.
     * Batches run in order: first slot of batch j+1 ≥ last slot of batch j + S, unless the run moved to another layout
       between them, which empties the pipeline.
-    * Σ over adapters of ⌈tokens / tile⌉ · tile ≤ capacity in every microbatch.
+    * Σ over adapters of ⌈tokens / tile⌉ · tile ≤ the slot's capacity in every microbatch.
+    * Every slot has a capacity of the plan.
     * The samples of an adapter are contiguous in a microbatch.
 
     Raises:
@@ -58,6 +59,7 @@ def find_violations(plan: Plan, jobs: Sequence[AdapterJob] | None = None) -> lis
         found.append(Violation(code="plan.duplicate-name", what="two jobs have the same name"))
     found += _layouts(plan)
     table = _Table.of(plan, index_of, found)
+    found += _sizes(plan)
     found += _capacity(plan, wanted, table)
     for index, job in enumerate(wanted):
         found += _one_job(plan, job, table.rows_of(index))
@@ -119,6 +121,15 @@ def _layouts(plan: Plan) -> list[Violation]:
     return found
 
 
+def _sizes(plan: Plan) -> list[Violation]:
+    """Slots of a capacity that the plan does not have."""
+    return [
+        Violation(code="plan.capacity", what=f"slot {at} has a capacity of {capacity}, the plan has {list(plan.sizes)}")
+        for at, capacity in enumerate(plan.slot_capacities)
+        if capacity not in plan.sizes
+    ]
+
+
 def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Violation]:
     """Microbatches over capacity, and adapters whose samples are not contiguous."""
     found: list[Violation] = []
@@ -141,9 +152,10 @@ def _capacity(plan: Plan, jobs: Sequence[AdapterJob], table: _Table) -> list[Vio
         )
     run_tiles = -(-np.bincount(run, weights=tokens).astype(np.int64) // plan.tile_tokens)
     rows = np.bincount(run_microbatch, weights=run_tiles).astype(np.int64) * plan.tile_tokens
-    for at in np.flatnonzero(rows > plan.capacity_tokens):
+    room = np.repeat(np.array(plan.slot_capacities, np.int64), width)[: rows.size]
+    for at in np.flatnonzero(rows > room):
         where = f"slot {at // width}, replica {at % width}"
-        found.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {plan.capacity_tokens}"))
+        found.append(Violation(code="plan.capacity", what=f"{where}: {rows[at]} rows in {room[at]}"))
     return found
 
 

@@ -15,7 +15,7 @@ from lorafusion_jax.config.load import ineffective, parse_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source, source_of
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.report.format import rate, whole
+from lorafusion_jax.report.format import rate, sizes
 
 UNNAMED = "run"
 
@@ -39,7 +39,7 @@ class Job(Shown):
         say(
             console,
             f"job {self.name}  ·  base {Path(self.config.base.model).name}  ·  "
-            f"capacity {whole(batch.capacity_tokens)} tokens  ·  {mesh.stages} × {mesh.replicas} devices\n",
+            f"capacity {sizes(batch.sizes)} tokens  ·  {mesh.stages} × {mesh.replicas} devices\n",
         )
         table = plain_table(("adapter", "data"), ("rank", "alpha", "dropout", "lr", "optimizer", "global batch"))
         for adapter in self.config.adapters:

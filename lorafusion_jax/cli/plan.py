@@ -39,6 +39,7 @@ from lorafusion_jax.planning.comparison import plans_one_after_another
 from lorafusion_jax.planning.floor import plan_floor_s
 from lorafusion_jax.planning.pauses import LEFT_OUT, predicted_pauses
 from lorafusion_jax.planning.prediction import (
+    adapter_tokens,
     measured_costs,
     memory_of,
     predicted_costs,
@@ -46,9 +47,9 @@ from lorafusion_jax.planning.prediction import (
     predicted_parameters,
     this_device,
 )
-from lorafusion_jax.planning.training_plan import plan_training
+from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.format import count, duration, percent, whole
+from lorafusion_jax.report.format import count, duration, percent, sizes, whole
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
@@ -142,7 +143,7 @@ def make_planned(
     plan = plan_training(config, prepared)
     kind = device or this_device()
     model, notes = _model(config)
-    costs = None if model is None else predicted_costs(config, model, kind)
+    costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared))
     if cost_model:
         costs = measured_costs(config, model, cost_model)
     memory = floor_s = None
@@ -210,6 +211,7 @@ def plan_numbers(config: JobConfig, prepared: Prepared, plan: Plan, costs: CostM
         "density": plan.density,
         "tokens": plan.tokens,
         "capacity_tokens": plan.capacity_tokens,
+        "sizes": slots_of_sizes(plan),
         "stages": plan.num_stages,
         "data_parallel": plan.data_parallel,
         "predicted": predicted,
@@ -248,7 +250,7 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     replicas = f" × {numbers['data_parallel']} replicas" if numbers["data_parallel"] > 1 else ""
     console.print(
         f"plan {numbers['plan'][:12]}  ·  base {Path(config.base.model).name}  ·  {stages}{replicas}  ·  "
-        f"capacity {whole(numbers['capacity_tokens'])} tokens\n",
+        f"capacity {sizes(config.batch.sizes)} tokens\n",
         highlight=False,
     )
     table = plain_table(("adapter",), ("rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"))
@@ -282,7 +284,12 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
         takes = f"takes {duration(predicted['seconds'])} at {count(predicted['tokens_per_s'])} useful tok/s"
         say(console, f"{takes}, {least}" if least else takes)
     limit = f"; limited by: {predicted['limit']}" if predicted else ""
-    say(console, f"  {percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots{limit}")
+    if numbers["sizes"]:
+        own = ", ".join(f"{whole(many)} of {whole(int(size))}" for size, many in numbers["sizes"].items())
+        say(console, f"  {own} tokens{limit}")
+    else:
+        over = f"{percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
+        say(console, f"  {over}{limit}")
     if predicted:
         if "wall_s" in predicted:
             say(console, f"  {_with_pauses(predicted)}")
@@ -302,6 +309,8 @@ def _with_pauses(predicted: dict) -> str:
 
 def _compared(numbers: dict) -> str:
     alone, together = numbers["slots_one_after_another"], numbers["slots"]
+    if not numbers["predicted"] and numbers["sizes"]:  # slots of different sizes are no measure of time
+        return f"one after another {whole(alone)} slots   together {whole(together)}"
     if not numbers["predicted"]:
         return f"one after another {whole(alone)} slots   together {whole(together)}   {alone / together:.2f}×"
     alone_s, together_s = numbers["seconds_one_after_another"], numbers["predicted"]["seconds"]

@@ -46,19 +46,20 @@ def command(
         )
     to.write_text(costs.to_json(), encoding="utf-8")
     table = plain_table(("stage",), ("forward", "backward", "step"))
-    full = [squares for slot, squares in zip(plan.slots, slot_squares(plan), strict=True) if not slot.is_noop]
-    squares = fmean(full)
+    full = [index for index, slot in enumerate(plan.slots) if not slot.is_noop]
+    every = slot_squares(plan)
+    tokens, squares = fmean(plan.slot_capacities[slot] for slot in full), fmean(every[slot] for slot in full)
     for number, stage in enumerate(costs.stages):
         passes = (
-            stage.forward.seconds(plan.capacity_tokens, squares),
-            stage.backward.seconds(plan.capacity_tokens, squares),
+            stage.forward.seconds(tokens, squares),
+            stage.backward.seconds(tokens, squares),
         )
         table.add_row(str(number), *(f"{1e3 * seconds:.1f} ms" for seconds in (*passes, stage.update_s)))
     console.print(table)
     say(
         console,
-        f"a microbatch of {plan.capacity_tokens} tokens as the plan fills it: attention as with samples of "
-        f"{squares / plan.capacity_tokens:.0f}; {costs.source}",
+        f"a microbatch of {tokens:.0f} tokens as the plan fills it: attention as with samples of "
+        f"{squares / tokens:.0f}; {costs.source}",
     )
     if better is not None:
         say(console, better_layers(**better._asdict()))

@@ -78,7 +78,7 @@ def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) 
     plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
     costs = read_costs(cost_model, _worth(run, layers))
     costs.check_layers(layers)
-    costs.check_capacity(plan.capacity_tokens)
+    costs.check_capacity(*plan.sizes)
     costs.check_measured_with(
         measured_with(
             dtype=base.dtype,

@@ -93,7 +93,7 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
             "tune.nothing-fits",
             "no kernel supports the layers of this job.",
             where=str(jobs),
-            why=f"tiles of {config.batch.tile_tokens} tokens, {config.batch.capacity_tokens} tokens per microbatch",
+            why=f"tiles of {config.batch.tile_tokens} tokens, {config.batch.largest} tokens per microbatch",
             fix="batch.tile_tokens: 128 and batch.capacity_tokens a multiple of it",
         )
     return specs
@@ -197,7 +197,7 @@ def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:
         shapes[num_in, max(widths), padded_rank(rank * len(widths))] = None
     return [
         LinearSpec(
-            tokens=config.batch.capacity_tokens, in_features=num_in, out_features=num_out, rank=rank,
+            tokens=config.batch.largest, in_features=num_in, out_features=num_out, rank=rank,
             adapters=len(config.adapters), rate=max(adapter.lora.dropout for adapter in config.adapters),
             tile=config.batch.tile_tokens,
         )

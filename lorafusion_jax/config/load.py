@@ -362,16 +362,17 @@ def _mesh_fits(mesh: schema.MeshSettings, source: Source) -> list[LoraFusionErro
 def _lengths_fit(
     batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig], source: Source
 ) -> list[LoraFusionError]:
-    capacity, tile = batch.capacity_tokens, batch.tile_tokens
+    capacity, tile = batch.largest, batch.tile_tokens
     typed = [text for keys, text in source.overrides if keys[-1] in ("max_length", "capacity_tokens")]
     errors: list[LoraFusionError] = []
-    if capacity % tile:
+    if odd := [size for size in batch.sizes if size % tile]:
+        fitting = sorted({_round_up(size, tile) for size in batch.sizes})
         errors.append(
             ConfigError(
                 "config.capacity",
-                f"capacity_tokens={capacity} is not a multiple of tile_tokens={tile}.",
+                f"capacity_tokens={odd[0]} is not a multiple of tile_tokens={tile}.",
                 where=source.where(("batch", "capacity_tokens")),
-                fix=f"batch.capacity_tokens: {_round_up(capacity, tile)}",
+                fix=f"batch.capacity_tokens: {fitting[0] if len(fitting) == 1 else fitting}",
             )
         )
     return errors + [

@@ -10,18 +10,24 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from lorafusion_jax.adapters.kind import unknown_kind
+from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.objective.choose import choose, unknown_objective
 from lorafusion_jax.objective.protocol import Chosen
 from lorafusion_jax.optim.schedules import unknown_schedule
 from lorafusion_jax.optim.table import optimizer, unknown_optimizer
 from lorafusion_jax.weights.table import NONE, stored_kind, unknown_stored_kind
 from pallas_kernels.policy import AttentionImplementation, Implementation
+from scheduling.checks import MOST_SIZES
 
 # Safe as a folder name on every system. `=` is only accepted for runs of older versions.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
@@ -44,6 +50,27 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_in_float32)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Layers = Count | Annotated[float, Field(ge=1, multiple_of=0.5)]  # half a layer is its attention or its MLP
+
+
+def _sizes(value: object) -> int | tuple[int, ...]:
+    """Reads a whole number, or a few of them in ascending order. As a union, each number would get two errors."""
+    several = isinstance(value, (list, tuple))
+    try:
+        sizes = TypeAdapter(tuple[Count, ...]).validate_python(value if several else (value,))
+    except ValidationError:
+        sizes = ()
+    if not 0 < len(set(sizes)) == len(sizes) <= MOST_SIZES:
+        raise ValueError(
+            f"a whole number from 1 to {2**31 - 1}, or up to {MOST_SIZES} different ones, not {shortened(value)}"
+        )
+    return sizes[0] if len(sizes) == 1 else tuple(sorted(sizes))
+
+
+def _listed(sizes: int | tuple[int, ...]) -> int | list[int]:
+    return sizes if isinstance(sizes, int) else list(sizes)
+
+
+Sizes = Annotated[int | tuple[int, ...], PlainValidator(_sizes), PlainSerializer(_listed)]
 
 
 def _spelt(value: object) -> object:
@@ -216,10 +243,24 @@ class BatchSettings(Section):
     """Sizes of global batches and microbatches."""
 
     global_samples: Count = Field(default=16, description="samples per optimizer step of an adapter")
-    capacity_tokens: Count = Field(default=8192, description="tokens of one microbatch")
+    capacity_tokens: Sizes = Field(
+        default=8192,
+        description="tokens of one microbatch; up to four numbers, e.g. [3072, 4096, 8192]: each microbatch takes the "
+        "smallest that holds it",
+    )
     tile_tokens: Literal[16, 32, 64, 128, 256] = Field(
         default=128, description="an adapter's rows in a microbatch start at a multiple of it"
     )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All capacities of a microbatch, ascending."""
+        return (self.capacity_tokens,) if isinstance(self.capacity_tokens, int) else self.capacity_tokens
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest microbatch."""
+        return self.sizes[-1]
 
 
 class MeshSettings(Section):

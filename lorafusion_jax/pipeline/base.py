@@ -108,7 +108,7 @@ def open_base(
     directory, train, mesh = base_directory(config), config.train, config.mesh
     model = ModelConfig.from_hf(directory)
     meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
-    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     dtype = jnp.dtype(config.base.dtype)
 
     def place(name: str, shape: tuple[int, ...]):

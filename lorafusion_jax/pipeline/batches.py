@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from scheduling.simulate import slot_squares
 
 
 class Batches:
-    """Assembles microbatches, [replicas of this process, ...]; all slots of a plan have one shape.
+    """Assembles microbatches, [replicas of this process, ...]; all slots of a capacity have one shape.
 
     Attributes:
         loss_tokens: of each (adapter, global batch).
@@ -33,20 +34,17 @@ class Batches:
 
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
         self._replicas = tuple(local_replicas)
-        self._segments, self._table = places(config, _parts(plan))
-        self._adapters = _adapters_together(plan, len(config.adapters))
+        self._rooms: dict[int, _Room] = {}  # by capacity
         self.take(config, prepared, plan)
 
     def take(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
         """Goes on with another plan; microbatches keep their shape where its samples have room."""
         self._config, self._prepared, self._plan = config, prepared, plan
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        segments, table = places(config, _parts(plan))
-        self._segments = max(self._segments, segments)
-        self._adapters = max(self._adapters, _adapters_together(plan, len(config.adapters)))
-        if table is not None:
-            before = self._table or (0, 0)
-            self._table = max(before[0], table[0]), max(before[1], table[1])
+        parts = _parts(plan)
+        for size in sorted(parts):
+            room = _room(config, parts[size])
+            self._rooms[size] = room.joined(self._rooms[size]) if size in self._rooms else room
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
@@ -59,32 +57,62 @@ class Batches:
         }
 
     def of(self, slot: int) -> Microbatch:
-        return self._assembled(self._plan.slots[slot].replicas)
+        return self._assembled(self._plan.slots[slot].replicas, self._plan.slot_capacities[slot])
 
-    def empty(self) -> Microbatch:
-        """A microbatch of padding: it adds zero to every sum."""
-        return self._assembled([()] * self._plan.data_parallel)
+    def empty(self, slot: int = 0) -> list[Microbatch]:
+        """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""
+        used = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
+        sizes = {size for each, size in used if not each.is_noop}
+        return [self._assembled([()] * self._plan.data_parallel, size) for size in sorted(sizes)]
 
     def loads(self, most: int = 3) -> list[Load]:
-        """Slots whose samples differ most in Σ length², for timing: the lightest, the heaviest and some between."""
-        squares = slot_squares(self._plan)
-        ranked = sorted((slot for slot, s in enumerate(self._plan.slots) if not s.is_noop), key=squares.__getitem__)
-        chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)}
-        return [Load(self.of(slot), self._plan.capacity_tokens, squares[slot]) for slot in sorted(chosen)]
+        """Slots of each capacity whose samples differ most in Σ length²: the lightest, the heaviest, some between."""
+        squares, sizes = slot_squares(self._plan), self._plan.slot_capacities
+        found: list[Load] = []
+        for size in self._plan.sizes:
+            own = [slot for slot, s in enumerate(self._plan.slots) if sizes[slot] == size and not s.is_noop]
+            ranked = sorted(own, key=squares.__getitem__)
+            chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
+            found += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
+            if not ranked:  # a capacity that no slot takes: one segment of padding
+                found.append(Load(self._assembled([()] * self._plan.data_parallel, size), size, size * size))
+        return found
 
-    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
+    def _assembled(self, replicas: Sequence[Sequence[SampleRef]], capacity_tokens: int) -> Microbatch:
+        room = self._rooms.get(capacity_tokens, _room(self._config, ()))
         rows = [
             assemble(
                 pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self._weights),
-                capacity_tokens=self._plan.capacity_tokens,
+                capacity_tokens=capacity_tokens,
                 tile_tokens=self._plan.tile_tokens,
-                max_segments=self._segments,
-                max_adapters=self._adapters,
-                table=self._table,
+                max_segments=room.segments,
+                max_adapters=room.adapters,
+                table=room.table,
             )
             for replica in self._replicas
         ]
         return stacked(rows)
+
+
+class _Room(NamedTuple):
+    """Static places of the microbatches of one capacity; see `places` and `adapter_places`."""
+
+    segments: int
+    table: tuple[int, int] | None
+    adapters: int
+
+    def joined(self, other: _Room) -> _Room:
+        """Room for the microbatches of both."""
+        table = self.table if other.table is None else other.table if self.table is None else None
+        if self.table is not None and other.table is not None:
+            table = max(self.table[0], other.table[0]), max(self.table[1], other.table[1])
+        return _Room(max(self.segments, other.segments), table, max(self.adapters, other.adapters))
+
+
+def _room(config: JobConfig, parts: Sequence[Sequence[str]]) -> _Room:
+    """Room for microbatches with these samples, given by their adapters."""
+    together = max((len(set(part)) for part in parts), default=1)
+    return _Room(*places(config, parts), adapter_places(together, len(config.adapters)))
 
 
 def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
@@ -128,14 +156,12 @@ def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tupl
     return num_segments(most), (max(samples, 1), max(widths))
 
 
-def _parts(plan: Plan) -> list[list[str]]:
-    """The adapter of each sample, for each microbatch."""
-    return [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
-
-
-def _adapters_together(plan: Plan, num_adapters: int) -> int:
-    """Places for adapters in the microbatches of a plan."""
-    return adapter_places(max((len(set(part)) for part in _parts(plan)), default=1), num_adapters)
+def _parts(plan: Plan) -> dict[int, list[list[str]]]:
+    """The adapter of each sample, for each microbatch, by capacity."""
+    parts: dict[int, list[list[str]]] = {}
+    for slot, size in zip(plan.slots, plan.slot_capacities, strict=True):
+        parts.setdefault(size, []).extend([ref.adapter for ref in part] for part in slot.replicas)
+    return parts
 
 
 def _batch_sizes(config: JobConfig, prepared: Prepared) -> Iterator[tuple[str, Chosen, list[int]]]:

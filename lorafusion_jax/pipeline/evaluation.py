@@ -91,7 +91,7 @@ class Evaluator:
         rows = [
             assemble(
                 pieces_of_evaluation(samples, self._sets, self._index, self._weights),
-                capacity_tokens=batch.capacity_tokens,
+                capacity_tokens=batch.largest,
                 tile_tokens=batch.tile_tokens,
                 max_segments=self._segments,
                 max_adapters=1,
@@ -106,7 +106,7 @@ class Evaluator:
         job = AdapterJob(name=name, sample_tokens=lengths, global_batch=len(lengths))
         return make_plan(
             [job],
-            capacity_tokens=self._config.batch.capacity_tokens,
+            capacity_tokens=self._config.batch.largest,
             num_stages=1,
             data_parallel=self._config.mesh.replicas,
             tile_tokens=self._config.batch.tile_tokens,

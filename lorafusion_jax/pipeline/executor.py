@@ -143,7 +143,7 @@ class Executor:
         self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
         self._failing = threading.Lock()
-        self._warm: list[tuple[int, ...]] | None = None  # shapes of the microbatch that programs were compiled for
+        self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
 
     @property
     def local_replicas(self) -> list[int]:
@@ -156,21 +156,21 @@ class Executor:
         assert len(stages) == len(self.stages)
         self.stages = tuple(stages)
         self._index = {name: number for number, name in enumerate(names)}
-        self._warm = None
+        self._warm = []
 
     def warm_up(
         self,
-        rows: Microbatch,
+        rows: Sequence[Microbatch],
         held_out: Microbatch | None = None,
         news: Callable[[Sequence[str]], None] = lambda left: None,
     ) -> dict[str, tuple[float, float]]:
-        """Compiles what all stages run, side by side: an empty microbatch on each of them, and every kind of step.
+        """Compiles what all stages run, side by side: empty microbatches on each of them, and every kind of step.
 
         A microbatch without samples adds zero to every sum and steps run on copies, so nothing changes. Nothing is done
         a second time.
 
         Args:
-            rows: padding only, [replicas of this process, ...].
+            rows: padding only, [replicas of this process, ...]; one of each capacity.
             held_out: the same of an evaluation.
             news: told what is still under way, whenever that changes.
 
@@ -195,15 +195,16 @@ class Executor:
                     times[name] = done.result()
                 del left[name]
                 news(list(left))
-        self._warm = _shapes(rows)
+        self._warm += map(_shapes, rows)
         return times
 
-    def is_warm(self, rows: Microbatch) -> bool:
-        """Whether what a microbatch of these shapes runs is compiled."""
-        return self._warm == _shapes(rows)
+    def is_warm(self, rows: Sequence[Microbatch]) -> bool:
+        """Whether what microbatches of these shapes run is compiled."""
+        return all(_shapes(each) in self._warm for each in rows)
 
-    def _try_out(self, stage: Stage, rows: Microbatch) -> None:
-        stage.time_passes(to_stage(rows, stage.mesh))
+    def _try_out(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
+        for each in rows:  # in turn: the sums of a stage go from one pass to the next
+            stage.time_passes(to_stage(each, stage.mesh))
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:

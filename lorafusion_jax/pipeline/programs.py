@@ -1,4 +1,4 @@
-"""The compiled programs of one stage. Shapes are the same in every slot, so each program compiles once.
+"""The compiled programs of one stage. Shapes are the same in every slot of a capacity: each compiles once for it.
 
 A program runs one block: one or a few layers, or half of one. Compiling one layer and calling it 32 times costs as much
 host time as the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
-from lorafusion_jax.layout.layer import LAYER, Half, RematPolicy
+from lorafusion_jax.layout.layer import LAYER, RematPolicy
 from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
@@ -67,7 +67,7 @@ class StagePrograms:
         self._parts, self._stage, self._extent = parts, stage, extent
         self._remat: RematPolicy = remat
         self._columns, self._rows = parts.columns, {name: row for row, name in enumerate(parts.columns)}
-        self._splits: dict[tuple[Half | None, int], Split] = {}  # by half and place in its block
+        self._splits: dict[tuple, Split] = {}  # by half, place in its block, and shapes of the microbatch
         self._steps: dict[tuple, Any] = {}
         weights = jax.tree.map(
             lambda shape: P(*stage.split(shape)), parts.stored_shapes(), is_leaf=lambda node: isinstance(node, tuple)
@@ -190,7 +190,7 @@ class StagePrograms:
             whole, x = self._whole(weights, x)
             given = (whole, inputs, number + place)
             own = self._at(lora, weights, number + place, inputs)
-            x, rest = self._split(weights, place).forward(given, own, x)
+            x, rest = self._split(weights, place, inputs).forward(given, own, x)
             kept.append(((before,) if place else (), rest))
         return x[None], _row(kept)
 
@@ -204,7 +204,8 @@ class StagePrograms:
             whole, dy = self._whole(weights, dy)
             given = (whole, inputs, number + place)
             own = self._at(lora, weights, number + place, inputs)
-            gradient, dy = self._split(weights, place).backward(given, own, before[0] if place else x, rest, dy)
+            split = self._split(weights, place, inputs)
+            gradient, dy = split.backward(given, own, before[0] if place else x, rest, dy)
             sums = sums | {
                 name: lv.add(sums[name], *self._where(name, number + place, inputs), own)
                 for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
@@ -218,8 +219,11 @@ class StagePrograms:
             x = self._layer((whole, inputs, number + place), self._at(lora, weights, number + place, inputs), x)
         return x[None]
 
-    def _split(self, weights: StoredWeights, place: int) -> Split:
-        return self._splits.setdefault((self._parts.half(weights), place), Split(self._layer, self._remat))
+    def _split(self, weights: StoredWeights, place: int, inputs: Inputs) -> Split:
+        """What forward leaves is shaped like the microbatch: a backward finds the forward of its own capacity."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(inputs))
+        kind = (self._parts.half(weights), place, shapes)
+        return self._splits.setdefault(kind, Split(self._layer, self._remat))
 
     def _at(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
         """Trainable leaves of the microbatch's adapters in one layer, or in the half of it whose frozen tensors these

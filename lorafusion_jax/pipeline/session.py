@@ -91,12 +91,12 @@ class Session:
         return cls(config, prepared, base.stages, specs, Reading(base))
 
     def finish_loading(
-        self, rows: Microbatch | None = None, news: Callable[[str], None] = lambda text: None
+        self, rows: Sequence[Microbatch] = (), news: Callable[[str], None] = lambda text: None
     ) -> dict[str, Times]:
         """Waits for the base model, and compiles meanwhile.
 
         Args:
-            rows: a microbatch of padding, as training will have them; None: nothing is compiled.
+            rows: a microbatch of padding of each capacity, as training will have them; none: nothing is compiled.
             news: told what goes on, whenever that changes.
 
         Returns:
@@ -115,7 +115,7 @@ class Session:
                 news("  ·  ".join(under_way))
 
         try:
-            times = {} if rows is None else self.executor.warm_up(rows, self._evaluator.empty(), tell)
+            times = self.executor.warm_up(rows, self._evaluator.empty(), tell) if rows else {}
         finally:  # also where a stage fails: a model that cannot be read is worse
             self._reading.finish()
         assert self._reading.times is not None

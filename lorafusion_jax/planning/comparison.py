@@ -6,11 +6,11 @@ from scheduling import Plan, make_plan
 
 
 def plans_one_after_another(plan: Plan) -> list[Plan]:
-    """Plans every adapter separately, with the same planner, capacity and stages as `plan`."""
+    """Plans every adapter separately, with the same planner, capacities and stages as `plan`."""
     return [
         make_plan(
             [job],
-            capacity_tokens=plan.capacity_tokens,
+            capacity_tokens=plan.sizes,
             num_stages=plan.num_stages,
             data_parallel=plan.data_parallel,
             tile_tokens=plan.tile_tokens,
@@ -24,6 +24,6 @@ def plans_one_after_another(plan: Plan) -> list[Plan]:
 def slots_one_after_another(plan: Plan) -> int:
     """Counts the slots of all adapters, planned separately.
 
-    Every slot costs the same, full or not, so the ratio of slots is the ratio of times.
+    Every slot of a capacity costs the same, full or not: with one capacity the ratio of slots is the ratio of times.
     """
     return sum(single.num_slots for single in plans_one_after_another(plan))

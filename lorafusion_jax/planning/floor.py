@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,8 @@ CEILINGS: Mapping[str, Ceilings] = {"h200": H200}  # measured devices only
 def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan: Plan, device: str) -> float | None:
     """Returns a lower bound in seconds on the time of a plan; None for devices without measured ceilings.
 
-    floor = microbatches of a replica · busiest stage,  stage = its linear layers with LoRA, on the last one the head
+    floor = Σ over a replica's microbatches of the busiest stage,  stage = its linear layers with LoRA, on the last one
+    the head
 
     It counts forward and backward over a frozen base (no dW). A microbatch costs as much as a full one, and the head
     only counts learned tokens. The gate is part of the MLP's op. Attention, norms, embedding, optimizers, transfers,
@@ -31,21 +33,29 @@ def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan
     """
     if device not in CEILINGS:
         return None
-    microbatches = plan.num_slots - plan.num_noops
     learned = sum(_learned(prepared, adapter.name) for adapter in config.adapters)
-    head_rows = learned // max(microbatches * plan.data_parallel, 1)
+    share = learned / max(plan.data_parallel * sum(size * count for size, count in plan.slots_of_size.items()), 1)
     problem = memory_problem(config, model)
-    return microbatches * max(stage_floors_s(problem, head_rows, CEILINGS[device]))
+    tokens = {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
+    rows = [tokens[spec.name] / sum(tokens.values()) for spec in problem.adapters]
+    ceilings = CEILINGS[device]
+    return sum(
+        count * max(stage_floors_s(replace(problem, capacity_tokens=size), int(share * size), ceilings, rows))
+        for size, count in plan.slots_of_size.items()
+    )
 
 
-def stage_floors_s(problem: MemoryProblem, head_rows: int, ceilings: Ceilings) -> list[float]:
+def stage_floors_s(
+    problem: MemoryProblem, head_rows: int, ceilings: Ceilings, shares: Sequence[float] | None = None
+) -> list[float]:
     """Returns a lower bound in seconds per stage for one microbatch, forward and backward.
 
     Args:
         problem: shapes, adapters and the layers of each stage.
         head_rows: rows with a target. The head runs only on them, one product in each direction.
+        shares: of the rows, by adapter. A row costs what the rank of its own adapter costs (None: the largest rank).
     """
-    halves: dict[Half, float] = {half: _half_floor_s(problem, half, ceilings) for half in HALVES}
+    halves: dict[Half, float] = {half: _half_floor_s(problem, half, ceilings, shares) for half in HALVES}
     floors = [_layers_floor_s(stage, halves) for stage in problem.layers]
     model, item = problem.model, problem.item
     sizes = ((model.hidden_size, model.vocab_size), (model.vocab_size, model.hidden_size))
@@ -57,26 +67,35 @@ def _layers_floor_s(stage: Extent, halves: Mapping[Half, float]) -> float:
     return sum(sum(halves.values()) if piece.half is None else halves[piece.half] for piece in stage.pieces)
 
 
-def _half_floor_s(problem: MemoryProblem, half: Half, ceilings: Ceilings) -> float:
+def _half_floor_s(problem: MemoryProblem, half: Half, ceilings: Ceilings, shares: Sequence[float] | None) -> float:
     sites = [site for site in LAYER.sites.values() if site[0].half == half]
-    ops = [_mlp(problem)] if half == "mlp" else [_siblings(problem, site) for site in sites]
+    ops = [_mlp(problem, shares)] if half == "mlp" else [_siblings(problem, site, shares) for site in sites]
     return sum(op.floor_s(ceilings) for op in ops)
 
 
-def _siblings(problem: MemoryProblem, site: tuple[Linear, ...]) -> SiblingsCost:
+def _rank(problem: MemoryProblem, target: str, shares: Sequence[float] | None) -> int:
+    """The mean rank of the rows in a projection, as work grows with it; at least 1 where any adapter has some."""
+    largest = bank_rank(problem.adapters, target)
+    if shares is None or not largest:
+        return largest
+    own = zip(problem.adapters, shares, strict=True)
+    return max(1, int(sum(share * spec.rank for spec, share in own if target in spec.targets)))
+
+
+def _siblings(problem: MemoryProblem, site: tuple[Linear, ...], shares: Sequence[float] | None) -> SiblingsCost:
     return SiblingsCost(
         tokens=problem.capacity_tokens,
         in_features=site[0].in_features(problem.model),
         out_features=tuple(linear.out_features(problem.model) for linear in site),
-        ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in site),
+        ranks=tuple(_rank(problem, linear.name, shares) for linear in site),
         adapters=len(problem.adapters),
         dropout=any(spec.dropout for spec in problem.adapters),
         item=problem.item,
     )
 
 
-def _mlp(problem: MemoryProblem) -> MlpCost:
-    gate, up, down = (bank_rank(problem.adapters, name) for name in LAYER.linear_shapes(problem.model, "mlp"))
+def _mlp(problem: MemoryProblem, shares: Sequence[float] | None) -> MlpCost:
+    gate, up, down = (_rank(problem, name, shares) for name in LAYER.linear_shapes(problem.model, "mlp"))
     return MlpCost(
         tokens=problem.capacity_tokens,
         width=problem.model.hidden_size,

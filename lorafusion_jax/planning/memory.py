@@ -110,7 +110,7 @@ class StageMemory:
 def memory_problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
     """Builds the problem of a job. `train.remat: auto` counts as everything (see `choose_remat`)."""
     mesh, train = config.mesh, config.train
-    tokens = config.batch.capacity_tokens
+    tokens = config.batch.largest
     return MemoryProblem(
         model=model,
         adapters=tuple(adapter_specs(config)),
@@ -191,6 +191,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
     )  # cuDNN sums dq in float32, ours does not
+    sums = _tile_sums(problem)
     view = _view_bytes(problem)  # the adapters of a microbatch in one layer; their gradients take as much
     # Compiled for four H200s, a forward pass gathers layer by layer, a backward pass all layers of its program at once.
     gathered = layer_bytes(problem) if problem.fsdp > 1 else 0
@@ -198,7 +199,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     together = block_layers(problem.block_layers, len(problem.layers[stage].pieces), fsdp=problem.fsdp)
     programs = {
         "forward": hand_over + made_again + view + gathered + dequantised,
-        "backward": hand_over + made_again + max(mlp, attention) + 2 * view + together * gathered + dequantised,
+        "backward": hand_over + made_again + max(mlp, attention) + sums + 2 * view + together * gathered + dequantised,
         "update": 5 * max(_own_lora_bytes(problem, stage), default=0),  # gradient, changes, weights, states
     }
     if stage == problem.num_stages - 1:
@@ -361,6 +362,22 @@ def _view_bytes(problem: MemoryProblem) -> int:
         for leaf in leaves
     )
     return FLOAT32 * min(len(problem.adapters), max(problem.capacity_tokens // problem.tile_tokens, 1)) * padded
+
+
+def _tile_sums(problem: MemoryProblem) -> int:
+    """What the XLA form has of every tile in backward: dA and dB in float32 before they are added up, and A and B of
+    its adapter. A microbatch of one adapter is one tile; the kernels add up as they go."""
+    if problem.packed_bits or len(problem.adapters) == 1:
+        return 0
+    tiles, m = problem.capacity_tokens // problem.tile_tokens, problem.model
+    sites = (
+        sum(
+            bank_rank(problem.adapters, linear.name) * (linear.in_features(m) + linear.out_features(m))
+            for linear in linears
+        )
+        for linears in LAYER.sites.values()
+    )
+    return tiles * (FLOAT32 + problem.item) * max(sites)
 
 
 def _own_lora_bytes(problem: MemoryProblem, stage: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,16 +13,27 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent, counts_of
 from lorafusion_jax.layout.layer import LAYER, RematPolicy
-from lorafusion_jax.planning import memory
+from lorafusion_jax.planning import memory, ranks
 from lorafusion_jax.planning.pauses import Pauses, predicted_pauses
 from lorafusion_jax.planning.rebalance import Moved, rebalanced
 from lorafusion_jax.planning.stages import modelled_costs, stage_layers, worth_in_layers
 from lorafusion_jax.report.format import count
 from lorafusion_jax.weights.table import stored_kind
-from scheduling import CostModel, GatherCost, Plan, default_cost_parts, read_cost_model, simulate, stages_from_parts
+from pallas_kernels.policy import HOPPER
+from scheduling import (
+    CostModel,
+    CostParts,
+    GatherCost,
+    Plan,
+    default_cost_parts,
+    read_cost_model,
+    simulate,
+    stages_from_parts,
+)
 
 DEVICES = ("h200", "h100", "cpu")
 ROOMY = 0.9  # share of a device's memory
@@ -38,8 +49,14 @@ def memory_of(device: str) -> int | None:
     return memory.DEVICE_BYTES.get(device)
 
 
-def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostModel:
-    """Default costs of a job's stages on a device, from its rates."""
+def predicted_costs(
+    config: JobConfig, model: ModelConfig, device: str, tokens: Mapping[str, int] | None = None
+) -> CostModel:
+    """Default costs of a job's stages on a device, from its rates.
+
+    Args:
+        tokens: of each adapter's samples (None: as many of each). Rows of large ranks cost more.
+    """
     mesh = config.mesh
     layer = sum(map(prod, LAYER.linear_shapes(model).values())) / _product_speed(config, device)
     table = model.vocab_size * model.hidden_size
@@ -51,16 +68,39 @@ def predicted_costs(config: JobConfig, model: ModelConfig, device: str) -> CostM
         attention_width=model.num_heads * model.head_dim,
         mlp_width=model.intermediate_size,
     )
+    parts = _with_ranks(parts, config, model, device, tokens)
     item = 4 if config.base.dtype == "float32" else 2
     # Programs of four layers may overlap a part of the gathering; that is not measured.
     stored = memory.kernel_bytes(memory.memory_problem(config, model))
     gather = GatherCost(layer_bytes=stored, table_bytes=item * table, devices=mesh.fsdp, overlapped=False)
-    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.capacity_tokens)
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
     costs = stages_from_parts(parts, worth_in_layers(model, layers), gather=gather if mesh.fsdp > 1 else None)
     return dataclasses.replace(
         costs,
         source=f"default rates of one {device} per stage, {count(model.num_parameters)} parameters, nothing measured",
     )
+
+
+def _with_ranks(
+    parts: CostParts, config: JobConfig, model: ModelConfig, device: str, tokens: Mapping[str, int] | None
+) -> CostParts:
+    """The same costs, with what ranks above 16 take where Hopper's kernels run."""
+    rates = ranks.RATES.get(device)
+    if rates is None or config.base.dtype == "float32" or config.train.implementation not in (None, HOPPER):
+        return parts
+    extra_s = ranks.seconds_per_token(adapter_specs(config), model, rates, tokens)
+    forward, backward = parts.layer.forward, parts.layer.backward
+    layer = dataclasses.replace(
+        parts.layer,
+        forward=dataclasses.replace(forward, token_s=forward.token_s + ranks.FORWARD_SHARE * extra_s),
+        backward=dataclasses.replace(backward, token_s=backward.token_s + (1 - ranks.FORWARD_SHARE) * extra_s),
+    )
+    return dataclasses.replace(parts, layer=layer)
+
+
+def adapter_tokens(prepared: Prepared) -> dict[str, int]:
+    """Tokens of each adapter's samples, all epochs counted."""
+    return {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
 
 
 def _product_speed(config: JobConfig, device: str) -> float:
@@ -75,14 +115,14 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
         PlanError: the file is not a cost model, or was measured with other layers, capacity, model, `mesh.fsdp` or
             `train.remat`; `auto` accepts every policy.
     """
-    mesh, tokens = config.mesh, config.batch.capacity_tokens
+    mesh = config.mesh
     if model is None:
         costs = read_costs(file, [1.0] * mesh.stages)
     else:
-        layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=tokens)
+        layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
         costs = read_costs(file, worth_in_layers(model, layers))
         costs.check_layers(counts_of(layers))
-    costs.check_capacity(tokens)
+    costs.check_capacity(*config.batch.sizes)
     costs.check_measured_with(
         measured_with(
             dtype=config.base.dtype,
@@ -177,7 +217,7 @@ class RunPrediction:
 def predicted_run(config: JobConfig, prepared: Prepared, plan: Plan) -> RunPrediction:
     """What `lorafusion plan` says on this machine. Takes 0.06 ms a slot of four stages."""
     model, device = ModelConfig.from_hf(base_directory(config)), this_device()
-    costs = predicted_costs(config, model, device)
+    costs = predicted_costs(config, model, device, adapter_tokens(prepared))
     timeline = simulate(plan, costs)
     pauses = predicted_pauses(config, model, prepared, plan, costs, duration_s=timeline.duration_s, device=device)
     bubbles = timeline.bubble_share if plan.num_stages > 1 else None

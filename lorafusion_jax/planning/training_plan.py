@@ -32,13 +32,18 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
     """Plans the run. The planner verifies the plan."""
     return make_plan(
         train_jobs(config, prepared),
-        capacity_tokens=config.batch.capacity_tokens,
+        capacity_tokens=config.batch.sizes,
         num_stages=config.mesh.stages,
         data_parallel=config.mesh.replicas,
         tile_tokens=config.batch.tile_tokens,
         seed=0,
         **search_effort(config),
     )
+
+
+def slots_of_sizes(plan: Plan) -> dict[str, int]:
+    """Microbatches of each capacity, for events and `--json`; empty for plans of one capacity."""
+    return {str(size): count for size, count in plan.slots_of_size.items()} if plan.smaller else {}
 
 
 def search_effort(config: JobConfig) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class RunStarted(RunEvent):
         failed: why, for those that did.
         stopped: paused or cancelled, for those that are.
         frozen, trainable: parameters; trainable are the adapters' own.
+        sizes: microbatches of each capacity, where a plan has several.
         stored: numbers that the devices hold for the trainable ones: weights, gradients, moments.
         plan: its digest.
         predicted: seconds of the whole plan at default rates: of slots, evaluations and saves.
@@ -116,6 +117,7 @@ class RunStarted(RunEvent):
     failed: Mapping[str, str] = field(default_factory=dict)
     stopped: Mapping[str, str] = field(default_factory=dict)
     capacity_tokens: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
     trainable: int
     stored: Mapping[str, int] = field(default_factory=dict)
     plan: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def count(number: float) -> str:
@@ -15,6 +15,15 @@ def count(number: float) -> str:
         if number >= 0.99995 * size:
             return f"{number / size:.1f} {letter}"
     return f"{number:.0f}"
+
+
+def sizes(capacities: Iterable[int]) -> str:
+    """Formats the capacities of a plan.
+
+    >>> sizes((3072, 8192)), sizes((8192,))
+    ('3 072 / 8 192', '8 192')
+    """
+    return " / ".join(map(whole, capacities))
 
 
 def whole(number: int) -> str:

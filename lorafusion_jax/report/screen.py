@@ -34,7 +34,7 @@ from lorafusion_jax.report.events import (
     StateSaved,
     StepTaken,
 )
-from lorafusion_jax.report.format import count, duration, layout, percent, whole
+from lorafusion_jax.report.format import count, duration, layout, percent, sizes, whole
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -173,7 +173,7 @@ class Screen:
         devices = layout(event.mesh, event.layers, event.remat) if event.mesh else ""
         for text in (
             f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
-            f"{whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
+            f"{sizes(map(int, event.sizes)) or whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
             f"  {count(event.trainable)} trainable and {count(event.frozen)} frozen parameters  ·  "
             f"{event.device}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
             *([f"  {devices}"] if devices else ()),

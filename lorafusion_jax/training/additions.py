@@ -54,7 +54,7 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
     check_adapters(new, prepared)
     check_jobs(
         train_jobs(new, prepared),
-        capacity_tokens=job.plan.capacity_tokens,
+        capacity_tokens=job.plan.sizes,
         num_stages=job.plan.num_stages,
         data_parallel=job.plan.data_parallel,
         tile_tokens=job.plan.tile_tokens,

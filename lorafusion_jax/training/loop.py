@@ -61,7 +61,7 @@ class Loop:
         self._program, self._changes = program, deque(changes)
         self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
         self._tables = PlanTables(job, executor.local_replicas)
-        self._meter = Meter([], job.plan.capacity_tokens * job.plan.data_parallel, {}, progress.slot)
+        self._meter = Meter([], [], {}, progress.slot)
         self._steps = Steps(job, self._tables, executor, progress, self._meter, emit, hooks)
         self._take_plan()
         self._seconds_before = progress.seconds  # of earlier sittings
@@ -114,7 +114,7 @@ class Loop:
     def _take_plan(self) -> None:
         """Goes on with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
-        self._meter.replan(self._tables.slot_tokens, self._tables.last_slot)
+        self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
         for name in self._failed():
             self._meter.drop(name, self._progress.slot)
 
@@ -193,7 +193,8 @@ class Loop:
 
     def _compile(self) -> None:
         """Compiles what the start has not."""
-        slot, rows = self._progress.slot, self._tables.batches.empty()
+        slot = self._progress.slot
+        rows = self._tables.batches.empty(slot)
         if self._executor.is_warm(rows):
             self._emit(PhaseBegun(slot=slot, text="first steps"))
             return

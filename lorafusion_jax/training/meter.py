@@ -17,13 +17,13 @@ EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # what trai
 class Meter:
     """Measures a sitting. Every second after the first slots belongs to a slot or to a pause, and all of them count.
 
-    A slot takes the mean time of the recent ones, slow ones included. Pauses come now and then, so what a slot has to
-    bear of them is their share of all time after the first slots. What goes before, loading, compiling and the first
-    slots, counts nowhere.
+    A row takes the mean time of the rows of recent slots, slow ones included. Pauses come now and then, so what a slot
+    has to bear of them is their share of all time after the first slots. What goes before, loading, compiling and the
+    first slots, counts nowhere.
 
     Args:
         slot_tokens: adapter → real tokens, for each slot of the plan.
-        capacity_tokens: processed tokens of a slot.
+        slot_rows: rows that each slot computes, padding included.
         last_slot: slot after which each adapter is done.
         done: slots that a resumed run has done.
 
@@ -34,12 +34,12 @@ class Meter:
     def __init__(
         self,
         slot_tokens: Sequence[Mapping[str, int]],
-        capacity_tokens: int,
+        slot_rows: Sequence[int],
         last_slot: Mapping[str, int],
         done: int = 0,
     ):
-        self._tokens, self._capacity, self._last = list(slot_tokens), capacity_tokens, dict(last_slot)
-        self._busy = _count_busy(self._tokens)
+        self._tokens, self._rows, self._last = list(slot_tokens), list(slot_rows), dict(last_slot)
+        self._busy = _busy_rows(self._tokens, self._rows)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._seen, self._at, self._before_pause = 0, time.perf_counter(), 0.0
         self._busy_s = 0.0  # after the first slots, as is:
@@ -51,12 +51,14 @@ class Meter:
         rest = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
         self._tokens[from_slot:] = rest
         self._last[name] = -1
-        self._busy = _count_busy(self._tokens)
+        self._busy = _busy_rows(self._tokens, self._rows)
 
-    def replan(self, slot_tokens: Sequence[Mapping[str, int]], last_slot: Mapping[str, int]) -> None:
+    def replan(
+        self, slot_tokens: Sequence[Mapping[str, int]], slot_rows: Sequence[int], last_slot: Mapping[str, int]
+    ) -> None:
         """Takes another plan, equal to the one before in all slots that are done."""
-        self._tokens, self._last = list(slot_tokens), dict(last_slot)
-        self._busy = _count_busy(self._tokens)
+        self._tokens, self._rows, self._last = list(slot_tokens), list(slot_rows), dict(last_slot)
+        self._busy = _busy_rows(self._tokens, self._rows)
 
     def slots_done(self, slots: Sequence[int]) -> None:
         """Notes that these slots (from 0) have been found finished, the last of them just now."""
@@ -108,16 +110,17 @@ class Meter:
         wall_s = recent_s * (1 + paused_s / self._busy_s)
         useful = sum(sum(self._tokens[slot].values()) for _, slot in self._recent)
         own = {name: sum(self._tokens[slot].get(name, 0) for _, slot in self._recent) for name in self._last}
-        slots_left = self._busy_slots(slots_done, len(self._tokens))
-        eta_s = slots_left * per_slot * (1 + self._paused_s.get(SAVING, 0.0) / self._busy_s) + (
+        rows = sum(self._rows[slot] for _, slot in self._recent)
+        rows_left = self._rows_left(slots_done, len(self._tokens))
+        eta_s = rows_left * (recent_s / rows) * (1 + self._paused_s.get(SAVING, 0.0) / self._busy_s) + (
             evaluations_left_s or 0.0
         )
-        each_s = eta_s / max(slots_left, 1)
-        left = {name: self._busy_slots(slots_done, last + 1) * each_s for name, last in self._last.items()}
+        each_s = eta_s / max(rows_left, 1)
+        left = {name: self._rows_left(slots_done, last + 1) * each_s for name, last in self._last.items()}
         return {
             "slots": len(self._tokens),
             "useful_tokens_per_s": round(useful / wall_s, 1),
-            "processed_tokens_per_s": round(len(self._recent) * self._capacity / wall_s, 1),
+            "processed_tokens_per_s": round(rows / wall_s, 1),
             "slot_seconds": round(per_slot, 5),
             "eta_s": round(eta_s, 2),
             "adapter_eta_s": {name: round(seconds, 2) for name, seconds in left.items()},
@@ -127,11 +130,12 @@ class Meter:
             "eta_leaves_out": ["evaluations"] if evaluations_left_s is None else [],
         }
 
-    def _busy_slots(self, start: int, stop: int) -> int:
-        """Slots of [start, stop) that have work: no-ops and slots of failed adapters take no time."""
+    def _rows_left(self, start: int, stop: int) -> int:
+        """Rows of the slots of [start, stop) that have work: no-ops and slots of failed adapters take no time."""
         return int(max(self._busy[stop] - self._busy[start], 0))
 
 
-def _count_busy(slot_tokens: Sequence[Mapping[str, int]]) -> np.ndarray:
-    """Slots with work before each slot, [slots + 1]."""
-    return np.concatenate([[0], np.cumsum([bool(tokens) for tokens in slot_tokens])]).astype(np.int64)
+def _busy_rows(slot_tokens: Sequence[Mapping[str, int]], slot_rows: Sequence[int]) -> np.ndarray:
+    """Rows of the slots with work before each slot, [slots + 1]."""
+    busy = [rows if tokens else 0 for tokens, rows in zip(slot_tokens, slot_rows, strict=True)]
+    return np.concatenate([[0], np.cumsum(busy)]).astype(np.int64)

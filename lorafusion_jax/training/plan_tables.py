@@ -20,6 +20,7 @@ class PlanTables:
         index: place of each adapter in the stack.
         batch_of: (slot, adapter) → the global batch that ends there.
         slot_tokens: real tokens of every adapter in every slot.
+        slot_rows: rows that every slot computes, of all replicas.
         last_slot: in which each adapter takes its last step; -1: none.
         rates: learning rate of each step of each adapter.
     """
@@ -37,6 +38,9 @@ class PlanTables:
         self.index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         self.batch_of = {(slot, name): batch for slot, name, batch in ends}
         self.slot_tokens = slot_tokens(plan, prepared)
+        self.slot_rows = [
+            rows * len(slot.replicas) for slot, rows in zip(plan.slots, plan.slot_capacities, strict=True)
+        ]
         self.last_slot = {name: max((slot for slot, n, _ in ends if n == name), default=-1) for name in self.index}
         self.rates = {a.name: step_rates(a, prepared.adapters[a.name]) for a in config.adapters}
 

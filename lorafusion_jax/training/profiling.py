@@ -82,7 +82,7 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     )
     costs = replace(
         costs,
-        capacity_tokens=plan.capacity_tokens,
+        capacity_tokens=plan.sizes if plan.smaller else plan.capacity_tokens,
         layers=tuple(stage.extent.count for stage in stages),
         measured_with=measured_with(
             dtype=config.base.dtype,

@@ -18,6 +18,7 @@ from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.prediction import predicted_run
+from lorafusion_jax.planning.training_plan import slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
     AdapterChanged,
@@ -255,6 +256,7 @@ class Run:
                 failed={name: adapter.reason for name, adapter in progress.items() if adapter.status == "failed"},
                 stopped={n: own.status for n, own in progress.items() if own.status in ("paused", "cancelled")},
                 capacity_tokens=self._job.plan.capacity_tokens,
+                sizes=slots_of_sizes(self._job.plan),
                 trainable=session.num_trainable,
                 stored=session.stored,
                 plan=self._job.plan.digest,

@@ -226,8 +226,8 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
             why=str(problem).splitlines()[0],
             fix="lorafusion plan jobs.yaml -o plan.json",
         ) from None
-    of_plan = (plan.capacity_tokens, plan.tile_tokens, *(layout[1:] for layout in plan.layouts))
-    of_job = (config.batch.capacity_tokens, config.batch.tile_tokens, (config.mesh.stages, config.mesh.replicas))
+    of_plan = (plan.sizes, plan.tile_tokens, *(layout[1:] for layout in plan.layouts))
+    of_job = (config.batch.sizes, config.batch.tile_tokens, (config.mesh.stages, config.mesh.replicas))
     if of_plan != of_job:
         raise CheckpointError(
             "plan.mismatch",
@@ -278,9 +278,9 @@ def _execute(
             session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
         stop_if_asked()
-        rows = None
+        rows: list[Microbatch] = []
         if progress.slot < plan.num_slots:
-            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty()
+            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
         start_up = _finish_loading(session, rows, began, progress.slot, tell)
         stop_if_asked()
         if is_first():  # not before the model has loaded: a failed start leaves everything as it was
@@ -304,7 +304,7 @@ def _execute(
         return run.execute()
 
 
-def _finish_loading(session: Session, rows: Microbatch | None, began: float, slot: int, tell: Listener) -> StartUp:
+def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, slot: int, tell: Listener) -> StartUp:
     """Reads and compiles. A stage that fails ends the run once its folder is there; a model that is broken, at once."""
     try:
         with CompileCounter() as programs:

@@ -1,7 +1,7 @@
 """Balances attention work: exchanges samples between microbatches until their sums of squared lengths are similar.
 
 Replicas wait for the slowest replica of a slot, and stages wait when one slot takes longer than the next. Microbatches
-have equal shapes, so they differ only in attention, whose work grows with Σ length².
+of one capacity have equal shapes, so they differ only in attention, whose work grows with Σ length².
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     budget.evaluations -= PRICE + EXCHANGE_PRICE * len(goes) * len(comes)
     moved = (out @ ours.tokens**2)[:, None] - back @ theirs.tokens**2
     tokens = (out @ ours.tokens)[:, None] - back @ theirs.tokens
-    capacity = bins.problem.tiles * bins.problem.tile_tokens
-    fits = (tokens <= capacity - bins.load[light]) & (-tokens <= capacity - bins.load[heavy])
+    room = {at: bins.tiles[at[0]] * bins.problem.tile_tokens - bins.load[at] for at in (heavy, light)}
+    fits = (tokens <= room[light]) & (-tokens <= room[heavy])
     change = np.where(fits, moved * (moved - float(gap)), 0).ravel()  # length⁴ can overflow int64
     worth = np.flatnonzero(change <= -WORTH * gap * gap)
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
@@ -127,7 +127,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
         row, column = divmod(place, len(comes))
         gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
         come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]
-        if _fits(bins.problem, here, come, gone) and _fits(bins.problem, there, gone, come):
+        if _fits(bins, heavy, here, come, gone) and _fits(bins, light, there, gone, come):
             for at in goes[row]:
                 bins.move(ours.keys[at], ours.bits[at], heavy, light)
             for at in comes[column]:
@@ -138,7 +138,9 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     return False
 
 
-def _fits(problem: Problem, before: dict[Key, int], come: list[tuple[Key, int]], gone: list[tuple[Key, int]]) -> bool:
+def _fits(
+    bins: Bins, at: Place, before: dict[Key, int], come: list[tuple[Key, int]], gone: list[tuple[Key, int]]
+) -> bool:
     """Whether a microbatch has enough tiles after the exchange and does not become empty."""
     tokens = dict(before)
     for key, count in come:
@@ -147,8 +149,8 @@ def _fits(problem: Problem, before: dict[Key, int], come: list[tuple[Key, int]],
         tokens[key] -= count
     tiles = 0
     for count in tokens.values():
-        tiles -= -count // problem.tile_tokens
-    return 0 < tiles <= problem.tiles
+        tiles -= -count // bins.problem.tile_tokens
+    return 0 < tiles <= bins.tiles[at[0]]
 
 
 @lru_cache(maxsize=64)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from scheduling.packing.problem import Filling, Problem, bits
+from scheduling.packing.problem import Filling, Problem, bits, smallest_size
 
 Key = tuple[int, int]  # (job, batch)
 Place = tuple[int, int]  # (slot, replica)
 
 
 class Bins:
-    """Microbatches by (slot, replica): their load, and per (job, batch) the mask of its samples."""
+    """Microbatches by (slot, replica): their load, and per (job, batch) the mask of its samples.
+
+    A slot keeps its capacity: the smallest one that held it at first.
+    """
 
     def __init__(self, problem: Problem, filling: Filling):
         self.problem = problem
@@ -19,6 +22,12 @@ class Bins:
             for slot, replicas in enumerate(filling)
             for replica, parts in enumerate(replicas)
         }
+        sizes = problem.sizes
+        self.tiles = (
+            [sizes[smallest_size(problem, replicas)] for replicas in filling]
+            if len(sizes) > 1
+            else [problem.tiles] * len(filling)
+        )
         self.load = {at: sum(map(self.tokens, parts, parts.values())) for at, parts in self.parts.items()}
         self.first: dict[Key, int] = {}
         self.last: dict[Key, int] = {}
@@ -45,7 +54,7 @@ class Bins:
 
     def room_for(self, at: Place, key: Key) -> int:
         """Tokens of that batch that still fit in a microbatch."""
-        tile, tiles = self.problem.tile_tokens, self.problem.tiles
+        tile, tiles = self.problem.tile_tokens, self.tiles[at[0]]
         own = 0
         for other, mask in self.parts[at].items():
             if other == key:

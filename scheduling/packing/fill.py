@@ -47,7 +47,13 @@ def memoised(choose: Choose) -> Choose:
 
 
 def fill_microbatch(
-    problem: Problem, order: Sequence[int], batch: Sequence[int], mask: list[int], tokens: list[int], choose: Choose
+    problem: Problem,
+    order: Sequence[int],
+    batch: Sequence[int],
+    mask: list[int],
+    tokens: list[int],
+    choose: Choose,
+    tiles: int | None = None,
 ) -> Microbatch:
     """Takes samples of the jobs in `order` until the microbatch is full; changes `mask` and `tokens` in place.
 
@@ -55,8 +61,9 @@ def fill_microbatch(
         batch: per job, its current batch.
         mask: per job, the samples of the current batch that are left.
         tokens: per job, tokens of these samples.
+        tiles: of the microbatch (None: of the largest capacity).
     """
-    tile, tiles = problem.tile_tokens, problem.tiles
+    tile, tiles = problem.tile_tokens, problem.tiles if tiles is None else tiles
     parts: list[tuple[int, int, int]] = []
     for job in order:
         take, taken = mask[job], tokens[job]

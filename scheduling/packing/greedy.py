@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from scheduling.packing.fill import Choose, fill_best, fill_microbatch
 from scheduling.packing.problem import Filling, Microbatch, Problem
 
+# (tiles of a capacity -> tokens left of each job, tokens left now, tile, whether a single job is left) -> tiles
+ChooseSize = Callable[[Callable[[int], list[int]], Sequence[int], int, bool], int]
 
-def greedy(problem: Problem, *, ahead: Sequence[float] | None = None, choose: Choose | None = None) -> Filling:
+
+def greedy(
+    problem: Problem,
+    *,
+    ahead: Sequence[float] | None = None,
+    choose: Choose | None = None,
+    size: ChooseSize | None = None,
+) -> Filling:
     """Fills slot after slot until no sample is left. The result is valid.
 
     Args:
         ahead: per job, a priority in slots over other jobs (negative: after them), for the whole run.
         choose: chooses a part of a batch (None: the subset that fills best).
+        size: chooses the capacity of a slot (None: the largest).
     """
     state = _State(problem, ahead or [0.0] * len(problem.jobs), choose or fill_best(problem))
+    state.size = size
     filling: Filling = []
     while state.free or state.waiting:
         filling.append(_fill_slot(problem, state, len(filling)))
@@ -35,6 +46,7 @@ class _State:
 
     def __init__(self, problem: Problem, ahead: Sequence[float], choose: Choose):
         self.choose = choose
+        self.size: ChooseSize | None = None
         self.batch = [0] * len(problem.jobs)
         self.mask = [batches[0].full_mask if batches else 0 for batches in problem.batches]
         self.tokens = [batches[0].total if batches else 0 for batches in problem.batches]
@@ -53,8 +65,9 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         insort(state.free, (True, state.rank[job], job))
     order = [entry[2] for entry in state.free]
     before = list(state.tokens)
+    tiles = problem.tiles if state.size is None or not order else _size(problem, state, order)
     replicas = tuple(
-        fill_microbatch(problem, order, state.batch, state.mask, state.tokens, state.choose)
+        fill_microbatch(problem, order, state.batch, state.mask, state.tokens, state.choose, tiles)
         for _ in range(problem.data_parallel)
     )
     touched = {part[0] for parts in replicas for part in parts}
@@ -68,6 +81,20 @@ def _fill_slot(problem: Problem, state: _State, slot: int) -> tuple[Microbatch, 
         else:
             _next_batch(problem, state, job, slot)
     return replicas
+
+
+def _size(problem: Problem, state: _State, order: list[int]) -> int:
+    """The tiles of the next slot, after a trial with each capacity."""
+    assert state.size is not None
+
+    def left(tiles: int) -> list[int]:
+        mask, tokens = list(state.mask), list(state.tokens)
+        for _ in range(problem.data_parallel):
+            fill_microbatch(problem, order, state.batch, mask, tokens, state.choose, tiles)
+        return [tokens[job] for job in order]
+
+    alone = len(order) == 1 and not state.waiting
+    return state.size(left, [state.tokens[job] for job in order], problem.tile_tokens, alone)
 
 
 def _next_batch(problem: Problem, state: _State, job: int, slot: int) -> None:

@@ -50,6 +50,11 @@ class Problem:
         return self.limits.tiles
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Whole tiles in a microbatch of each capacity, ascending."""
+        return tuple(size // self.tile_tokens for size in self.limits.sizes)
+
+    @property
     def tile_tokens(self) -> int:
         return self.limits.tile_tokens
 
@@ -120,8 +125,24 @@ def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple
 
 
 def to_slots(problem: Problem, filling: Filling) -> tuple[Slot, ...]:
-    """Converts masks to sample references."""
-    return tuple(Slot(replicas=tuple(_refs(problem, parts) for parts in replicas)) for replicas in filling)
+    """Converts masks to sample references. Each slot takes the smallest capacity that holds it."""
+    slots = [tuple(_refs(problem, parts) for parts in replicas) for replicas in filling]
+    if not problem.limits.smaller:
+        return tuple(Slot(replicas=replicas) for replicas in slots)
+    capacities = [problem.limits.sizes[smallest_size(problem, replicas)] for replicas in filling]
+    return tuple(Slot(replicas=refs, capacity_tokens=size) for refs, size in zip(slots, capacities, strict=True))
+
+
+def smallest_size(problem: Problem, replicas: Sequence[Microbatch]) -> int:
+    """Index of the smallest capacity that holds the microbatches of a slot."""
+    most = 0
+    for parts in replicas:
+        tiles = 0
+        for job, batch, mask in parts:
+            tokens = problem.batches[job][batch].tokens
+            tiles -= -sum(tokens[bit] for bit in bits(mask)) // problem.tile_tokens
+        most = max(most, tiles)
+    return next(index for index, size in enumerate(problem.sizes) if size >= most)
 
 
 def _refs(problem: Problem, parts: Microbatch) -> tuple[SampleRef, ...]:

@@ -158,6 +158,19 @@ def test_a_backward_pass_gathers_all_layers_of_its_program(block):
     assert 1.7e9 < counted["forward"] < 2.7e9  # 1.6 to 1.7 GB at every block: one layer at a time
 
 
+def test_the_xla_form_sums_up_over_tiles():
+    """By hand: float32 dA and dB and the model's A and B of every tile, of the widest projections that share an input.
+    One adapter is one tile, and the kernels add up as they go."""
+    four = problem(LLAMA_8B, FOUR, tokens=131072, implementation="xla")
+    tiles, rank = 131072 // 128, FOUR[0].rank
+    counted = working_memory(four, 0)["backward"] - working_memory(replace(four, implementation=HOPPER), 0)["backward"]
+    single = replace(four, adapters=FOUR[:1], optimizers=("adamw",))
+    alone = (
+        working_memory(single, 0)["backward"] - working_memory(replace(single, implementation=HOPPER), 0)["backward"]
+    )
+    assert counted - alone == tiles * 2 * rank * (4096 + 14336) * (4 + 2)
+
+
 def test_stages_hold_as_many_halves_as_fit():
     four = problem(LLAMA_70B, FOUR, stages=4, tokens=6144)
     sizes = [stage.total for stage in stage_memory(four)]

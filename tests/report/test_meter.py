@@ -29,7 +29,7 @@ def run(clock, meter: Meter, slots, seconds: float) -> None:
 
 
 def test_rates_are_none_before_measurement(clock):
-    meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
+    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9})
     run(clock, meter, range(WARM_UP), 30.0)
     assert meter.snapshot(WARM_UP)["eta_s"] is None
 
@@ -40,7 +40,7 @@ def pause(clock, meter: Meter, what: str, seconds: float) -> None:
 
 
 def test_rates_leave_out_warm_up_and_count_pauses(clock):
-    meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
+    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9})
     pause(clock, meter, COMPILING, 100)
     run(clock, meter, range(WARM_UP), 30.0)
     run(clock, meter, range(WARM_UP, 7), 0.5)
@@ -63,7 +63,7 @@ def test_rates_leave_out_warm_up_and_count_pauses(clock):
 def test_rates_and_time_left_are_within_two_percent_of_wall_time(clock):
     """A save every 20 slots, an evaluation every 50; now and then a slot that is slow."""
     total = 400
-    meter = Meter([{"law": 80}] * total, 100, {"law": total - 1})
+    meter = Meter([{"law": 80}] * total, [100] * total, {"law": total - 1})
     at, shown = {}, {}
     for slot in range(total):
         clock.now += 0.6 if slot % 4 == 0 else 0.5
@@ -83,14 +83,14 @@ def test_rates_and_time_left_are_within_two_percent_of_wall_time(clock):
 
 
 def test_what_nobody_has_measured_is_named(clock):
-    meter = Meter(SLOTS, 100, {"law": 19, "med": 9})
+    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9})
     run(clock, meter, range(8), 0.5)
     assert meter.snapshot(8, evaluations_left_s=None)["eta_leaves_out"] == ["evaluations"]
     assert meter.snapshot(8, evaluations_left_s=0.0)["eta_leaves_out"] == []
 
 
 def test_a_run_of_few_slots_is_measured_as_a_whole(clock):
-    meter = Meter(SLOTS[:3], 100, {"law": 2, "med": 2})
+    meter = Meter(SLOTS[:3], [100] * 3, {"law": 2, "med": 2})
     run(clock, meter, range(2), 0.5)
     pause(clock, meter, EVALUATING, 0.0)  # before the last slot
     assert meter.snapshot(2)["eta_s"] is None
@@ -99,7 +99,7 @@ def test_a_run_of_few_slots_is_measured_as_a_whole(clock):
 
 
 def test_done_adapters_have_no_remaining_time(clock):
-    meter = Meter(SLOTS, 100, {"law": 19, "med": 9}, done=8)
+    meter = Meter(SLOTS, [100] * 20, {"law": 19, "med": 9}, done=8)
     run(clock, meter, range(8, 20), 0.5)
     seen = meter.snapshot(20)
     assert seen["adapter_eta_s"] == {"law": 0, "med": 0}
@@ -109,7 +109,7 @@ def test_done_adapters_have_no_remaining_time(clock):
 def test_slow_slots_count_in_rates_and_time_left(clock):
     """One slot in three takes three times as long; the median of them would not know."""
     slots = [{"law": 1000}] * 90
-    meter = Meter(slots, 2000, {"law": 89})
+    meter = Meter(slots, [2000] * len(slots), {"law": 89})
     for slot in range(50):
         run(clock, meter, [slot], 3.0 if slot % 3 == 0 else 1.0)
     seen = meter.snapshot(50)
@@ -123,13 +123,13 @@ def test_slow_slots_count_in_rates_and_time_left(clock):
 
 
 def test_slots_without_work_take_no_time(clock):
-    meter = Meter([{"law": 80}] * 10 + [{}] * 4 + [{"law": 80}] * 2, 100, {"law": 15})
+    meter = Meter([{"law": 80}] * 10 + [{}] * 4 + [{"law": 80}] * 2, [100] * 16, {"law": 15})
     run(clock, meter, range(10), 0.5)
     assert meter.snapshot(10)["eta_s"] == 2 * 0.5
 
 
 def test_failed_adapters_do_not_count_in_rates(clock):
-    meter = Meter(SLOTS[:10] + [{"med": 80}] * 10, 100, {"law": 9, "med": 19})
+    meter = Meter(SLOTS[:10] + [{"med": 80}] * 10, [100] * 20, {"law": 9, "med": 19})
     run(clock, meter, range(8), 0.5)
     meter.drop("med", 8)
     run(clock, meter, range(8, 10), 0.5)

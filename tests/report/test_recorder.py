@@ -45,7 +45,7 @@ def documented() -> dict[str, set[str]]:
 
 
 def test_rows_are_the_documented_ones(tmp_path):
-    meter = Meter([{"law": 30}, {"law": 20, "med": 10}], 64, {"law": 1, "med": 1})
+    meter = Meter([{"law": 30}, {"law": 20, "med": 10}], [64] * 2, {"law": 1, "med": 1})
     meter.slots_done([0])
     write = Recorder(tmp_path)
     slot = SlotDone(slot=1, **meter.snapshot(1), bubble_share=0.04)

@@ -1,0 +1,74 @@
+"""What ranks above 16 add to the predicted time of a layer on Hopper GPUs. Default rates are those of rank 16.
+
+The fused kernels serve up to 64 ranks of a call; of larger ones they take the first 16, and passes of their own visit
+the rows of adapters that have more, in blocks of 64 ranks (`pallas_kernels.linear.extra_ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.layout.layer import LAYER, Linear
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
+
+FORWARD_SHARE = 1 / 3  # down and up; backward has dS, dA, dB and dx
+
+
+class RankRates(NamedTuple):
+    """Seconds per feature, in plus out, of a projection and its gradients.
+
+    Args:
+        rank: per token and rank from 16 to 64, inside the fused kernels.
+        token: per token of a microbatch in which any adapter has extra ranks.
+        row: per row of an adapter that has some.
+        block: per such row and block of its ranks.
+    """
+
+    rank: float
+    token: float
+    row: float
+    block: float
+
+
+# H200, four adapters on the seven linears of Qwen3-8B's shape, 8192 tokens, p 0.1: 64 ranks 36 ms over 16 ranks in 36
+# layers; a layer with one adapter of 128 ranks, four of 128 and four of 256 1.03, 2.75 and 4.09 ms over four of 16
+# (`benchmarks/results/ranks_h200_2026-11-23`). An H100 is the same chip.
+_HOPPER = RankRates(rank=3.4e-14, token=7.3e-13, row=1.54e-12, block=1.08e-12)
+RATES: Mapping[str, RankRates] = {"h200": _HOPPER, "h100": _HOPPER}
+
+
+def seconds_per_token(
+    adapters: Sequence[AdapterSpec], model: ModelConfig, rates: RankRates, tokens: Mapping[str, int] | None = None
+) -> float:
+    """Returns what the ranks of a job add to a layer's forward and backward, per token of a microbatch.
+
+    Args:
+        tokens: of each adapter's samples, for its share of the rows (None: equal shares).
+    """
+    weights = {spec.name: 1 if tokens is None else tokens[spec.name] for spec in adapters}
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    return sum(_site_s(adapters, shares, linears, model, rates) for linears in LAYER.sites.values())
+
+
+def _site_s(
+    adapters: Sequence[AdapterSpec],
+    shares: Mapping[str, float],
+    linears: Sequence[Linear],
+    model: ModelConfig,
+    rates: RankRates,
+) -> float:
+    """The same of the projections that share an input, which are one call."""
+    ranks = {linear: bank_rank(adapters, linear.name) for linear in linears}
+    features = {linear: linear.in_features(model) + linear.out_features(model) for linear in linears}
+    if padded_rank(max(ranks.values())) <= MAX_RANK:
+        return sum(rates.rank * max(0, ranks[each] - MIN_RANK) * features[each] for each in linears)
+    seconds = 0.0
+    for linear in linears:
+        blocks = {spec.name: extra_blocks((spec.rank,), MIN_RANK) for spec in adapters if linear.name in spec.targets}
+        if any(blocks.values()):
+            rows = sum(shares[name] * (rates.row + rates.block * count) for name, count in blocks.items() if count)
+            seconds += features[linear] * (rates.token + rows)
+    return seconds

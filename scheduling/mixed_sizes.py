@@ -1,0 +1,104 @@
+"""Filling with slots of several capacities, for the shortest predicted time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from scheduling.bounds import bound_of_rest
+from scheduling.cost_model import CostModel
+from scheduling.packing.balance_tokens import balance_tokens
+from scheduling.packing.budget import Budget
+from scheduling.packing.greedy import greedy
+from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.packing.restarts import restart
+from scheduling.packing.search import search
+from scheduling.packing.sizes import Prices, candidates
+from scheduling.plan import Plan
+from scheduling.simulate import simulate
+
+
+def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, seed: int, costs: CostModel) -> Filling:
+    """Returns the filling with the shortest predicted time that it finds within the budget.
+
+    It compares the shortest filling of the best single capacity with fillings that choose the capacity of each slot. In
+    all of them each slot takes the smallest capacity that holds it.
+
+    Args:
+        left: per job, the positions of its stream that `problem` covers.
+    """
+    singles = [_with_capacity(problem, size, left) for size in _sizes_for_all(problem)]
+    first = [(greedy(single), single) for single in singles]
+    first += [(balance_tokens(single, filling), single) for filling, single in first]
+    timed = [(_seconds(problem, filling, costs), filling, single) for filling, single in first]
+    best_s, best, single = min(timed, key=lambda one: one[0])
+    start = best
+    for filling in chain(
+        candidates(problem, _prices(problem, costs), _half(budget), seed),
+        () if problem.weighted else _shortest(single, start, left, budget, seed),
+    ):
+        seconds = _seconds(problem, filling, costs)
+        if seconds < best_s:
+            best, best_s = filling, seconds
+    return best
+
+
+def _half(budget: Budget) -> Budget:
+    """Takes half of what is left of a budget, of its time as well."""
+    now = time.monotonic()
+    budget.evaluations /= 2
+    return Budget(evaluations=budget.evaluations, deadline=now + (budget.deadline - now) / 2)
+
+
+def _shortest(
+    single: Problem, incumbent: Filling, left: Sequence[np.ndarray], budget: Budget, seed: int
+) -> Iterator[Filling]:
+    """Yields the filling of one capacity with the fewest slots, and the same with tokens balanced."""
+    bound = bound_of_rest(single.jobs, left, single.ready, single.limits)
+    filling = restart(single, incumbent=incumbent, bound=bound, budget=budget, seed=seed)
+    filling = search(single, incumbent=filling, bound=bound, budget=budget, seed=seed)
+    yield from (filling, balance_tokens(single, filling))
+
+
+def _sizes_for_all(problem: Problem) -> list[int]:
+    """Capacities that hold every sample."""
+    longest = max(batch.tokens[-1] for batches in problem.batches for batch in batches)
+    tile = problem.tile_tokens
+    return [size for size in problem.limits.sizes if longest <= size // tile * tile]
+
+
+def _with_capacity(problem: Problem, size: int, left: Sequence[np.ndarray]) -> Problem:
+    """The same problem for one capacity. Its fillings are fillings of the problem."""
+    limits = replace(problem.limits, capacity_tokens=size, smaller=())
+    return make_problem(problem.jobs, limits, left=[positions.tolist() for positions in left], ready=problem.ready)
+
+
+def _prices(problem: Problem, costs: CostModel) -> Prices:
+    """Seconds of a slot of each capacity on the slowest stage, with samples as long as those of the jobs."""
+    lengths = np.concatenate([np.asarray(job.sample_tokens, np.float64) for job in problem.jobs])
+    length = float(np.square(lengths).sum() / lengths.sum())  # Σ length² of a token
+
+    def seconds(tokens: int) -> float:
+        stages = [costs.stage(stage) for stage in range(problem.num_stages)]
+        return max(sum(one.seconds(tokens, tokens * length) for one in (s.forward, s.backward)) for s in stages)
+
+    return Prices(problem.sizes, [seconds(size) for size in problem.limits.sizes], problem.data_parallel)
+
+
+def _seconds(problem: Problem, filling: Filling, costs: CostModel) -> float:
+    """Predicted time of a filling."""
+    limits = problem.limits
+    plan = Plan(
+        jobs=problem.jobs,
+        slots=to_slots(problem, filling),
+        capacity_tokens=limits.capacity_tokens,
+        smaller=limits.smaller,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        tile_tokens=limits.tile_tokens,
+    )
+    return simulate(plan, costs).duration_s
