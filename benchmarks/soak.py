@@ -55,6 +55,7 @@ SLOTS_A_STEP = 0.62  # of these rows and this capacity, with what is cancelled o
 CYCLE = ("pause", "cancel", "SIGKILL", "weight", "continue", "add", "finish", "SIGTERM", "extend")
 EXTENSION = 20  # steps
 ENDED = ("done", "cancelled")
+TAIL = 1 << 14  # bytes; a row has less than half of it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,7 +241,14 @@ class Soak:
         return False
 
     def _slot(self) -> int:
-        return (run_numbers(self.run)["slot"] or 0) if (self.run / "plan.json").exists() else 0
+        """Of the last whole row of metrics.jsonl; `status` would read the plan as well, every second."""
+        file = self.run / "metrics.jsonl"
+        if not file.exists():
+            return 0
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - TAIL))
+            rows = [line for line in stream.read().split(b"\n")[:-1] if line.startswith(b'{"kind"')]
+        return json.loads(rows[-1])["slot"] if rows else 0
 
     def _over(self) -> bool:
         numbers = run_numbers(self.run)
