@@ -139,8 +139,8 @@ def _memory() -> str:
             sittings.setdefault(row["sitting"], []).append((int(row["slot"]), float(row["resident_mb"])))
     longest = max(sittings.values(), key=lambda own: own[-1][0] - own[0][0])
     own = [(slot, size) for slot, size in longest if slot and size]
-    half = own[: max(1, len(own) // 2)]
-    first, last = max(size for _, size in half), max(size for _, size in own)
+    middle = (own[0][0] + own[-1][0]) / 2
+    first, last = (max(size for slot, size in own if slot <= most) for most in (middle, own[-1][0]))
     sitting = f"memory of the longest sitting, slots {own[0][0]:,} to {own[-1][0]:,}"
     return f"{sitting}: at most {first:,.0f} MB in its first half, {last:,.0f} MB in all"
 
