@@ -1,24 +1,31 @@
-"""Is every flipped bit and every cut file of a run folder noticed by `lorafusion verify`?
+"""Is every flipped bit and every cut file of a run folder noticed by `lorafusion verify`, and by `lorafusion resume`?
 
     python -m benchmarks.damage RUN [FOLDER …] --flips 1000 --cuts 100 --out benchmarks/results/damage_cpu_DATE
+    python -m benchmarks.damage RUN --flips 0 --cuts 0 --resumes 50 --out benchmarks/results/damage_cpu_DATE
 
-spoils one file after the other, in this process, and ends with 1 if anything was missed. A FOLDER is that of an
-exported adapter.
+spoils one file after the other, in this process, and ends with 1 if anything was missed. RUN is a finished run, a
+FOLDER that of an exported adapter. Of `--resumes` a copy of the run is spoilt and resumed: it is refused by a message
+that names the file, or the newest adapters are what they were.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import io
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import write_rows
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
+from lorafusion_jax.cli.main import run as lorafusion
 
 HARMLESS = ("run.lock",)  # says who trains a run; the lock itself is the system's
 
@@ -32,7 +39,7 @@ class Attempt(NamedTuple):
     named: bool
 
 
-def attempts(folder: Path, flips: int, cuts: int, seed: int = 0) -> Iterator[Attempt]:
+def spoilt_files(folder: Path, flips: int, cuts: int, seed: int = 0) -> Iterator[tuple[Path, str]]:
     """Spoils one file after the other, each put back before the next; every file gets its share."""
     draw = random.Random(seed)
     files = [file for file in sorted(folder.rglob("*")) if _counts(file, folder)]
@@ -49,10 +56,44 @@ def attempts(folder: Path, flips: int, cuts: int, seed: int = 0) -> Iterator[Att
             spoilt, what = content[:length], f"cut to {length} of {len(content)} bytes"
         file.write_bytes(spoilt)
         try:
-            damage = [text for verdict in verify_folder(folder) for text in verdict.damage]
+            yield file, what
         finally:
             file.write_bytes(content)
+
+
+def attempts(folder: Path, flips: int, cuts: int, seed: int = 0) -> Iterator[Attempt]:
+    """Looks for the damage of each spoilt file."""
+    for file, what in spoilt_files(folder, flips, cuts, seed):
+        damage = [text for verdict in verify_folder(folder) for text in verdict.damage]
         yield Attempt(file, what, bool(damage), any(file.name in text for text in damage))
+
+
+def resumes(run: Path, count: int, work: Path) -> Iterator[tuple[Attempt, str]]:
+    """Resumes a copy of a run with each of `count` spoilt files; what came of it, MISSED if it was silently another."""
+    expected = newest_adapters(run)
+    for file, what in spoilt_files(run, count - count // 5, count // 5, seed=1):
+        copy, said = work / "run", io.StringIO()
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run, copy, symlinks=True)
+        try:
+            with redirect_stdout(said), redirect_stderr(said):
+                code = lorafusion(["resume", str(copy)])
+        except Exception as problem:  # a traceback is what must not be
+            yield Attempt(file, what, noticed=False, named=False), f"MISSED: {type(problem).__name__}: {problem}"
+            continue
+        same, named = newest_adapters(copy) == expected, file.name in said.getvalue()
+        if code == 0 and same:
+            result = "named, same adapters" if named else "same adapters"
+        else:
+            result = "refused by name" if code == 2 and named and "error[" in said.getvalue() else "MISSED"
+        yield Attempt(file, what, named, named), result
+
+
+def newest_adapters(run: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in run.glob("adapters/*/latest/adapter_model.safetensors")
+    }
 
 
 def _counts(file: Path, folder: Path) -> bool:
@@ -74,10 +115,11 @@ def main() -> int:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=100)
+    parser.add_argument("--resumes", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-    for folder in arguments.folders:
+    for folder in arguments.folders if arguments.flips + arguments.cuts else ():
         kind = "run" if (folder / "plan.json").exists() else "exported adapter"
         for attempt in attempts(folder, arguments.flips, arguments.cuts):
             good = attempt.noticed and attempt.named
@@ -86,6 +128,11 @@ def main() -> int:
             counts[kind, part, "flip" if attempt.what.startswith("bit") else "cut", result] += 1
             if result == "MISSED":
                 print(f"missed: {attempt.file}: {attempt.what}", flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        for attempt, result in resumes(arguments.folders[0], arguments.resumes, Path(work)):
+            part = attempt.file.relative_to(arguments.folders[0]).parts[0]
+            counts["resumed run", part, "flip" if attempt.what.startswith("bit") else "cut", result] += 1
+            print(f"{result}: {attempt.file}: {attempt.what}", flush=True)
     rows = [
         dict(zip(("folder", "file", "damage", "result"), key, strict=True)) | {"count": counts[key]}
         for key in sorted(counts)
@@ -94,8 +141,9 @@ def main() -> int:
         print(" ".join(f"{value!s:18}" for value in row.values()))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        write_rows(arguments.out / "damage.csv", [row | conditions() for row in rows])
-    return int(any(row["result"] == "MISSED" for row in rows))
+        name = "damage.csv" if arguments.flips + arguments.cuts else "resumed.csv"
+        write_rows(arguments.out / name, [row | conditions() for row in rows])
+    return int(any(str(row["result"]).startswith("MISSED") for row in rows))
 
 
 if __name__ == "__main__":

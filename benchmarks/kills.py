@@ -1,24 +1,31 @@
 """Does every run that is killed resume bitwise, wherever it was killed?
 
-    python -m benchmarks.kills --work FOLDER --out benchmarks/results/kills_cpu_DATE --random 200 --calls --signals 200
+    python -m benchmarks.kills --work FOLDER --out benchmarks/results/kills_cpu_DATE
 
-trains a small job once without disturbance, then again and again: killed at random instants (`--random`), just before
-each rename, fsync, unlink and their like of a whole run (`--calls`), or asked to stop by SIGTERM or SIGINT
-(`--signals`). Each is resumed to its end and compared: exported weights and all losses bitwise, no hidden file left.
+trains a tiny job once without disturbance, then again and again: killed at random instants (`--random`), asked to stop
+by SIGTERM or SIGINT (`--signals`), or killed just before each rename, fsync, unlink and their like of a whole run
+(`--calls`) and of `lorafusion export` (`--exports`). Each is resumed or repeated to its end and compared: exported
+weights and all losses bitwise, no hidden file left. `--calls` and `--exports` count calls of all libraries, for which a
+C compiler builds kill_at_call.c and this process starts anew with it.
+
 Processes are forked from one that has imported everything and has not started a device. A row is written after every
-attempt.
+attempt, and attempts that have a row are not made again: a cut script goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import ctypes
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,48 +34,28 @@ import jax
 import orbax.checkpoint  # noqa: F401  imported here once for all attempts
 
 import lorafusion_jax.training  # noqa: F401
+from benchmarks import tiny_run
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row
 from benchmarks.kills_rows import is_good
 from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.signals import stop_signals
+from lorafusion_jax.signals import FIRST, FIRST_WHILE_TRAINING, stop_signals
 
-CALLS = ("rename", "replace", "fsync", "unlink", "remove", "rmdir", "mkdir", "symlink", "link")
-INSTANTS = 0.8  # of the time of a whole run: later ones mostly come after the end
+COUNTER = Path(__file__).with_name("kill_at_call.c")
+LATEST = 1.1  # random instants come up to so much later than a whole run takes; those after its end are drawn again
 TRIES = 6  # resumes that one attempt may take
-ACKNOWLEDGED = ("a second signal stops at once", "interrupted", "stopped")  # the last two: it had ended before
-
-
-def write_job(folder: Path) -> Path:
-    """Two adapters of the tiny base of the examples, a few steps each, a checkpoint after every second one."""
-    from lorafusion_jax.examples import examples_directory
-
-    examples = examples_directory()
-    adapters = [
-        {"name": name, "data": {"train": str(examples / "data" / f"{name}.jsonl")}, "seed": seed}
-        for seed, name in enumerate(("ask", "cards"))
-    ]
-    job = {
-        "base": {"model": str(examples / "base"), "dtype": "float32"},
-        "data": {"max_length": 64},
-        "batch": {"capacity_tokens": 256, "tile_tokens": 32, "global_samples": 2},
-        "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]},
-        "train": {"max_steps": 4, "plan_seconds": 0.1, "log_every_s": 0},
-        "save": {"every_steps": 2},
-        "adapters": adapters,
-    }
-    path = folder / "jobs.yaml"
-    path.write_text(json.dumps(job))
-    return path
+NAMES = ("ask", "cards")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXPORTS = {"export": [], "export --merge": ["--merge"]}
 
 
 class Child:
-    """A forked process that runs one command."""
+    """A forked process that runs one command; it is ready as soon as it handles signals."""
 
     def __init__(self, log: Path, work: Callable[[], int]):
         self.log = log
-        self.began = time.monotonic()
+        heard, tells = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -76,10 +63,21 @@ class Child:
                 stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(stream, 1)
                 os.dup2(stream, 2)
-                code = work()
+                with stop_signals() as signals:
+                    signals.watch()
+                    os.write(tells, b".")
+                    code = work()
+                    signals.ending = True
             finally:
                 sys.stdout.flush()
                 os._exit(code)
+        os.close(tells)
+        os.read(heard, 1)
+        os.close(heard)
+        self.began = time.monotonic()
+
+    def ended(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self, limit_s: float = 600) -> int:
         """Exit code; a signal's number is negative."""
@@ -93,46 +91,43 @@ class Child:
         os.waitpid(self.pid, 0)
         return -1000  # hung
 
-
-def command(*arguments: str) -> int:
-    """The command line in a process of its own."""
-    with stop_signals() as signals:
-        signals.watch()
-        code = lorafusion(list(arguments))
-        signals.ending = True
-        return code
-
-
-def train_or_resume(job: Path, run: Path) -> list[str]:
-    return ["resume", str(run)] if (run / "plan.json").exists() else ["train", str(job), "--out", str(run)]
+    def wait_for(self, *texts: str) -> float | None:
+        """Seconds until the log has one of these; None if the process ends without."""
+        began = time.monotonic()
+        while True:
+            over = self.ended()
+            if any(text in self.log.read_text(errors="replace") for text in texts):
+                return round(time.monotonic() - began, 3)
+            if over:
+                return None
+            time.sleep(0.01)
 
 
 def dying_at(call: int, work: Callable[[], int], count: Path | None = None) -> Callable[[], int]:
-    """The same work in a process that is killed just before one of its calls that change a folder."""
+    """The same work in a process that is killed just before one of its calls that change a folder; 0: not at all."""
 
     def wrapped() -> int:
-        seen = 0
-
-        def watch(name: str) -> Any:
-            original = getattr(os, name)
-
-            def called(*arguments: Any, **named: Any) -> Any:
-                nonlocal seen
-                seen += 1
-                if seen == call:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*arguments, **named)
-
-            return called
-
-        for name in CALLS:
-            setattr(os, name, watch(name))
+        counter = ctypes.CDLL(None)
+        counter.arm_kill(ctypes.c_long(call))
         code = work()
         if count is not None:
-            count.write_text(str(seen))
+            count.write_text(str(counter.calls_seen()))
         return code
 
     return wrapped
+
+
+def count_calls_of_all_libraries(folder: Path) -> None:
+    """Builds the counter and starts this process anew with it."""
+    library = folder / "kill_at_call.so"
+    if str(library) not in os.environ.get("LD_PRELOAD", ""):
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, COUNTER, "-ldl"], check=True)
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.kills", *sys.argv[1:]],
+            os.environ | {"LD_PRELOAD": str(library)},
+        )
 
 
 def outcome(run: Path) -> tuple[dict[str, bytes], list[tuple]]:
@@ -144,98 +139,166 @@ def outcome(run: Path) -> tuple[dict[str, bytes], list[tuple]]:
     return weights, sorted((row["adapter"], row["step"], row["loss"], row["grad_norm"]) for row in rows)
 
 
-def leftovers(run: Path) -> list[str]:
-    return [str(path.relative_to(run)) for path in run.rglob(".*")]
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob(".*")]
 
 
 class Bench:
     """The reference run and what attempts are compared with."""
 
     def __init__(self, work: Path, out: Path):
-        self.work, self.file = work, out / "kills.csv"
-        work.mkdir(parents=True, exist_ok=True)
-        out.mkdir(parents=True, exist_ok=True)
-        self.job = write_job(work)
-        whole, count = work / "whole", work / "calls"
-        shutil.rmtree(whole, ignore_errors=True)
-        first = Child(work / "whole.log", lambda: command("train", str(self.job), "--out", str(whole)))
-        assert first.wait() == 0, first.log.read_text()[-2000:]
-        shutil.rmtree(whole)  # once more, now that its programs are compiled
-        again = Child(
-            work / "whole.log",
-            dying_at(0, lambda: command("train", str(self.job), "--out", str(whole)), count),
-        )
-        assert again.wait() == 0
-        self.seconds, self.calls = time.monotonic() - again.began, int(count.read_text())
-        self.reference = outcome(whole)
-        print(f"one run: {self.seconds:.1f} s, {self.calls} calls", flush=True)
+        self.work, self.file = work.resolve(), out / "kills.csv"
+        self.made: Counter[str] = Counter()
+        if self.file.exists():
+            with self.file.open(encoding="utf-8") as stream:
+                self.made.update(row["kind"] for row in csv.DictReader(stream))
+        self.job = self._write_job()
+        self.whole = self.work / "whole"
+        for _ in range(2):  # the second time its programs are compiled
+            shutil.rmtree(self.whole, ignore_errors=True)
+            began = time.monotonic()
+            self._do(lambda: lorafusion(["train", str(self.job), "--out", str(self.whole)]))
+            self.seconds = time.monotonic() - began
+        self.reference = outcome(self.whole)
+        print(f"one run: {self.seconds:.1f} s", flush=True)
 
-    def attempt(self, kind: str, instant: float, begin: Callable[[Path, Path], Child]) -> dict[str, Any]:
-        """One disturbed run, resumed to its end."""
-        run, log = self.work / "run", self.work / "run.log"
-        shutil.rmtree(run, ignore_errors=True)
-        child = begin(run, log)
-        code, text, ends = child.wait(), log.read_text(errors="replace"), []
+    def random_kills(self, kind: str, number: signal.Signals, count: int) -> Iterator[dict[str, Any]]:
+        """A signal at instants between the start and the end of a whole run."""
+        for attempt in range(self.made[kind], count):
+            draw = random.Random(f"{kind} {attempt}")
+            told = None
+            while True:
+                run, instant = self._new_run(), draw.uniform(0, LATEST * self.seconds)
+                child = Child(run.with_suffix(".log"), lambda run=run: lorafusion(self._train(run)))
+                time.sleep(max(0.0, child.began + instant - time.monotonic()))
+                if not child.ended():
+                    break
+                child.wait()
+            os.kill(child.pid, number)
+            if number in SIGNALS:
+                told = child.wait_for(FIRST, FIRST_WHILE_TRAINING)
+            yield self._resume(kind, instant, run, child, told)
+
+    def call_kills(self, share: int) -> Iterator[dict[str, Any]]:
+        """Kills just before each call of a whole run, or each n-th."""
+        run = self._new_run()
+        calls = self._count(lambda: lorafusion(self._train(run)))
+        for call in range(1 + share * self.made["call"], calls + 1, share):
+            run = self._new_run()
+            child = Child(run.with_suffix(".log"), dying_at(call, lambda run=run: lorafusion(self._train(run))))
+            yield self._resume("call", call, run, child, None)
+
+    def export_kills(self, kind: str, options: list[str]) -> Iterator[dict[str, Any]]:
+        """The same of an export, which is then repeated."""
+        beside = self.work / "exports"
+
+        def export(to: Path) -> int:
+            return lorafusion(["export", str(self.whole), NAMES[0], "--to", str(to), *options])
+
+        shutil.rmtree(beside, ignore_errors=True)
+        calls = self._count(lambda: export(beside / "expected"))
+        expected = contents(beside / "expected")
+        for call in range(1 + self.made[kind], calls + 1):
+            shutil.rmtree(beside, ignore_errors=True)
+            log, to = self.work / "export.log", beside / "out"
+            code = Child(log, dying_at(call, lambda to=to: export(to))).wait()
+            text = log.read_text(errors="replace")
+            half = to.exists() and any(to.iterdir()) and contents(to) != expected
+            again = 0 if to.exists() and any(to.iterdir()) else Child(log, lambda to=to: export(to)).wait()
+            yield self._row(
+                kind,
+                instant=call,
+                code=code,
+                acknowledged_s="",
+                saves="",
+                traceback="Traceback" in text + log.read_text(errors="replace"),
+                resumed=again,
+                bitwise=not half and contents(to) == expected,
+                leftovers=" ".join(leftovers(beside)),
+            )
+
+    def _resume(self, kind: str, instant: float, run: Path, child: Child, told: float | None) -> dict[str, Any]:
+        """Resumes a disturbed run to its end and compares it."""
+        code, log = child.wait(), run.with_suffix(".resumed")
+        saves, text, ends = len(list(run.glob("state/[0-9]*"))), child.log.read_text(errors="replace"), []
         while len(ends) < TRIES and (not ends or ends[-1] != 0):
-            ends.append(Child(self.work / "resume.log", lambda: command(*train_or_resume(self.job, run))).wait())
-        row = {
-            "kind": kind,
-            "instant": round(instant, 3),
-            "code": code,
-            "acknowledged": any(said in text for said in ACKNOWLEDGED),
-            "traceback": "Traceback" in text or "Traceback" in (self.work / "resume.log").read_text(errors="replace"),
-            "resumed": ends[-1],
-            "bitwise": outcome(run) == self.reference,
-            "leftovers": " ".join(leftovers(run)),
-        }
+            resume = ["resume", str(run)] if (run / "plan.json").exists() else self._train(run)
+            ends.append(Child(log, lambda resume=resume: lorafusion(resume)).wait())
+            text += log.read_text(errors="replace")
+        return self._row(
+            kind,
+            instant=round(instant, 3),
+            code=code,
+            acknowledged_s="" if told is None else told,
+            saves=saves,
+            traceback="Traceback" in text,
+            resumed=ends[-1],
+            bitwise=outcome(run) == self.reference,
+            leftovers=" ".join(leftovers(run)),
+        )
+
+    def _row(self, kind: str, **values: Any) -> dict[str, Any]:
+        row = {"kind": kind, **values}
         append_row(self.file, row)
         print(row, flush=True)
         return row
 
-    def random_kills(self, count: int, draw: random.Random, numbers: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """Signals at instants between the start and the end of a whole run."""
-        for number in range(count):
-            kind = list(numbers)[number % len(numbers)]
-            instant = draw.uniform(0, INSTANTS * self.seconds)
+    def _count(self, work: Callable[[], int]) -> int:
+        count = self.work / "calls"
+        self._do(dying_at(0, work, count))
+        return int(count.read_text())
 
-            def begin(run: Path, log: Path, kind: str = kind, instant: float = instant) -> Child:
-                child = Child(log, lambda: command("train", str(self.job), "--out", str(run)))
-                time.sleep(max(0.0, child.began + instant - time.monotonic()))
-                os.kill(child.pid, numbers[kind])
-                return child
+    def _do(self, work: Callable[[], int]) -> None:
+        child = Child(self.work / "whole.log", work)
+        if child.wait() != 0:
+            raise RuntimeError(child.log.read_text(errors="replace")[-2000:])
 
-            yield self.attempt(kind, instant, begin)
+    def _new_run(self) -> Path:
+        run = self.work / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        return run
 
-    def call_kills(self, calls: list[int]) -> Iterator[dict[str, Any]]:
-        """Kills just before each of these calls."""
-        for call in calls:
+    def _train(self, run: Path) -> list[str]:
+        return ["train", str(self.job), "--out", str(run)]
 
-            def begin(run: Path, log: Path, call: int = call) -> Child:
-                return Child(log, dying_at(call, lambda: command("train", str(self.job), "--out", str(run))))
-
-            yield self.attempt("call", call, begin)
+    def _write_job(self) -> Path:
+        """Two adapters, four steps each, three checkpoints of which one is kept."""
+        base = self.work / "base"
+        if not base.exists():
+            self._do(lambda: int(not tiny_run.write_base(base)))
+        adapters = [
+            {"name": name, "data": {"train": tiny_run.write_rows(self.work, name)}, "seed": seed}
+            for seed, name in enumerate(NAMES)
+        ]
+        lora = {"rank": 4, "dropout": 0.1, "targets": ["down_proj"]}
+        return tiny_run.write_job(self.work, base, adapters, lora=lora, save={"every_steps": 3, "keep": 1})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for runs; they are removed")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--random", type=int, default=0)
-    parser.add_argument("--signals", type=int, default=0)
-    parser.add_argument("--calls", type=int, nargs="?", const=10**9, default=0, help="at most so many, evenly spread")
+    parser.add_argument("--random", type=int, default=200)
+    parser.add_argument("--signals", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=1, metavar="N", help="before every n-th call of a run; 0: none")
+    parser.add_argument("--exports", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limit-s", type=float, default=10**9)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.calls or arguments.exports:
+        count_calls_of_all_libraries(arguments.work.resolve())
+    for folder in (arguments.work, arguments.out):
+        folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(arguments.work / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    end = time.monotonic() + arguments.limit_s
-    bench, draw = Bench(arguments.work, arguments.out), random.Random(arguments.seed)
-    every = max(1, -(-bench.calls // arguments.calls)) if arguments.calls else 1
-    kinds = [
-        bench.random_kills(arguments.random, draw, {"SIGKILL": signal.SIGKILL}),
-        bench.random_kills(arguments.signals, draw, {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}),
-        bench.call_kills(list(range(1, bench.calls + 1, every)) if arguments.calls else []),
-    ]
+    end, bench = time.monotonic() + arguments.limit_s, Bench(arguments.work, arguments.out)
+    kinds = [bench.random_kills("SIGKILL", signal.SIGKILL, arguments.random)]
+    kinds += [bench.random_kills(number.name, number, arguments.signals // 2) for number in SIGNALS]
+    kinds += [bench.call_kills(arguments.calls)] if arguments.calls else []
+    kinds += [bench.export_kills(kind, options) for kind, options in EXPORTS.items()] if arguments.exports else []
     rows: list[dict[str, Any]] = []
     while kinds and time.monotonic() < end:  # in turn, so that a limit of time leaves some of each
         kind = kinds.pop(0)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 
 def is_good(row: Mapping[str, object]) -> bool:
-    """Whether nothing was lost; a signal ends a run orderly, or comes after its end."""
+    """Whether nothing was lost: what was killed ended bitwise as it should, and a signal was heard."""
     said = {key: str(value) for key, value in row.items()}
-    orderly = said["kind"] not in ("SIGTERM", "SIGINT") or said["code"] in ("0", "130")
+    if said["kind"] in ("SIGTERM", "SIGINT") and (said["code"] not in ("0", "130") or not said["acknowledged_s"]):
+        return False
     same = said["bitwise"] == "True" and said["resumed"] == "0"
-    return orderly and same and not said["leftovers"] and said["traceback"] == "False"
+    return same and not said["leftovers"] and said["traceback"] == "False"

@@ -1,4 +1,5 @@
-"""Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py and sick_adapters.py.
+"""Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py and
+fuzzing, and from the golden file of TRL's templates.
 
 python -m benchmarks.reliability_table    # prints the table
 """
@@ -6,20 +7,25 @@ python -m benchmarks.reliability_table    # prints the table
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.kills_rows import is_good
 
 RESULTS = Path(__file__).parent / "results"
+TEMPLATES = Path(__file__).parents[1] / "tests" / "data" / "golden" / "trl.json"
+ACTIONS = ("pause", "continue", "cancel", "finish", "extend", "weight", "add", "SIGKILL", "SIGTERM")
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2}[a-z]?$")
 
 
 def table() -> str:
     """The table in Markdown."""
-    return "\n".join(["| what | attempts | result |", "|---|---|---|", *_damage(), *_kills(), *_sick()]) + "\n"
+    parts = (_damage(), _resumed(), _kills(), _exports(), _sick(), _fuzzing(), _templates(), _soak())
+    return "\n".join(["| what | attempts | result |", "|---|---|---|", *chain.from_iterable(parts)]) + "\n"
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -35,6 +41,8 @@ def _rows(name: str) -> list[dict[str, str]]:
 def _damage() -> Iterator[str]:
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in _rows("damage"):
+        if row["folder"] == "resumed run":
+            continue
         counts[row["folder"], row["damage"], row["result"]] += int(row["count"])
     kinds = {"flip": "single-bit flips", "cut": "cut files"}
     for folder, damage in sorted({key[:2] for key in counts}, reverse=True):
@@ -44,10 +52,21 @@ def _damage() -> Iterator[str]:
         yield f"| {kinds[damage]}, {folder} folder | {total:,} | {result} |"
 
 
+def _resumed() -> Iterator[str]:
+    counts: Counter[str] = Counter()
+    for row in _rows("damage"):
+        if row["folder"] == "resumed run":
+            counts["MISSED" if row["result"].startswith("MISSED") else row["result"]] += int(row["count"])
+    if counts:
+        named, refused = counts["named, same adapters"], counts["refused by name"]
+        result = f"{named} named and mended, {refused} refused by name, {counts['same adapters']} not needed"
+        yield f"| flips and cuts, then `resume` | {counts.total():,} | {result}, {counts['MISSED']} missed |"
+
+
 def _kills() -> Iterator[str]:
     names = {
         "SIGKILL": "SIGKILL at random instants",
-        "call": "SIGKILL before a rename, fsync, unlink, mkdir or link",
+        "call": "SIGKILL before a rename, fsync, unlink, mkdir or link of a run",
         "SIGTERM": "SIGTERM at random instants",
         "SIGINT": "SIGINT at random instants",
     }
@@ -56,7 +75,17 @@ def _kills() -> Iterator[str]:
         own = [row for row in rows if row["kind"] == kind and not _came_too_late(row)]
         if own:
             good = sum(is_good(row) for row in own)
-            yield f"| {text} | {len(own):,} | {good:,} resumed bitwise, nothing left over |"
+            heard = [float(row["acknowledged_s"]) for row in own if row["acknowledged_s"]]
+            after = f", acknowledged after {max(heard):.2f} s at most" if heard else ""
+            yield f"| {text} | {len(own):,} | {good:,} resumed bitwise, nothing left over{after} |"
+
+
+def _exports() -> Iterator[str]:
+    for kind in ("export", "export --merge"):
+        own = [row for row in _rows("kills") if row["kind"] == kind and row["code"] != "0"]
+        if own:
+            good = sum(is_good(row) for row in own)
+            yield f"| the same, of `lorafusion {kind}` | {len(own)} | {good} never half, complete when repeated |"
 
 
 def _came_too_late(row: dict[str, str]) -> bool:
@@ -69,6 +98,51 @@ def _sick() -> Iterator[str]:
     for mesh in sorted({mesh for mesh, _ in counts}):
         total = counts[mesh, "bitwise"] + counts[mesh, "DIFFER"]
         yield f"| one sick adapter of three, {mesh} | {total:,} | {counts[mesh, 'bitwise']:,} with the others bitwise |"
+
+
+def _fuzzing() -> Iterator[str]:
+    for row in _rows("fuzzing"):
+        yield f"| fuzzing: {row['kind']} | {int(row['cases']):,} | {row['result']} |"
+
+
+def _templates() -> Iterator[str]:
+    golden = json.loads(TEMPLATES.read_text(encoding="utf-8"))
+    rows = [row for case in golden["cases"].values() for row in case["rows"].values()]
+    counts = Counter(row[kind] for row in rows for kind in ("ours", "ours, unmarked") if kind in row)
+    equal = counts["equal"] + counts["equal text"]
+    result = (
+        f"{equal:,} equal, {counts['equal but for line ends']} but for line ends, "
+        f"{counts['equal but for the prompt']} but for words of the prompt, "
+        f"{counts['different mask']} with another mask, {counts['different text']} with another text; "
+        f"refused: {counts['refused by both']} by both, {counts['refused by transformers']} by transformers, "
+        f"{counts['drop a call']} by us as a call would be lost, {counts['refused by us']} by us else"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in golden["versions"].items())
+    size = f"{len(golden['cases'])} templates × {len(next(iter(golden['cases'].values()))['rows'])} conversations"
+    yield f"| chat templates of TRL, with and without generation blocks ({versions}) | {size} | {result} |"
+
+
+def _soak() -> Iterator[str]:
+    for row in _rows("soak"):
+        if "slots" not in row:
+            continue
+        asked = ", ".join(f"{row[key]} × {key}" for key in ACTIONS if row[key] != "0")
+        what = f"{row['adapters']} adapters, {int(row['slots']):,} slots, {int(row['steps']):,} steps; {asked}"
+        yield f"| soak | {what} | {row['missing']} things not accounted for; {_memory()} |"
+
+
+def _memory() -> str:
+    """Growth of a process over its longest sitting, from when all its programs are there."""
+    sittings: dict[str, list[tuple[int, float]]] = {}
+    for row in _rows("soak"):
+        if "resident_mb" in row:
+            sittings.setdefault(row["sitting"], []).append((int(row["slot"]), float(row["resident_mb"])))
+    longest = max(sittings.values(), key=lambda own: own[-1][0] - own[0][0])
+    own = [(slot, size) for slot, size in longest if slot and size]
+    middle = (own[0][0] + own[-1][0]) / 2
+    first, last = (max(size for slot, size in own if slot <= most) for most in (middle, own[-1][0]))
+    sitting = f"memory of the longest sitting, slots {own[0][0]:,} to {own[-1][0]:,}"
+    return f"{sitting}: at most {first:,.0f} MB in its first half, {last:,.0f} MB in all"
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python -m benchmarks.sick_adapters --out benchmarks/results/sick_adapters_cpu_DATE [--limit-s 300]
 
-runs every configuration of tests/reliability/sick_adapters.py and writes a row for each as it ends.
+runs every configuration of tests/reliability/sick_adapters.py and writes a row for each as it ends. What has a row in
+the file is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import sys
 import time
@@ -29,14 +31,26 @@ class Rows:
 
     def __init__(self, file: Path, limit_s: float):
         self._file, self._end = file, time.monotonic() + limit_s
-        self.failed = 0
+        self.failed, self._have = 0, set()
+        if file.exists():
+            with file.open(encoding="utf-8") as stream:
+                self._have = {(row["mesh"], row["configuration"]) for row in csv.DictReader(stream)}
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        items[:] = [item for item in items if self._place(item.nodeid) not in self._have]
+
+    @staticmethod
+    def _place(nodeid: str) -> tuple[str, str] | None:
+        """Mesh and configuration of a test; None of others."""
+        found = _NAME.search(nodeid)
+        return (MESHES[found[1]], found[2]) if found and found[1] in MESHES else None
 
     def pytest_runtest_logreport(self, report) -> None:
-        found = _NAME.search(report.nodeid)
-        if report.when != "call" or found is None or found[1] not in MESHES or report.skipped:
+        place = self._place(report.nodeid)
+        if report.when != "call" or place is None or report.skipped:
             return
         self.failed += report.failed
-        row = {"mesh": MESHES[found[1]], "configuration": found[2], "others": "bitwise" if report.passed else "DIFFER"}
+        row = {"mesh": place[0], "configuration": place[1], "others": "bitwise" if report.passed else "DIFFER"}
         append_row(self._file, row | {"seconds": round(report.duration, 1)} | conditions())
 
     def pytest_runtest_setup(self, item) -> None:
@@ -53,7 +67,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(arguments.out / "sick_adapters.csv", arguments.limit_s)
     chosen = " or ".join(test for test, mesh in MESHES.items() if arguments.mesh in (mesh, None))
-    code = pytest.main([str(ROOT / TESTS), "-q", "-k", chosen, "-p", "no:randomly"], plugins=[rows])
+    code = pytest.main([str(ROOT / TESTS), "-q", "-m", "not gpu", "-k", chosen, "-p", "no:randomly"], plugins=[rows])
     return int(code != 0 or rows.failed > 0)
 
 

@@ -24,6 +24,8 @@ def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
 
 def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | None:
     """Explains an unknown name, with the known ones; None if the name exists."""
+    if name in builtin:  # looking through everything that is installed takes 30 ms
+        return None
     names = known_names(group, builtin)
     if name in names:
         return None

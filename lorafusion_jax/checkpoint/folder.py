@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests
 from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
@@ -66,6 +67,11 @@ class RunFolder:
     def latest(self, name: str) -> Path | None:
         """Newest exported folder of an adapter."""
         return next(reversed(self.exported(name)), None)
+
+    def damaged_adapters(self, steps: Mapping[str, int]) -> list[Damage]:
+        """Damaged files of exported folders, one step of each adapter; a folder that is not there is not damaged."""
+        folders = [self.adapter_step(name, step) for name, step in steps.items()]
+        return [damage for folder in folders if has_digests(folder) for damage in find_damage(folder)]
 
     def must_be_new(self, plan: Plan) -> None:
         """Makes sure that no run would be overwritten.

@@ -31,6 +31,7 @@ class Family:
         reads_mlp_bias: `mlp_bias` of config.json gives the MLP's projections a bias.
         qk_norm: q and k are normalised per head.
         window: `sliding_window` of config.json applies never, whenever it is set, or if another key enables it.
+        absent_window: window if config.json does not have the key; a null means none.
         keys: Llama's key of config.json → the family's key, e.g. {"hidden_size": "n_embd"}.
         modules: Llama's module → the family's module, e.g. {"model.embed_tokens": "tokens", "model.layers": "blocks",
             "self_attn.q_proj": "attention.query"}. Adapters are saved under Llama's names.
@@ -44,6 +45,7 @@ class Family:
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     window: Literal["never", "given", "switched"] = "never"
+    absent_window: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(architectures=("LlamaForCausalLM",), reads_attention_bias=True, reads_mlp_bias=True),
-    "mistral": Family(architectures=("MistralForCausalLM",), positions=131072, window="given"),
+    "mistral": Family(architectures=("MistralForCausalLM",), positions=131072, window="given", absent_window=4096),
     "qwen2": Family(architectures=("Qwen2ForCausalLM",), positions=32768, qkv_bias=True, window="switched"),
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",), head_dim=128, positions=32768, reads_attention_bias=True, qk_norm=True,

@@ -298,7 +298,7 @@ def _rope(said: HFConfig, malformed: list[str], unsupported: list[str]) -> tuple
 
 
 def _sliding_window(said: HFConfig, family: Family, num_layers: int) -> int | None:
-    window = said.sliding_window
+    window = said.sliding_window if "sliding_window" in said.model_fields_set else family.absent_window
     if family.window == "never" or window is None:
         return None
     if said.layer_types is not None:

@@ -165,8 +165,8 @@ class OptimSettings(Section):
     schedule: str = Field(default="cosine", description="schedule of the learning rate after the warm-up")
     warmup: NotNegative = Field(
         default=0.03,
-        description="linear; below 1 a share of the adapter's steps, rounded to the nearest step, from 1 on a number "
-        "of steps",
+        description="linear: step k of w has k/w of the rate. Below 1 it is a share of the adapter's steps, rounded to "
+        "the nearest; from 1 on a number of steps",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="final learning rate, as a share of lr"

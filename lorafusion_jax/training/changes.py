@@ -7,7 +7,7 @@ a run that goes on from an earlier checkpoint comes to the same changes at the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -49,6 +49,11 @@ class Change:
 def recorded_changes(folder: RunFolder) -> list[Change]:
     """All changes of a run that came into force, in order."""
     return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
+
+
+def until(changes: Iterable[Change], slot: int) -> list[Change]:
+    """Changes of a run that is planned again from a slot: what was to come later comes there, as run.json has it."""
+    return [replace(change, slot=min(change.slot, slot)) for change in changes]
 
 
 def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ from lorafusion_jax.pipeline.processes import any_process, is_alone
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.signals import deferred_stop
-from lorafusion_jax.training.changes import Change, apply
+from lorafusion_jax.training.changes import Change, apply, until
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import COMPILING, SAVING, Meter
@@ -101,7 +101,7 @@ class Loop:
         """Carries out at a drained slot what is to change there; returns the events that are left then."""
         self._carry_out_changes()
         while revise and (changes := self._hooks.revise()) is not None:
-            self._changes.extendleft(reversed(changes))
+            self._changes = deque([*until(self._changes, self._progress.slot), *changes])
             self._tables.renew()
             self._take_plan()
             self._carry_out_changes()

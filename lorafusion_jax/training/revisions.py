@@ -11,7 +11,7 @@ from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
 from lorafusion_jax.training.additions import LacksMemory, noted, reread, with_request
-from lorafusion_jax.training.changes import Change, check_request, recorded_changes, revise
+from lorafusion_jax.training.changes import Change, check_request, recorded_changes, revise, until
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
@@ -51,6 +51,7 @@ class Revisions:
         changes = self._decide(slot) if is_first() else None
         if not any_process(changes is not None):
             return None
+        self._recorded = until(self._recorded, slot)
         if changes is None:  # another process has decided
             changes = self._follow()
         self._recorded += changes

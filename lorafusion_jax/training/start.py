@@ -11,6 +11,7 @@ from pathlib import Path
 from lorafusion_jax.checkpoint.base_files import base_digests, check_base
 from lorafusion_jax.checkpoint.base_model import base_directory, pin_base
 from lorafusion_jax.checkpoint.base_weights import weight_problems
+from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.new_run import must_be_writable, must_hold_no_run
 from lorafusion_jax.checkpoint.requests import request_files
@@ -139,7 +140,9 @@ def _go_on(
     status |= dict.fromkeys(_present(config, found, recorded_changes(folder)), "running")
     status |= {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
     check_drop(drop, status)
-    nothing_left = found.slot == before.num_slots and not any_process(bool(request_files(folder.path)))
+    spoilt = folder.damaged_adapters({n: row["step"] for n, row in found.position.get("adapters", {}).items()})
+    asked = any_process(bool(request_files(folder.path) or spoilt))
+    nothing_left = found.slot == before.num_slots and not asked
     if nothing_left and not (progress := Progress.of(found.position)).unwritten:
         changes = recorded_changes(folder)
         for change in changes:
@@ -163,7 +166,7 @@ def _go_on(
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
     after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
-    for notice in _notices(folder, found, record):
+    for notice in _notices(folder, found, record, spoilt):
         _fan_out(heard)(notice)
     record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not note them
     return _execute(config, prepared, plan, folder, record, heard, found=found, before=before)
@@ -178,9 +181,13 @@ def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
     return (before or {}) | now
 
 
-def _notices(folder: RunFolder, found: Found, record: dict) -> list[RunEvent]:
+def _notices(folder: RunFolder, found: Found, record: dict, spoilt: Sequence[Damage]) -> list[RunEvent]:
     """What a user should know of the folder that the run goes on from."""
     notices, slot = [], found.slot or 0
+    if spoilt:
+        files = ", ".join(str(damage) for damage in spoilt[:SHOWN])
+        text = f"damaged: {files}. These folders are written again from the checkpoint"
+        notices.append(FilesDamaged(slot=slot, text=text))
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"

@@ -1,7 +1,10 @@
-"""Writes golden/templates.json: what transformers makes of every template and conversation of these tests.
+"""Writes what transformers makes of templates and conversations, in an environment with transformers.
 
-python tests/data/make_template_golden.py                          # in an environment with transformers
-python tests/data/make_template_golden.py --trl templates.json     # the templates that TRL ships, for comparing live
+python tests/data/make_template_golden.py                          # golden/templates.json: the templates of these tests
+python tests/data/make_template_golden.py --trl templates.json     # those that TRL ships, with their texts
+
+TRL's own texts are not kept here. `test_template_reference.py templates.json` compares them with ours and writes
+golden/trl.json: a digest of each template, of each text and of what is learned of it, and how ours compares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts, ids and masks of chat templates are those of transformers: 11 templates × 21 conversations.
+"""Texts, ids and masks of chat templates are those of transformers: 11 templates × 21 conversations, and those of TRL.
 
 With `{% generation %}` blocks the masks are identical. Without them two differences are meant: a line end after the
 end token separates turns and is not learned, and what `add_generation_prompt` writes is context.
@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from compare_templates import digest, record, verdict
 from template_cases import CONVERSATIONS
 from template_fixtures import SPECIAL, TEMPLATES, unmarked
 from template_tokenizer import write_tokenizer
@@ -23,9 +24,11 @@ from lorafusion_jax.data.template import TemplateProblem
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden" / "templates.json").read_text(encoding="utf-8"))["cases"]
+GOLDEN_TRL = json.loads((HERE / "golden" / "trl.json").read_text(encoding="utf-8"))["cases"]
 CASES = [(name, conversation) for name in TEMPLATES for conversation in CONVERSATIONS]
-# With it the templates that TRL ships are compared, too.
+# With it the templates that TRL ships are rendered anew by transformers; where TRL is installed, its files are enough.
 REFERENCE_PYTHON = os.environ.get("LORAFUSION_REFERENCE_PYTHON")
+TRL = find_spec("trl")
 
 
 @pytest.fixture(scope="module")
@@ -88,75 +91,65 @@ def test_templates_that_trl_ships_live(tmp_path):
     path = tmp_path / "trl.json"
     script = HERE / "make_template_golden.py"
     subprocess.run([REFERENCE_PYTHON, str(script), "--trl", str(path)], check=True, env={"PATH": os.environ["PATH"]})
-    outcome = compare(json.loads(path.read_text())["cases"])
-    assert outcome["templates"] >= 25
-    assert outcome["different text"] == []
-    # Diffusion Gemma repeats the header of a turn after calls, where its prompt goes on without one.
-    assert [case for case in outcome["different mask"] if not case.startswith("diffusion_gemma_training")] == []
-    assert outcome["refused by us"] == []
+    live = record(json.loads(path.read_text()))["cases"]
+    assert len(live) >= 25
+    check_verdicts(live)
+    same = [name for name in live if live[name]["source"] == GOLDEN_TRL.get(name, {}).get("source")]
+    assert {name: live[name] for name in same} == {name: GOLDEN_TRL[name] for name in same}
 
 
-def compare(cases: dict) -> dict:
-    """Counts what is equal, and names what is not, over templates with and without their generation blocks."""
-    outcome = {"templates": len(cases), "equal": 0, "equal but for line ends": 0, "equal but for the prompt": 0}
-    outcome |= {"refused by both": 0, "drop a call": 0}
-    outcome |= {key: [] for key in ("different text", "different mask", "refused by us")}
+@pytest.mark.skipif(TRL is None, reason="trl is not installed")
+def test_templates_that_trl_ships_give_the_texts_of_the_golden_file():
+    assert TRL is not None
+    assert TRL.submodule_search_locations
+    (folder,) = TRL.submodule_search_locations
+    known = 0
+    for name, golden in GOLDEN_TRL.items():
+        path = Path(folder) / "chat_templates" / f"{name}.jinja"
+        source = path.read_text(encoding="utf-8") if path.exists() else ""
+        if digest(source) != golden["source"]:  # of another version
+            continue
+        known += 1
+        for conversation, row in golden["rows"].items():
+            if row["ours"].startswith("equal"):
+                messages, tools = CONVERSATIONS[conversation]
+                rendered = ChatTemplate(source=source, special_tokens=SPECIAL).render_answers(messages, tools=tools)
+                assert digest(rendered.text) == row["text"], f"{name}: {conversation}"
+    assert known
+
+
+def test_the_golden_file_of_trl_has_25_templates_and_nothing_that_differs_unsaid():
+    assert len(GOLDEN_TRL) >= 25
+    assert all(len(case["rows"]) >= 20 for case in GOLDEN_TRL.values())
+    check_verdicts(GOLDEN_TRL)
+
+
+def check_verdicts(cases: dict) -> None:
+    """No text differs and nothing is refused by us alone. One family's mask does, where its blocks are taken away."""
     for name, case in cases.items():
-        kinds = [case["source"], unmarked(case["source"])] if "endgeneration" in case["source"] else [case["source"]]
-        for conversation, golden in case["rows"].items():
-            for source in kinds:
-                verdict = _compare_one(ChatTemplate(source=source, special_tokens=SPECIAL), conversation, golden)
-                if isinstance(outcome[verdict], list):
-                    outcome[verdict].append(f"{name}: {conversation}" + (" (unmarked)" if source != kinds[0] else ""))
-                else:
-                    outcome[verdict] += 1
-    return outcome
+        for conversation, row in case["rows"].items():
+            kinds = {row["ours"], row.get("ours, unmarked", row["ours"])}
+            assert kinds.isdisjoint({"different text", "refused by us"}), f"{name}: {conversation}"
+            # Diffusion Gemma repeats the header of a turn after calls, where its prompt goes on without one.
+            assert name == "diffusion_gemma_training" or "different mask" not in kinds, f"{name}: {conversation}"
+            assert row["ours"] != "different mask", f"{name}: {conversation}"
 
 
-def _compare_one(template: ChatTemplate, conversation: str, golden: dict) -> str:
-    messages, tools = CONVERSATIONS[conversation]
-    try:
-        rendered = template.render_answers(messages, tools=tools)
-    except TemplateProblem as problem:
-        if "refused" in golden:
-            return "refused by both"
-        return "drop a call" if "does not write the call" in str(problem) else "refused by us"
-    if "refused" in golden:
-        return "equal"  # some models' templates fail on their own
-    if rendered.text != golden["text"]:
-        return "different text"
-    if golden["learned"] is None:
-        return "equal"
-    ours = {at for start, stop in rendered.answers for at in range(start, stop)}
-    theirs = {at for start, stop in golden["learned"] for at in range(start, stop)}
-    if ours == theirs:
-        return "equal"
-    if not any(rendered.text[at].strip() for at in ours ^ theirs):
-        return "equal but for line ends"
-    prompts = [
-        template.render(messages[:turn], tools=tools, add_generation_prompt=True)
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant"
-    ]
-    context = "".join(prompts)
-    parts = [part for part in _runs(theirs - ours, rendered.text) if part.strip()]
-    if ours <= theirs | _blank(rendered.text) and all(part.strip() in context for part in parts):
-        return "equal but for the prompt"
-    return "different mask"
-
-
-def _blank(text: str) -> set[int]:
-    return {at for at, character in enumerate(text) if character.isspace()}
-
-
-def _runs(places: set[int], text: str) -> list[str]:
-    runs: list[str] = []
-    before = None
-    for at in sorted(places):
-        runs = [*runs[:-1], runs[-1] + text[at]] if before == at - 1 else [*runs, text[at]]
-        before = at
-    return runs
-
-
-if __name__ == "__main__":
-    sys.exit(json.dumps(compare(json.loads(Path(sys.argv[1]).read_text())["cases"]), indent=1))
+@pytest.mark.parametrize(
+    ("golden", "expected"),
+    [
+        ({"text": "<u>a<r>b<e>", "learned": [[7, 11]]}, "equal"),
+        ({"text": "<u>a<r>b<e>", "learned": [[4, 11]]}, "equal but for the prompt"),
+        ({"text": "<u>a<r>b<e>", "learned": [[7, 8]]}, "different mask"),
+        ({"text": "<u>c<r>b<e>", "learned": [[7, 11]]}, "different text"),
+        ({"refused": "ValueError"}, "refused by transformers"),
+    ],
+)
+def test_differences_have_names(golden, expected):
+    """What the figures rest on: a difference is called one."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<r>{{ m.content }}<e>{% endif %}"
+    )
+    template = ChatTemplate(source=source + "{% endfor %}{% if add_generation_prompt %}<r>{% endif %}")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert verdict(template, messages, None, golden) == expected

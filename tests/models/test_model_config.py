@@ -78,6 +78,7 @@ def test_qwen3_has_heads_of_128_unless_it_says_otherwise():
 @pytest.mark.parametrize(("changes", "window"), [
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 4096),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+    ({"architectures": ["MistralForCausalLM"]}, 4096),
     ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}, None),
     ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
      None),
@@ -191,6 +192,7 @@ def test_absent_and_broken_files_are_named(tmp_path):
     {"rope_scaling": {"type": "linear", "factor": 2}},
     {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
     {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+    {"architectures": ["MistralForCausalLM"], "sliding_window": None},
 ])  # fmt: skip
 def test_config_round_trip(changes, tmp_path):
     config = read(**changes)

@@ -127,24 +127,62 @@ SETTINGS = [
     settings("adamw lr 1e38", lr=1e38),
     settings("decay 1e39", WRITES, weight_decay=1e39),
     settings("lr 1e20 and decay 1e30", WRITES, lr=1e20, weight_decay=1e30),
+    settings("lr inf", WRITES, lr=INF),
+    settings("lr NaN", WRITES, lr=NAN),
+    settings("lion lr NaN", WRITES, name="lion", lr=NAN),
+    settings("decay NaN", WRITES, weight_decay=NAN),
+    settings("sgd decay 1e39", WRITES, name="sgd", weight_decay=1e39),
+    settings("lion decay inf", WRITES, name="lion", weight_decay=INF),
+    settings("adafactor lr inf", WRITES, name="adafactor", lr=INF),
+    settings("adamw b1 of 1", WRITES, b1=1.0),
+    settings("adamw b2 of NaN", WRITES, b2=NAN),
 ]
 WOUNDS = [
     Case(name="rows: weight NaN", rows=("weights", NAN)),
     Case(name="rows: weight inf", rows=("weights", INF)),
+    Case(name="rows: weight -inf", rows=("weights", -INF)),
     Case(name="rows: weight 1e38", rows=("weights", 1e38)),
     Case(name="rows: weight 1e30, norm beyond float32", rows=("weights", 1e30), reason="norm of the gradient"),
     Case(name="A NaN", wound=partial(weights, NAN, "lora_a"), hurt=True),
+    Case(name="A NaN on the last stage", wound=partial(weights, NAN, "lora_a"), stage=1, hurt=True),
+    Case(name="B NaN on the first stage", wound=partial(weights, NAN, "lora_b"), hurt=True),
     Case(name="B NaN on the last stage", wound=partial(weights, NAN, "lora_b"), stage=1, hurt=True),
     Case(name="B inf", wound=partial(weights, INF, "lora_b"), hurt=True),
     Case(name="A 3e38", wound=partial(weights, 3e38, "lora_a")),
     Case(name="gradient NaN on the first stage", wound=partial(gradients, NAN), reason="gradient not finite"),
+    Case(name="gradient NaN on the last stage", wound=partial(gradients, NAN), stage=1, reason="gradient not finite"),
+    Case(name="gradient inf on the first stage", wound=partial(gradients, INF), reason="gradient not finite"),
     Case(name="gradient inf on the last stage", wound=partial(gradients, INF), stage=1, reason="gradient not finite"),
     Case(name="optimizer NaN on the first stage", wound=partial(optimizer, NAN), reason=WRITES),
     Case(name="optimizer NaN on the last stage", wound=partial(optimizer, NAN), stage=1, reason=WRITES),
+    Case(name="optimizer inf on the first stage", wound=partial(optimizer, INF), reason=WRITES),
     Case(name="optimizer inf on the last stage", wound=partial(optimizer, INF), stage=1, reason=WRITES),
     Case(name="base rows NaN", wound=partial(base_rows, NAN), at=0),
+    Case(name="base rows inf", wound=partial(base_rows, INF), at=0),
 ]
 CASES = SETTINGS + WOUNDS
+# One of each kind is in every run of the tests; `-m nightly` and benchmarks/sick_adapters.py run the others.
+ALWAYS = {
+    "adamw eps 1e-50",
+    "adafactor lr 1e39",
+    "sgd lr 1e39",
+    "rows: weight NaN",
+    "rows: weight 1e30, norm beyond float32",
+    "A NaN",
+    "B NaN on the last stage",
+    "gradient inf on the last stage",
+    "optimizer NaN on the first stage",
+    "base rows NaN",
+}
+# What can be wounded on one stage only is, on each of the two; and one of each other kind.
+ON_A_MESH = {case.name for case in WOUNDS if case.wound is not None and "stage" in case.name}
+ON_A_MESH |= {"adafactor lr 1e39", "rows: weight NaN", "A NaN", "base rows NaN"}
+ALWAYS_ON_A_MESH = {
+    "adafactor lr 1e39",
+    "B NaN on the last stage",
+    "gradient NaN on the first stage",
+    "optimizer NaN on the last stage",
+}
 
 
 def with_optim(config, name: str, changes: dict):

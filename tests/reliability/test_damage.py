@@ -55,6 +55,16 @@ def test_resume_takes_the_checkpoint_before_a_damaged_one(seed, copied, whole_ru
     assert lorafusion(["verify", str(spoilt.run)]) == 0
 
 
+def test_resume_writes_a_damaged_adapter_of_a_finished_run_again(copied, whole_run, capsys):
+    spoilt = copied()
+    file = spoilt.adapter() / "adapter_model.safetensors"
+    flip(file, 3)
+    assert lorafusion(["resume", str(spoilt.run)]) == 0
+    assert f"damaged: {file.resolve()}" in capsys.readouterr().out.replace("\n", "")
+    assert spoilt.weights() == whole_run.weights()
+    assert lorafusion(["verify", str(spoilt.run)]) == 0
+
+
 def test_no_good_checkpoint_is_an_error_that_names_the_files(copied):
     spoilt = copied()
     for slot in spoilt.slots:

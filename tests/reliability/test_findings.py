@@ -37,7 +37,9 @@ def test_the_tests_exist():
 def test_the_figures_hide_nothing():
     """A miss of a committed row would stand in the table."""
     assert "missed" in table()
-    good = {"kind": "SIGTERM", "code": 130, "resumed": 0, "bitwise": True, "leftovers": "", "traceback": False}
+    good = {"kind": "SIGTERM", "code": 130, "acknowledged_s": 0.1, "resumed": 0, "bitwise": True, "leftovers": ""}
+    good |= {"traceback": False}
     assert is_good(good)
-    for bad in ({"code": -15}, {"resumed": 2}, {"bitwise": False}, {"leftovers": ".x"}, {"traceback": True}):
+    lost = {"code": 0, "acknowledged_s": ""}  # the run went on to its end
+    for bad in ({"code": -15}, lost, {"resumed": 2}, {"bitwise": False}, {"leftovers": ".x"}, {"traceback": True}):
         assert not is_good(good | bad)

@@ -165,6 +165,24 @@ def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_co
     assert request_files(killed) == []
 
 
+def test_a_change_after_the_checkpoint_comes_with_what_is_asked_before_the_resume(make_config, tmp_path):
+    """The kill came between a change and the next checkpoint; the plan is made again before the slot of the change."""
+    run = tmp_path / "run"
+    listeners = [asks(run, ("bad", 3, "bad", "cancel")), crash_after("adapter-changed")]
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(ONE_DEVICE), run, listeners=listeners)
+    (before,) = [change for move in RunFolder(run).moves() for change in move["changes"]]
+    newest = max(int(slot.name) for slot in (run / "state").iterdir())
+    if newest == before["slot"]:
+        shutil.rmtree(run / "state" / str(newest))
+    write_request(run, "weight", "law", 2.0)
+    assert statuses(resume(run)) == {"law": "done", "bad": "cancelled", "med": "done"}
+    recorded = [change for move in RunFolder(run).moves() for change in move["changes"]]
+    told = [(row["slot"], row["adapter"], row["action"]) for row in events_of(run, "adapter-changed")]
+    assert told == [(change["slot"], change["adapter"], change["action"]) for change in recorded]
+    assert recorded[0]["slot"] < before["slot"]
+
+
 def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     listener = asks(run, ("law", 2, "bad", "continue"), ("law", 2, "nobody", "pause"))

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
-from sick_adapters import CASES, Case, install, with_optim
+from sick_adapters import ALWAYS, ALWAYS_ON_A_MESH, CASES, ON_A_MESH, Case, install, with_optim
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
@@ -24,16 +24,12 @@ WELL = ("law", "med")
 ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
 LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}  # few leaves: they compile quickly
-ON_A_MESH = (
-    "adafactor lr 1e39",
-    "rows: weight NaN",
-    "B NaN on the last stage",
-    "gradient NaN on the first stage",
-    "gradient inf on the last stage",
-    "optimizer NaN on the first stage",
-    "optimizer NaN on the last stage",
-    "base rows NaN",
-)
+
+
+def of(cases, always):
+    """The cases as parameters; those that are not always run are marked."""
+    marks = {False: [pytest.mark.nightly], True: []}
+    return [pytest.param(case, id=case.name, marks=marks[case.name in always]) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +103,7 @@ def assert_failed_alone(result, case: Case):
         assert (record["step"], record["failed"]) == (bad.step, None if case.hurt else bad.reason)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of(CASES, ALWAYS))
 def test_one_device(case, make_config, healthy, tmp_path, monkeypatch):
     reference = healthy(ONE_DEVICE)
     install(monkeypatch, case)
@@ -116,7 +112,7 @@ def test_one_device(case, make_config, healthy, tmp_path, monkeypatch):
     assert_others_are_well(run, reference)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_A_MESH], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of([case for case in CASES if case.name in ON_A_MESH], ALWAYS_ON_A_MESH))
 def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkeypatch):
     reference = healthy(TWO_BY_TWO)
     install(monkeypatch, case)
