@@ -2,16 +2,7 @@
 
 Expected output:
 
-    layer       class          K x N    adapters
-    attn.query  LinearGeneral  16 x 16  law r=4, med r=8
-    attn.key    LinearGeneral  16 x 16  law r=4, med r=8
-    attn.value  LinearGeneral  16 x 16  law r=4, med r=8
-    attn.out    LinearGeneral  16 x 16  law r=4, med r=8
-    up          Linear         16 x 32  law r=4, med r=8
-    down        Linear         32 x 16  law r=4, med r=8
-    head        Linear                  none              output head: all-linear leaves it out, name it to adapt it
-
-    trainable: law 896, med 1,792; frozen: 2,177
+    attn.query, attn.key, attn.value, attn.out, up, down
     law: loss falls
     med: loss falls
     merged equals unmerged
@@ -40,8 +31,8 @@ class Model(nnx.Module):
 
 
 specs = [lf.AdapterSpec(name="law", rank=4, alpha=8, dropout=0.1), lf.AdapterSpec(name="med", rank=8, alpha=8)]
-model = lf.apply_lora(Model(nnx.Rngs(0)), specs, targets="all-linear")
-print(lf.lora_report(model))
+model = lf.apply_lora(Model(nnx.Rngs(0)), specs, targets=("attn.*", "up", "down"))
+print(*(row.path for row in lf.lora_report(model).adapted), sep=", ")  # print(report) is a table
 optimizer = nnx.Optimizer(model, per_adapter({"law": optax.adamw(1e-2), "med": optax.lion(3e-3)}), wrt=nnx.LoRAParam)
 
 
@@ -62,8 +53,7 @@ for number, name in enumerate(("law", "med")):  # steps of one adapter do not mo
     losses = [float(train_step(model, optimizer, x, y, jnp.full(4, number), jnp.uint32(i))) for i in range(30)]
     print(f"{name}: loss falls" if losses[-1] < losses[0] else f"{name}: loss does not fall: {losses}")
 with tempfile.TemporaryDirectory() as folder:
-    lf.save_adapter(model, "law", f"{folder}/law")
-    lf.load_adapter(model, "law", f"{folder}/law")
+    lf.load_adapter(model, "law", lf.save_adapter(model, "law", folder).parent)
 with lf.use_adapters(specs, only="law", train=False):
     unmerged = model(x)
 merged = lf.merge_adapter(model, "law")(x)

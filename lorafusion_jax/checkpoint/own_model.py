@@ -41,7 +41,15 @@ def hf_key(path: str) -> str:
     return f"model.layers.{numbers[0]}.{LAYER.linear(names[0]).path}"
 
 
-def save_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = None, base_name: str = "") -> Path:
+def save_peft(
+    model: nnx.Module,
+    name: str,
+    folder: str | Path,
+    *,
+    keys: Keys = None,
+    base_name: str = "",
+    task_type: str | None = None,
+) -> Path:
     """Writes one adapter of a model from `apply_lora` as a PEFT folder.
 
     Args:
@@ -51,6 +59,7 @@ def save_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
         keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function; `hf_key` when
             absent. A layer of a stack has its number at the end of its path.
         base_name: name or path of the PyTorch base model, for adapter_config.json.
+        task_type: PEFT's, such as "CAUSAL_LM", which asks for a model that generates; None serves any PyTorch model.
 
     Returns:
         The folder.
@@ -68,7 +77,7 @@ def save_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
         for part, array in zip("AB", pair, strict=True)
     }
     targets = tuple(dict.fromkeys(key.rsplit(".", 1)[-1] for key in names.values()))
-    described = config_of(dataclasses.replace(spec, targets=targets), base_name)
+    described = config_of(dataclasses.replace(spec, targets=targets), base_name) | {"task_type": task_type}
     with new_folder(folder) as draft:
         (draft / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         (draft / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))

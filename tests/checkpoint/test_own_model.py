@@ -70,6 +70,7 @@ def test_a_peft_folder_has_the_names_and_shapes_that_peft_reads(model, tmp_path)
     np.testing.assert_array_equal(tensors["base_model.model.mix.2.lora_A.weight"], arrays["mix.lora_a"][2].T)
     config = json.loads((tmp_path / "med" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 3, "org/base")
+    assert config["task_type"] is None  # PEFT asks a model of any named task for more than a user's own has
 
 
 @pytest.mark.parametrize("keys", [None, lambda path: f"net.{path.replace('.attn.', '.a.')}"])

@@ -18,5 +18,7 @@ def test_prints_what_it_says(script, capsys):
     assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_there_are_scripts():
-    assert len(SCRIPTS) >= 2
+def test_there_are_short_scripts():
+    lines = {script.name: len(script.read_text(encoding="utf-8").splitlines()) for script in SCRIPTS}
+    assert len(lines) >= 4
+    assert {name: count for name, count in lines.items() if count > 60} == {}
