@@ -1,4 +1,4 @@
-"""Throughput and time left, from wall time: slots and what training waits for between them."""
+"""Measures throughput and remaining time from the wall time of slots and pauses."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from contextlib import contextmanager
 
 import numpy as np
 
-WARM_UP = 5  # first slots compile, fill caches and clocks: they would spoil the estimate
+WARM_UP = 5  # first slots are slower: they compile, fill caches and raise clocks
 WINDOW = 50
-EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # what training waits for
+EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # kinds of pauses
 
 
 class Meter:
-    """Measures a sitting. Every second after the first slots belongs to a slot or to a pause, and all of them count.
+    """Measures one process of a run. After the first slots, all time counts: as part of a slot or as a pause.
 
-    A slot takes the mean time of the recent ones, slow ones included. Pauses come now and then, so what a slot has to
-    bear of them is their share of all time after the first slots. What goes before, loading, compiling and the first
-    slots, counts nowhere.
+    The time of a slot is the mean of the recent slots, slow ones included. Pauses are rare, so a slot bears the share
+    that they have of all time after the first slots. Loading, compiling and the first slots do not count.
 
     Args:
         slot_tokens: adapter → real tokens, for each slot of the plan.
         capacity_tokens: processed tokens of a slot.
         last_slot: slot after which each adapter is done.
-        done: slots that a resumed run has done.
+        done: number of slots that a resumed run has done.
 
     Attributes:
-        seconds: of all slots, first ones included.
+        seconds: time of all slots, including the first.
     """
 
     def __init__(
@@ -42,24 +41,24 @@ class Meter:
         self._busy = _count_busy(self._tokens)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._seen, self._at, self._before_pause = 0, time.perf_counter(), 0.0
-        self._busy_s = 0.0  # after the first slots, as is:
-        self._paused_s: dict[str, float] = {}
+        self._busy_s = 0.0  # time of slots after the first ones
+        self._paused_s: dict[str, float] = {}  # time of pauses after the first slots
         self.seconds = 0.0
 
     def drop(self, name: str, from_slot: int) -> None:
-        """Leaves an adapter out of all slots from `from_slot` on: it has failed."""
+        """Removes an adapter that has ended from all slots from `from_slot` on."""
         rest = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
         self._tokens[from_slot:] = rest
         self._last[name] = -1
         self._busy = _count_busy(self._tokens)
 
     def replan(self, slot_tokens: Sequence[Mapping[str, int]], last_slot: Mapping[str, int]) -> None:
-        """Takes another plan, equal to the one before in all slots that are done."""
+        """Replaces the plan; both plans are equal in all slots that are done."""
         self._tokens, self._last = list(slot_tokens), dict(last_slot)
         self._busy = _count_busy(self._tokens)
 
     def slots_done(self, slots: Sequence[int]) -> None:
-        """Notes that these slots (from 0) have been found finished, the last of them just now."""
+        """Records that these slots (from 0) are done, the last of them just now."""
         if not slots:
             return
         now = time.perf_counter()
@@ -70,13 +69,13 @@ class Meter:
         if self._seen > WARM_UP:
             self._busy_s += took
             self._recent.extend((took / len(slots), slot) for slot in slots)
-        if slots[-1] + 1 == len(self._tokens) and not self._recent:  # so short a run is measured as a whole
+        if slots[-1] + 1 == len(self._tokens) and not self._recent:  # measure a very short run as a whole
             self._busy_s = self.seconds
             self._recent.append((self.seconds / self._seen, slots[-1]))
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Counts what is done inside as time in which training waits. Slots that run meanwhile take none of it."""
+        """Counts the time of the body as a pause, not as time of slots."""
         began = time.perf_counter()
         self._before_pause += began - self._at
         try:
@@ -87,10 +86,10 @@ class Meter:
                 self._paused_s[what] = self._paused_s.get(what, 0.0) + self._at - began
 
     def snapshot(self, slots_done: int, evaluations_left_s: float | None = 0.0) -> dict:
-        """Rates and times left; None while there is nothing to measure yet.
+        """Returns rates and remaining times; None where nothing is measured yet.
 
         Args:
-            evaluations_left_s: None: nobody knows yet.
+            evaluations_left_s: expected time of future evaluations (None: unknown).
         """
         if not self._recent:
             return {
@@ -128,10 +127,10 @@ class Meter:
         }
 
     def _busy_slots(self, start: int, stop: int) -> int:
-        """Slots of [start, stop) that have work: no-ops and slots of failed adapters take no time."""
+        """Counts the slots of [start, stop) with work: no-ops and slots of failed adapters take no time."""
         return int(max(self._busy[stop] - self._busy[start], 0))
 
 
 def _count_busy(slot_tokens: Sequence[Mapping[str, int]]) -> np.ndarray:
-    """Slots with work before each slot, [slots + 1]."""
+    """Returns the number of slots with work before each slot, [slots + 1]."""
     return np.concatenate([[0], np.cumsum([bool(tokens) for tokens in slot_tokens])]).astype(np.int64)
