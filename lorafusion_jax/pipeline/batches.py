@@ -1,4 +1,4 @@
-"""Slots of a plan as microbatches: token ids, masks and keys for the replicas of this process."""
+"""Assembles the slots of a plan into microbatches for the replicas of this process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from scheduling.simulate import slot_squares
 
 
 class Batches:
-    """Assembles microbatches, [replicas of this process, ...]; all slots of a plan have one shape.
+    """Assembles microbatches, [replicas of this process, ...]. All slots of a plan have one shape.
 
     Attributes:
-        loss_tokens: of each (adapter, global batch).
+        loss_tokens: number of loss tokens of each (adapter, global batch).
     """
 
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
@@ -38,7 +38,7 @@ class Batches:
         self.take(config, prepared, plan)
 
     def take(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
-        """Goes on with another plan; microbatches keep their shape where its samples have room."""
+        """Replaces the plan. Microbatches keep their shape if the new samples fit into it."""
         self._config, self._prepared, self._plan = config, prepared, plan
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         segments, table = places(config, _parts(plan))
@@ -62,11 +62,11 @@ class Batches:
         return self._assembled(self._plan.slots[slot].replicas)
 
     def empty(self) -> Microbatch:
-        """A microbatch of padding: it adds zero to every sum."""
+        """Returns a microbatch of padding, which adds zero to every sum."""
         return self._assembled([()] * self._plan.data_parallel)
 
     def loads(self, most: int = 3) -> list[Load]:
-        """Slots whose samples differ most in Σ length², for timing: the lightest, the heaviest and some between."""
+        """Returns slots with different Σ length² for timing: the lightest, the heaviest and some between."""
         squares = slot_squares(self._plan)
         ranked = sorted((slot for slot, s in enumerate(self._plan.slots) if not s.is_noop), key=squares.__getitem__)
         chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)}
@@ -88,7 +88,7 @@ class Batches:
 
 
 def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
-    """Turns the rows of some adapters into padding where they stand; the other rows stay as they are.
+    """Turns the rows of some adapters into padding, in place. Other rows do not change.
 
     Args:
         adapters: places among the stacked adapters.
@@ -110,13 +110,13 @@ def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
 
 
 def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tuple[int, int] | None]:
-    """How many segments, and how many samples of how many segments, the microbatches of a plan have room for.
+    """Returns the static sizes of a plan's microbatches.
 
     Args:
         parts: the adapter of each sample, for each microbatch.
 
     Returns:
-        (places for segments, (places for samples, segments of each) or None where no objective asks for samples)
+        (places for segments, (places for samples, segments of each) or None if no objective needs samples)
     """
     chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
     segments = {name: each.objective.num_segments for name, each in chosen.items()}
@@ -129,17 +129,17 @@ def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tupl
 
 
 def _parts(plan: Plan) -> list[list[str]]:
-    """The adapter of each sample, for each microbatch."""
+    """Returns the adapter of each sample, for each microbatch."""
     return [[ref.adapter for ref in part] for slot in plan.slots for part in slot.replicas]
 
 
 def _adapters_together(plan: Plan, num_adapters: int) -> int:
-    """Places for adapters in the microbatches of a plan."""
+    """Returns the number of adapter places in the microbatches of a plan."""
     return adapter_places(max((len(set(part)) for part in _parts(plan)), default=1), num_adapters)
 
 
 def _batch_sizes(config: JobConfig, prepared: Prepared) -> Iterator[tuple[str, Chosen, list[int]]]:
-    """Of each adapter its name, its objective, and how many samples each of its global batches has."""
+    """Yields each adapter's name, its objective and the number of samples of each of its global batches."""
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
         sizes = np.diff(np.append(data.batch_starts(adapter.global_samples), len(data.order)))
