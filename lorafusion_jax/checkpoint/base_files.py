@@ -1,8 +1,8 @@
-"""Digests of the base model's files: whole under 4 GB in total, above that of the headers and of sampled blocks.
+"""Digests of the base model's files: of all bytes up to 4 GB in total, otherwise of headers and sampled blocks.
 
-A sampled digest covers a file's size, its header (names, shapes and places of all tensors), and of every tensor one
-block per 64 MB at least one. Another model, another version and any exchanged tensor change it; a single flipped bit
-need not. `--verify-base` compares every byte.
+A sampled digest covers a file's size, its header (names, shapes and offsets of all tensors) and one block per 64 MB of
+every tensor, at least one. Another model, another version or an exchanged tensor changes it. A single flipped bit may
+not. `--verify-base` compares every byte.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lorafusion_jax.checkpoint.digests import THREADS, digest_of
 from lorafusion_jax.errors import CheckpointError
 
 WHOLE_BYTES = 4 * 10**9
-BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; one sample for so many bytes of a tensor
+BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; bytes of a tensor per sample
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 WHOLE, SAMPLED = "whole", "sampled"
 
 
 def base_digests(directory: Path, *, every_byte: bool = False) -> dict[str, dict[str, str]]:
-    """Digests of everything that a base model computes with.
+    """Returns the digests of a base model's configuration and weights.
 
     Returns:
-        "whole": file → digest of all its bytes, of a small base or where `every_byte` is set; "sampled": file → digest
-        of header and samples, of a large base.
+        "whole": file → digest of all bytes, for a small base or with `every_byte`; "sampled": file → digest of header
+        and samples, for a large base.
     """
     files = sorted({file for pattern in PATTERNS for file in directory.glob(pattern)})
     small = sum(file.stat().st_size for file in files) < WHOLE_BYTES
@@ -43,7 +43,7 @@ def base_digests(directory: Path, *, every_byte: bool = False) -> dict[str, dict
 
 
 def check_base(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], directory: Path) -> None:
-    """Makes sure that a run goes on with the base model that it began with.
+    """Checks that a run continues with the base model that it began with.
 
     Args:
         before, now: from `base_digests`.
@@ -88,12 +88,12 @@ def _sampled(file: Path) -> str:
 
 
 def _samples(header: bytes, size: int) -> Iterator[int]:
-    """Where the samples begin: as good as random within each stretch, and the same in every process."""
+    """Yields the offsets of the samples: pseudorandom within each stretch, and the same in every process."""
     begin = 8 + len(header)
     try:
         spans = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"}
         places = [(name, begin + int(start), begin + int(stop)) for name, (start, stop) in spans.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # whoever loads it says what is wrong
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # loading reports what is wrong
         places = [("", begin, size)]
     for name, start, stop in places:
         for first in range(start, stop, SPACING):
@@ -103,6 +103,6 @@ def _samples(header: bytes, size: int) -> Iterator[int]:
 
 
 def commit_of(directory: Path) -> str | None:
-    """Commit of a model in the hub's cache, whose folder is named after it."""
+    """Returns the commit of a model in the hub's cache: the name of its folder."""
     resolved: Any = directory.resolve()
     return resolved.name if resolved.parent.name == "snapshots" else None

@@ -1,4 +1,4 @@
-"""Where the base model of a job lies: a folder, or a name of the hub."""
+"""Finds the base model of a job: a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def base_directory(config: JobConfig) -> Path:
     """Finds the base model's directory.
 
     Raises:
-        CheckpointError: neither a directory nor a hub name that can be resolved.
+        CheckpointError: it is neither a directory nor a hub name that can be resolved.
     """
     direct = Path(config.directory) / config.base.model
     if _is_directory(direct):
@@ -32,7 +32,7 @@ def base_directory(config: JobConfig) -> Path:
 
 
 def base_identity(config: JobConfig) -> tuple[str, str | None]:
-    """The base model by a name that means the same from any folder: (org/name of the hub, commit) or (path, None)."""
+    """Returns a name of the base model that is valid from any folder: (hub name, commit) or (absolute path, None)."""
     model = config.base.model
     if not _is_directory(Path(config.directory) / model):
         return model, config.base.revision
@@ -41,7 +41,7 @@ def base_identity(config: JobConfig) -> tuple[str, str | None]:
 
 
 def hub_snapshot(path: Path) -> tuple[str, str] | None:
-    """Name and commit of a model in the hub's cache: …/models--org--name/snapshots/COMMIT."""
+    """Returns name and commit of a model in the hub's cache: …/models--org--name/snapshots/COMMIT."""
     *_, folder, snapshots, commit = ("", "", "", *path.parts)
     if snapshots != "snapshots" or not folder.startswith("models--"):
         return None
@@ -51,12 +51,12 @@ def hub_snapshot(path: Path) -> tuple[str, str] | None:
 def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
-    except (OSError, ValueError):  # a name that no system takes
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
 def pin_base(config: JobConfig) -> JobConfig:
-    """The same job with the hub model's commit as `base.revision`, so that a resumed run meets the same weights."""
+    """Sets `base.revision` to the hub model's commit, so that a resumed run loads the same weights."""
     commit = commit_of(base_directory(config))
     if commit is None or _is_directory(Path(config.directory) / config.base.model):
         return config
@@ -69,10 +69,10 @@ def _from_hub(name: str, revision: str | None) -> Path:
     except ImportError:
         raise CheckpointError(
             "model.missing",
-            f"'{name}' is no directory, and hub names need the hf extra.",
+            f"'{name}' is not a directory, and hub names need the hf extra.",
             fix='pip install "lorafusion-jax[hf]"',
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=ALLOWED))
-    except Exception as problem:  # the hub client raises many kinds; each means that there is no model
+    except Exception as problem:  # the hub client raises many types; each means that there is no model
         raise CheckpointError("model.hub", f"the model '{name}' could not be fetched.", why=str(problem)) from None

@@ -1,4 +1,4 @@
-"""Looks at the files of a base model's weights without a device: broken headers and indexes, NaN and infinity."""
+"""Checks the weight files of a base model without a device: broken headers and indexes, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SHOWN = 4  # tensors that a message names
 
 
 def weight_problems(directory: Path) -> list[LoraFusionError]:
-    """Finds what is wrong with the weights that are there; values are read where they are under 4 GB in total."""
+    """Finds problems of the weight files. Values are only checked if the files hold less than 4 GB in total."""
     files = sorted(directory.glob("*.safetensors"))
     small = sum(file.stat().st_size for file in files) < WHOLE_BYTES
     problems: list[LoraFusionError] = list(_index_problems(directory / INDEX))
     for file in files:
         try:
-            with safe_open(file, "np"):  # the tensors fill the file and do not overlap
+            with safe_open(file, "np"):  # checks that the tensors fill the file and do not overlap
                 pass
             bad = list(_not_finite(file)) if small else []
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
@@ -68,7 +68,7 @@ def _index_problems(index: Path) -> Iterator[LoraFusionError]:
 
 
 def _not_finite(file: Path) -> Iterator[str]:
-    """Names of the tensors with NaN or infinity."""
+    """Yields the names of tensors with NaN or infinity."""
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         length = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + length])

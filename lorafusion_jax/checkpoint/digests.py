@@ -1,4 +1,4 @@
-"""SHA256SUMS: a digest of every file of a folder, written with it and compared whenever it is read.
+"""SHA256SUMS: the digests of a folder's files, written with the folder and compared on every read.
 
 The format is that of sha256sum, so `sha256sum -c SHA256SUMS` checks a folder without this package. The last line is a
 comment with the digest of the lines above it.
@@ -17,13 +17,13 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import replace_text
 
 FILE = "SHA256SUMS"
-THREADS = 8  # hashlib releases the interpreter's lock
+THREADS = 8  # hashlib releases the GIL
 _SEAL = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A file that is not as it was written."""
+    """A file that differs from what was written."""
 
     file: Path
     why: str
@@ -56,11 +56,11 @@ def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage
     """Compares files with their digests.
 
     Args:
-        names: files to look at, which SHA256SUMS must list; all of it when absent.
+        names: files to check, which SHA256SUMS must list (None: all that it lists).
 
     Returns:
-        One entry for each file that is missing, unreadable, changed, or not listed though asked for; SHA256SUMS itself
-        where it is damaged.
+        One entry for each file that is missing, unreadable, changed or not listed. If SHA256SUMS itself is damaged, one
+        entry for it.
     """
     try:
         listed = read_digests(folder)
@@ -73,12 +73,12 @@ def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether a folder is there and its files match their digests, if it has any."""
+    """Whether a folder exists and its files match their digests, if it has any."""
     return folder.is_dir() and not (has_digests(folder) and find_damage(folder))
 
 
 def refuse_damage(code: str, damage: Sequence[Damage], fix: str) -> None:
-    """Raises an error that names the damaged files, if there are any.
+    """Raises an error that names the damaged files, if any.
 
     Raises:
         CheckpointError: `code`.
@@ -109,14 +109,14 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """File → SHA-256 of its bytes."""
+    """Returns file → SHA-256 of its bytes."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest_of(folder / name), names), strict=True))
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 of a file; a link is not followed."""
+    """Returns the SHA-256 of a file. Does not follow links."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -1,11 +1,11 @@
-"""The folder of a run: where everything lies, and what must be there before a run goes on.
+"""The folder of a run: its layout, and checks before a run starts or continues.
 
-config.yaml  plan.json  run.json       resolved configuration, plan, versions and digests; all as of now: a run may move
-metrics.jsonl  events.jsonl            numbers and changes of state
-run.lock                               which process trains it
+config.yaml  plan.json  run.json       current configuration, plan, versions and digests
+metrics.jsonl  events.jsonl            metrics and state changes
+run.lock                               the process that trains the run
 state/<slot>/                          checkpoints
-adapters/<name>/step-000250/           PEFT folders; `latest` points to the newest
-control/                               requests that wait
+adapters/<name>/step-000250/           PEFT folders; `latest` links to the newest
+control/                               pending requests
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class RunFolder:
         return self.path / "adapters" / name / f"step-{step:06d}"
 
     def exported(self, name: str) -> list[Path]:
-        """Exported folders of an adapter, oldest first."""
+        """Returns the exported folders of an adapter, oldest first."""
         folders = (self.path / "adapters" / name).glob("step-*")
         return sorted((one for one in folders if _STEP.fullmatch(one.name)), key=step_of)
 
     def latest(self, name: str) -> Path | None:
-        """Newest exported folder of an adapter."""
+        """Returns the newest exported folder of an adapter."""
         return next(reversed(self.exported(name)), None)
 
     def damaged_adapters(self, steps: Mapping[str, int]) -> list[Damage]:
@@ -74,10 +74,11 @@ class RunFolder:
         return [damage for folder in folders if has_digests(folder) for damage in find_damage(folder)]
 
     def must_be_new(self, plan: Plan) -> None:
-        """Makes sure that no run would be overwritten.
+        """Checks that no run would be overwritten.
 
         Raises:
-            CheckpointError: the folder already holds a run (`run.exists`), also one of another plan (`run.other-plan`).
+            CheckpointError: the folder already holds this run (`run.exists`) or one with another plan
+                (`run.other-plan`).
         """
         self.must_have_its_plan()
         if self.plan_file.exists():
@@ -96,7 +97,7 @@ class RunFolder:
             )
 
     def must_have_its_plan(self) -> None:
-        """Makes sure that nothing of a run is there without the plan that it belongs to.
+        """Checks that the folder does not hold files of a run without its plan.
 
         Raises:
             CheckpointError: `run.no-plan`.
@@ -116,21 +117,21 @@ class RunFolder:
             raise CheckpointError(
                 "run.no-plan",
                 f"{self.path} holds {' and '.join(found)} of a run whose plan.json is gone.",
-                why="without its plan a run cannot go on, and another run would mix with what is left of it",
+                why="without its plan a run cannot continue, and files of another run would mix with its files",
                 fix="bring plan.json back from a copy; or move the folder away, or choose another --out, for a new run",
             )
 
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
-        """Starts a run folder; see `must_be_new`."""
+        """Creates a run folder; see `must_be_new`."""
         self.must_be_new(plan)
         self.path.mkdir(parents=True, exist_ok=True)
         self.write_config(config, record)
-        replace_text(self.plan_file, plan.to_json())  # last: its presence means that the folder is complete
+        replace_text(self.plan_file, plan.to_json())  # written last: its presence marks a complete folder
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keeps other processes from training this run; see `run_lock`."""
+        """Prevents other processes from training this run; see `run_lock`."""
         self.must_have_its_plan()
-        self._need("plan.json")  # else the lock would begin a folder
+        self._need("plan.json")  # otherwise the lock file would be created in a folder without a run
         return run_lock(self.path)
 
     def read_config(self) -> JobConfig:
@@ -138,13 +139,13 @@ class RunFolder:
         return read_resolved(self.path / "config.yaml")
 
     def write_config(self, config: JobConfig, record: dict) -> None:
-        """Notes the settings that a run goes on with, in run.json first: a crash may leave config.yaml as it was."""
+        """Writes the current settings to run.json, then to config.yaml. After a crash in between, run.json is right."""
         text = dump_config(config)
         self.write_record(_with_file(record, CONFIG, text) | {"config": config.model_dump(mode="json")})
         replace_text(self.path / CONFIG, text)
 
     def write_timeline(self, text: str) -> None:
-        """Replaces timeline.json, which is gone rather than another one after a crash."""
+        """Replaces timeline.json. It is removed first, so that a crash cannot leave an old one."""
         (self.path / TIMELINE).unlink(missing_ok=True)
         self.write_record(_with_file(self.read_record(), TIMELINE, text))
         replace_text(self.path / TIMELINE, text)
@@ -158,16 +159,16 @@ class RunFolder:
         config: JobConfig | None = None,
         noted: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Replaces the plan of a run that goes on from `slot` with another one, or on other devices.
+        """Replaces the plan of a run from `slot` on.
 
-        The checkpoints up to `slot` belong to both plans, which are equal until there. run.json knows the new plan
-        before it is there, so the run can go on wherever this ends; without the new plan, it plans again. What of the
-        settings only a new plan knows does not hold without it (see `in_force`).
+        Both plans are equal up to `slot`, so earlier checkpoints belong to both. run.json records the new plan before
+        plan.json is replaced, so the run can continue after a crash at any point. If the new plan was not written yet,
+        the run plans again, and settings that need the new plan are not in force (see `in_force`).
 
         Args:
-            changes: rows that say what of the adapters changes at `slot`.
-            config: of all adapters, where one was added or extended.
-            noted: what run.json notes besides.
+            changes: rows of the changes of adapters at `slot`.
+            config: configuration of all adapters, if one was added or extended.
+            noted: additional entries of run.json.
         """
         record = self.read_record() | dict(noted)
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
@@ -175,11 +176,11 @@ class RunFolder:
         before = [_until(move, slot) for move in self.moves()]
         record |= {"moves": [*before, move]}
         self.write_record(record) if config is None else self.write_config(config, record)
-        (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may be others in the new plan
+        (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may differ from those of the new plan
         replace_text(self.plan_file, plan.to_json())
 
     def moves(self) -> list[dict[str, Any]]:
-        """Moves to the plan that is there, in order; one whose plan was never written has not taken place."""
+        """Returns the moves up to the current plan, in order, without one whose plan was never written."""
         record, plan = self.read_record(), self.read_plan().digest
         moves = record.get("moves", [])
         ends = [number for number, move in enumerate(moves, 1) if move["plan"] == plan]
@@ -189,7 +190,7 @@ class RunFolder:
         """Reads the plan.
 
         Raises:
-            CheckpointError: it is missing (`run.missing`, `run.no-plan`) or was changed (`run.plan`).
+            CheckpointError: it is missing (`run.missing`, `run.no-plan`) or damaged (`run.plan`).
         """
         self.must_have_its_plan()
         self._need("plan.json")
@@ -208,7 +209,7 @@ class RunFolder:
         """Reads run.json; see `record_damage` for its digest.
 
         Raises:
-            CheckpointError: `run.missing`, or `run.record`: it cannot be what a run wrote.
+            CheckpointError: `run.missing`, or `run.record` if its content has the wrong form.
         """
         self._need(RECORD)
         try:
@@ -220,7 +221,7 @@ class RunFolder:
         return {key: value for key, value in record.items() if key != SEAL}
 
     def check_record_file(self) -> None:
-        """Makes sure that run.json is as it was written.
+        """Checks that run.json is unchanged since it was written.
 
         Raises:
             CheckpointError: `run.record`.
@@ -229,13 +230,13 @@ class RunFolder:
             raise self._damaged_record(why)
 
     def record_damage(self) -> str | None:
-        """What is wrong with the bytes of run.json; those of earlier versions have no digest."""
+        """Returns what is wrong with the bytes of run.json. Files of earlier versions have no digest."""
         record = self.read_record()
         same = self.record_file.read_bytes() == _sealed(record).encode()
         return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
 
     def recorded_config(self) -> JobConfig | None:
-        """The settings that run.json notes; None: an earlier version wrote it.
+        """Returns the settings in run.json; None if an earlier version wrote it.
 
         Raises:
             CheckpointError: `run.record`.
@@ -259,7 +260,7 @@ class RunFolder:
         )
 
     def mark_latest(self, name: str, keep: int) -> None:
-        """Points `latest` to the newest exported folder and removes all but the newest few."""
+        """Links `latest` to the newest exported folder and removes all but the newest `keep`."""
         home = self.path / "adapters" / name
         steps = self.exported(name)
         link = home / f".latest{PART}"
@@ -270,7 +271,7 @@ class RunFolder:
             remove_folder(old)
 
     def remove_leftovers(self) -> None:
-        """Removes what killed processes left in the folder; call it while holding `lock`."""
+        """Removes temporary files of killed processes; call it while holding `lock`."""
         for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
             remove_leftovers(place)
 
@@ -278,20 +279,20 @@ class RunFolder:
         if not (self.path / file).is_file():
             raise CheckpointError(
                 "run.missing",
-                f"{self.path} is no run folder: {file} is not there.",
+                f"{self.path} is no run folder: it has no {file}.",
                 fix="lorafusion train jobs.yaml --out runs/NAME starts one",
             )
 
 
 def _until(move: dict[str, Any], slot: int) -> dict[str, Any]:
-    """A move as it is in a run that is planned again from a slot: what comes later comes there."""
+    """Returns a move with its changes at `slot` at the latest, because the run is planned again from there."""
     if "changes" not in move:
         return move
     return move | {"changes": [change | {"slot": min(change["slot"], slot)} for change in move["changes"]]}
 
 
 def _sealed(record: dict) -> str:
-    """run.json as it is written: with the digest of everything else in it."""
+    """Returns the text of run.json, with the digest of its other entries."""
     plain = json.dumps(record, indent=1)
     return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
 
@@ -301,7 +302,7 @@ def _with_file(record: dict, name: str, text: str) -> dict:
 
 
 def _misshapen(record: object) -> str | None:
-    """What of run.json has another type than a run writes."""
+    """Returns which entries of run.json have the wrong type; None if all are right."""
     if not isinstance(record, dict):
         return "it is not a JSON object"
     wanted = {"plan": str, "data": dict, "eval": dict, "moves": list, "files": dict, "config": dict}
@@ -313,7 +314,7 @@ def _misshapen(record: object) -> str | None:
 
 
 def step_of(exported: Path) -> int:
-    """Step of an exported folder, from its name."""
+    """Returns the step of an exported folder from its name."""
     found = _STEP.fullmatch(exported.name)
     assert found, exported
     return int(found[1])

@@ -1,4 +1,4 @@
-"""Merging an adapter into its base: a full Hugging Face directory, one tensor in memory at a time.
+"""Merges an adapter into its base: writes a full Hugging Face directory, with one tensor in memory at a time.
 
 K in · N out · r an adapter's rank
 """
@@ -29,11 +29,11 @@ _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """What merging changed.
+    """What a merge changed.
 
     Attributes:
         deltas: tensor → largest |scale · A B| added to it.
-        max_rounding: largest |W + scale · A B - what the checkpoint's dtype keeps of it|.
+        max_rounding: largest rounding error |W + scale · A B - round(W + scale · A B)|.
     """
 
     deltas: Mapping[str, float]
@@ -58,12 +58,12 @@ def merge_adapter(
     Args:
         base_dir: Hugging Face directory with model.safetensors, or shards and an index.
         adapter_dir: see `read_adapter`.
-        to_dir: new or empty folder; gets weights, index, configuration and tokenizer files.
-        finish: called with the folder before it gets its name.
+        to_dir: new or empty folder for weights, index, configuration and tokenizer files.
+        finish: called with the temporary folder before it is renamed to `to_dir`.
 
     Raises:
-        CheckpointError: what `read_adapter` says of the adapter; `export.exists`; `merge.base`, everything in the base
-            that is missing or does not fit; `merge.not-finite`.
+        CheckpointError: errors of `read_adapter`; `export.exists`; `merge.base`, all tensors of the base that are
+            missing or do not fit; `merge.not-finite`.
         RunError: `save.no-space`, `save.failed`.
     """
     return merge_arrays(base_dir, *read_adapter(adapter_dir), to_dir, finish=finish)
@@ -77,7 +77,7 @@ def merge_arrays(
     *,
     finish: Callable[[Path], None] | None = None,
 ) -> MergeReport:
-    """`merge_adapter` with an adapter in memory (`read_adapter`, `take_adapter`); of `spec` only the scale counts."""
+    """`merge_adapter` for an adapter in memory (`read_adapter`, `take_adapter`). Only the scale of `spec` is used."""
     base_dir = Path(base_dir)
     places = _places(base_dir)
     targets = {f"model.{path}.weight": pair for path, pair in arrays.items()}
@@ -98,7 +98,7 @@ def merge_arrays(
 
 
 def _add(stream: BinaryIO, place: Stored, a_Kr: np.ndarray, b_rN: np.ndarray, scale: float) -> tuple[float, float]:
-    """Replaces one tensor by its merged self; dtype and shape stay, so its bytes stay where they were."""
+    """Merges one tensor in place: its dtype and shape do not change."""
     stream.seek(place.start)
     dtype = _DTYPES[place.dtype]
     w_NK = np.frombuffer(stream.read(place.stop - place.start), dtype).reshape(place.shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A folder that exists complete, with the digests of its files, or not at all."""
+"""Writes folders atomically, with the digests of their files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lorafusion_jax.checkpoint.digests import write_digests
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.files import GONE, PART, remove_folder, sync
 
-NEW, OLD = ".new", ".old"  # endings of the hidden names of a folder on its way
+NEW, OLD = ".new", ".old"  # suffixes of hidden temporary folders
 
 
 @contextmanager
 def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Gives a hidden folder beside `target`, which gets that name when the block ends without error.
+    """Yields a hidden temporary folder, which is renamed to `target` when the block ends without error.
 
-    SHA256SUMS is written into it first. What a killed process left of an earlier attempt is removed.
+    SHA256SUMS is written into it first. Files that a killed process left in it are removed.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "law"
@@ -32,18 +32,18 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
     ('new', ['law'])
 
     Args:
-        replace: takes the place of a folder that is there; the old one stays until then.
+        replace: replace an existing folder; it stays until the new one is complete.
 
     Raises:
-        CheckpointError: `export.exists`, the target is a file or a folder with something in it; `export.in-use`,
-            another process is writing it.
-        RunError: `save.no-space` or `save.failed`; nothing is left behind.
+        CheckpointError: `export.exists`, the target is a file or a folder that is not empty; `export.in-use`, another
+            process is writing it.
+        RunError: `save.no-space` or `save.failed`; no files remain.
     """
     target = Path(target)
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             "export.exists",
-            f"{target} is there already and is not empty.",
+            f"{target} already exists and is not empty.",
             fix="choose another folder, or remove this one",
         )
     building = target.with_name(f".{target.name}{NEW}")
@@ -51,7 +51,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
         building.mkdir(parents=True, exist_ok=True)
         with _only_one(building, target):
             try:
-                for left in building.iterdir():  # by a process that was killed
+                for left in building.iterdir():  # from a killed process
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 yield building
                 write_digests(building)
@@ -61,15 +61,15 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes left among the folders and files in `folder`.
+    """Removes temporary files and folders of killed processes in `folder`.
 
-    A folder that was about to be replaced gets its name back if the new one is not there.
+    If a process was killed while it replaced a folder, the old folder is restored.
     """
     for left in sorted(folder.glob(".*")):
         name = left.name[1 : -len(left.suffix)]
         if left.suffix == OLD and left.is_dir() and not (folder / name).exists():
             left.rename(folder / name)
-        elif left.suffix in (NEW, OLD, GONE) or ".tmp-" in left.name:  # .tmp-PID: by earlier versions
+        elif left.suffix in (NEW, OLD, GONE) or ".tmp-" in left.name:  # .tmp-PID: earlier versions
             shutil.rmtree(left, ignore_errors=True)
         elif left.suffix == PART:
             left.unlink(missing_ok=True)
@@ -91,13 +91,13 @@ def _put(building: Path, target: Path) -> None:
             raise
         remove_folder(old)
     else:
-        building.rename(target)  # takes the place of an empty folder
+        building.rename(target)  # also replaces an empty folder
     sync(target.parent)
 
 
 @contextmanager
 def _only_one(building: Path, target: Path) -> Iterator[None]:
-    """Keeps two processes from writing the same folder; the lock ends with its process."""
+    """Prevents two processes from writing the same folder. The lock ends with its process."""
     handle = os.open(building, os.O_RDONLY)
     try:
         try:
@@ -128,6 +128,6 @@ def _write_error(target: Path, problem: OSError) -> RunError:
         f"there is no space for {target}." if full else f"{target} could not be written.",
         where=str(target.parent),
         why=str(problem),
-        fix=("free some space" if full else "see that the disk takes files there")
-        + " and repeat the command, nothing was left behind; a run goes on with lorafusion resume",
+        fix=("free some space" if full else "make sure that the disk is writable")
+        + " and repeat the command; no files were left. lorafusion resume continues a run",
     )

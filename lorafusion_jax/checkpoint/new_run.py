@@ -1,4 +1,4 @@
-"""What is looked at before a run begins, so that a wrong folder costs no reading of data and no loading."""
+"""Checks the folder of a new run before data and model are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError
 
-SHOWN = 4  # settings that a message names before it counts
+SHOWN = 4  # settings that a message names before it counts the rest
 
 
 def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
-    """Makes sure that there is no run in the folder yet; says how its settings differ if there is.
+    """Checks that the folder holds no run. The error names the settings that differ.
 
     Raises:
         CheckpointError: `run.exists`, `run.no-plan`.
@@ -24,7 +24,7 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
     if not folder.plan_file.exists():
         return
     before = folder.read_config()
-    if config.base.revision is None:  # the run has pinned its own
+    if config.base.revision is None:  # the run has pinned a revision
         config = config.model_copy(update={"base": config.base.model_copy(update={"revision": before.base.revision})})
     differing = [str(one) for one in differences(before, config)]
     if not differing:
@@ -43,7 +43,7 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
 
 
 def must_be_writable(path: Path) -> None:
-    """Makes sure that a folder can be made and written, without leaving a trace.
+    """Checks that a folder can be created and written. Leaves no files.
 
     Raises:
         CheckpointError: `run.folder`.
@@ -53,12 +53,12 @@ def must_be_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as problem:
-        refused = f"nothing can be written in {there}: {problem.strerror}"
+        refused = f"{there} is not writable: {problem.strerror}"
         raise CheckpointError(
             "run.folder",
             f"{path} cannot be a run folder.",
             why=f"{there} is a file" if there.is_file() else refused,
-            fix="--out runs/NAME, a folder that is new and in a place where you may write",
+            fix="--out runs/NAME, a new folder in a place where you may write",
         ) from None
 
 
@@ -74,7 +74,7 @@ class Difference(NamedTuple):
 
 
 def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:
-    """Finds the settings that differ."""
+    """Yields the settings that differ."""
     old, new = _flat(before), _flat(now)
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
@@ -82,7 +82,7 @@ def differences(before: JobConfig, now: JobConfig) -> Iterator[Difference]:
 
 
 def _flat(config: JobConfig) -> dict[str, object]:
-    """Dotted key → value, adapters by name as overrides spell them."""
+    """Returns dotted key → value, with adapters by name, as in overrides."""
     values = config.model_dump(mode="json")
     values["adapters"] = {adapter["name"]: adapter for adapter in values["adapters"]}
     return dict(_leaves(values, ""))

@@ -1,4 +1,4 @@
-"""Adapters of a caller's own NNX model as PEFT folders and orbax checkpoints.
+"""Saves and loads adapters of any NNX model, as PEFT folders and orbax checkpoints.
 
 K in · N out · r an adapter's rank
 """
@@ -29,7 +29,7 @@ PREFIX = "base_model.model."  # of PEFT's names
 
 
 def hf_key(path: str) -> str:
-    """The Hugging Face name of a layer, where its path has a number and a projection's usual name; else its path.
+    """Returns the Hugging Face name of a layer whose path has one number and one usual projection name, else the path.
 
     >>> hf_key("layers.3.attn.q_proj"), hf_key("blocks.up_proj.2"), hf_key("encoder.dense")
     ('model.layers.3.self_attn.q_proj', 'model.layers.2.mlp.up_proj', 'encoder.dense')
@@ -54,10 +54,10 @@ def save_peft(
 
     Args:
         model: any NNX model.
-        name: of the adapter.
+        name: name of the adapter.
         folder: new or empty.
-        keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function; `hf_key` when
-            absent. A layer of a stack has its number at the end of its path.
+        keys: path of a layer in the model → its name in the PyTorch model, as a dictionary or a function (None:
+            `hf_key`). The path of a layer of a stack ends with its number.
         base_name: name or path of the PyTorch base model, for adapter_config.json.
         task_type: PEFT's, such as "CAUSAL_LM", which asks for a model that generates; None serves any PyTorch model.
 
@@ -65,7 +65,7 @@ def save_peft(
         The folder.
 
     Raises:
-        ConfigError: `lora.unknown-adapter`; `peft.keys`, two layers get one name, or a layer none.
+        ConfigError: `lora.unknown-adapter`; `peft.keys`, two layers have the same name, or a layer has none.
         CheckpointError: `export.exists`, `export.not-finite`.
     """
     arrays, spec = _low_rank(model, name), adapter_spec(model, name)
@@ -85,22 +85,22 @@ def save_peft(
 
 
 def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = None) -> None:
-    """Puts a PEFT folder into a model, in place of one adapter of plain LoRA; the others are not touched.
+    """Loads a PEFT folder into one adapter (of kind "lora") of a model. Other adapters do not change.
 
     Args:
-        model: from `apply_lora`, whose adapter has the rank and the scale of the folder and targets the same layers.
-        name: of the adapter.
+        model: from `apply_lora`. Its adapter must have the rank, the scale and the layers of the folder.
+        name: name of the adapter.
         folder: with adapter_config.json and adapter_model.safetensors.
         keys: as in `save_peft`.
 
     Raises:
         ConfigError: `lora.unknown-adapter`, `peft.keys`.
-        CheckpointError: those of reading, and `lora.misfit`: rank, scale, layers or shapes are others. Nothing is
-            changed.
+        CheckpointError: errors of reading, or `lora.misfit`, rank, scale, layers or shapes differ. The model is not
+            changed then.
     """
     folder, spec = Path(folder), adapter_spec(model, name)
     if spec.kind != "lora":
-        raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not tell.")
+        raise ConfigError("peft.kind", f"{name} is of kind {spec.kind}, whose tensors a PEFT folder does not hold.")
     check_digests(folder)
     tensors = read_tensors(folder)
     names = _names(list(_low_rank(model, name)), keys)
@@ -127,7 +127,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
 
 
 def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> Path:
-    """Writes adapters with orbax, each at its own rank: some by name, or all.
+    """Writes adapters with orbax, each at its own rank: those named, or all.
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
@@ -145,7 +145,7 @@ def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
 
 
 def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> None:
-    """Puts adapters that `save_checkpoint` wrote into a model: some by name, or all that the model has.
+    """Loads adapters that `save_checkpoint` wrote into a model: those named, or all of the model.
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
@@ -171,7 +171,7 @@ def load_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[st
 
 
 def _low_rank(model: nnx.Module, name: str) -> Arrays:
-    """Path of each single layer → (A [K, r], B [r, N])."""
+    """Returns path of each single layer → (A [K, r], B [r, N])."""
     kind, found = adapter_kind(adapter_spec(model, name).kind), {}
     for path, leaves in _by_layer(adapter_arrays(model, name)).items():
         stack = next(iter(leaves.values())).shape[:-2]
@@ -183,7 +183,7 @@ def _low_rank(model: nnx.Module, name: str) -> Arrays:
 
 
 def _stacked(model: nnx.Module, name: str, pairs: Mapping[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
-    """A and B of single layers as `adapter_arrays` has them."""
+    """Stacks A and B of single layers in the form of `adapter_arrays`."""
     arrays = {}
     for path, leaves in _by_layer(adapter_arrays(model, name)).items():
         for part, leaf in (("A", "lora_a"), ("B", "lora_b")):
@@ -204,7 +204,7 @@ def _by_layer(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarra
 
 
 def _names(paths: Sequence[str], keys: Keys) -> dict[str, str]:
-    """Path of each layer → its name in the PyTorch model."""
+    """Returns path of each layer → its name in the PyTorch model."""
     if keys is None:
         keys = hf_key
     if isinstance(keys, Mapping):

@@ -1,4 +1,4 @@
-"""PEFT folders: adapter_config.json + adapter_model.safetensors, written and read with every tensor checked.
+"""Writes and reads PEFT folders (adapter_config.json and adapter_model.safetensors) and checks every tensor.
 
 K in · N out · r an adapter's rank
 """
@@ -42,19 +42,19 @@ def export_adapter(
     replace: bool = False,
     finish: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes one adapter as a PEFT folder, reads it back and compares it; the folder appears complete or not at all.
+    """Writes one adapter as a PEFT folder atomically, and compares what it reads back.
 
     Args:
         lora_leaves: the stacked LoRA weights, see `take_adapter`.
         spec: the adapter.
         index: its place among the stacked adapters.
-        base_name: name or path of the base model, as the adapter's users know it.
+        base_name: name or path of the base model for users of the adapter.
         to_dir: new or empty folder.
-        dtype: of the tensors.
-        base_quantize: how the base was stored in training, see `weights.table`; noted in adapter_config.json.
-        base_revision: commit of a base model of the hub.
-        replace: takes the place of a folder that is there.
-        finish: called with the folder before it gets its name; adds model card, tokenizer files.
+        dtype: dtype of the tensors.
+        base_quantize: storage of the base in training, see `weights.table`; written to adapter_config.json.
+        base_revision: commit of a base model on the hub.
+        replace: replace an existing folder.
+        finish: called with the temporary folder before it is renamed, e.g. to add a model card and tokenizer files.
 
     Returns:
         The folder.
@@ -70,7 +70,7 @@ def export_adapter(
     with new_folder(to_dir, replace=replace) as folder:
         said = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
         (folder / CONFIG_FILE).write_text(said + "\n", encoding="utf-8")
-        # not save_file: only their owner may read its files, and it hides the system's error in one of its own
+        # save_file would make the file readable by its owner only, and would hide the system's error
         (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         _check_copy(folder, spec, tensors)
         if finish is not None:
@@ -79,15 +79,15 @@ def export_adapter(
 
 
 def read_adapter(folder: str | Path) -> tuple[AdapterSpec, Arrays]:
-    """Reads a PEFT folder; its files are compared with SHA256SUMS where there is one.
+    """Reads a PEFT folder and compares its files with SHA256SUMS, if there is one.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
 
     Returns:
-        specification (named after the folder; a folder does not tell the seed) and
-        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32. Where rank_pattern gives a projection a lower
-        rank, its r is lower than that of the specification; an adapter of some layers has no arrays of the others.
+        The specification (named after the folder, without the seed, which a folder does not hold) and
+        "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32. If rank_pattern gives a projection a lower
+        rank, its r is lower than that of the specification. An adapter of some layers has no arrays of the others.
 
     Raises:
         CheckpointError: `peft.missing-file`, `peft.pickle` (only adapter_model.bin), `peft.bad-config`,
@@ -99,7 +99,7 @@ def read_adapter(folder: str | Path) -> tuple[AdapterSpec, Arrays]:
 
 
 def read_described(folder: Path) -> tuple[Described, Arrays]:
-    """`read_adapter` with all that the folder says of the adapter."""
+    """Like `read_adapter`, with the full description of the adapter."""
     check_digests(folder)
     raw = read_config(folder)
     tensors = read_tensors(folder)
@@ -116,7 +116,7 @@ def read_described(folder: Path) -> tuple[Described, Arrays]:
 
 
 def check_digests(folder: Path) -> None:
-    """Makes sure that the files of an adapter are as they were written; folders of other programs have no digests.
+    """Checks that the files of an adapter are unchanged. Folders of other programs have no digests.
 
     Raises:
         CheckpointError: `peft.damaged`.
@@ -130,7 +130,7 @@ def check_digests(folder: Path) -> None:
 
 
 def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Names and shapes as PEFT has them: lora_A.weight [r, K], lora_B.weight [N, r]."""
+    """Converts to PEFT's names and shapes: lora_A.weight [r, K], lora_B.weight [N, r]."""
     return {
         f"{PREFIX}{path}.lora_{part}.weight": np.ascontiguousarray(array.T)
         for path, pair in arrays.items()
@@ -139,7 +139,7 @@ def peft_tensors(arrays: Arrays) -> dict[str, np.ndarray]:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a PEFT folder, as it is."""
+    """Reads every tensor of a PEFT folder."""
     file = folder / TENSOR_FILE
     if not file.is_file():
         if (folder / "adapter_model.bin").is_file():
@@ -160,7 +160,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: Described) -> list[str]:
-    """Says what is missing, extra or misshapen."""
+    """Lists missing, extra and misshapen tensors."""
     wanted = {f"{PREFIX}{path}.lora_{part}.weight" for path in _wanted_paths(paths, described) for part in "AB"}
     problems = [f"missing: {key}" for key in sorted(wanted - set(tensors))]
     problems += [f"extra: {key}" for key in sorted(set(tensors) - wanted)]
@@ -179,7 +179,7 @@ def _problems(tensors: dict[str, np.ndarray], paths: Sequence[str], described: D
 
 
 def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
-    """Projections that must be there: those of the layers that are named, or of all up to the last."""
+    """Returns the required projections: of the named layers, or of all layers up to the last one present."""
     if described.layers is None and described.some_layers:
         return paths
     count = max(1, len({path.split(".")[1] for path in paths}))
@@ -191,7 +191,7 @@ def _wanted_paths(paths: Sequence[str], described: Described) -> Iterable[str]:
 
 
 def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
-    """Makes sure that an adapter holds numbers only.
+    """Checks that all weights of an adapter are finite.
 
     Raises:
         CheckpointError: `export.not-finite`.
@@ -207,7 +207,7 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
-    """Reads the folder as a stranger would; what was written must come back."""
+    """Reads the folder back with the public reader and compares it with what was written."""
     found, arrays = read_adapter(folder)
     same = (found.rank, found.scale, set(found.targets)) == (spec.rank, spec.scale, set(spec.targets))
     again = peft_tensors(arrays)

@@ -1,4 +1,4 @@
-"""One adapter in and out of the stacked LoRA weights of a decoder, on the host.
+"""Extracts one adapter from the stacked LoRA weights of a decoder, or inserts it, on the host.
 
 A adapters · K in · N out · R padded rank · r an adapter's rank · L stacked layers
 """
@@ -21,7 +21,7 @@ type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
 
 def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
-    """Cuts one adapter out, layer by layer, at its own rank and targets; its kind makes A and B of its tensors.
+    """Extracts one adapter, layer by layer, at its own rank and targets. Its kind converts its tensors to A and B.
 
     Args:
         lora_leaves: "layers.0.self_attn.q_proj.lora_a" → [A, K, R] and "….lora_b" → [A, R, N], or stacked
@@ -33,7 +33,7 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
         "layers.0.self_attn.q_proj" → (a [K, r], b [r, N]), float32.
 
     Raises:
-        CheckpointError: `peft.no-weights`, none of the weights is of a target.
+        CheckpointError: `peft.no-weights`, no weights belong to a target.
     """
     kind = adapter_kind(spec.kind)
     arrays: Arrays = {}
@@ -57,9 +57,9 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
 
 
 def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Puts A and B of one LoRA adapter into the stacked weights; what it does not have becomes zero.
+    """Inserts A and B of one LoRA adapter into the stacked weights. Weights that it lacks become zero.
 
-    Other adapters keep their bits.
+    Other adapters stay bitwise equal.
 
     Args:
         lora_leaves: as in `take_adapter`; not changed.
@@ -67,7 +67,7 @@ def put_adapter(lora_leaves: Leaves, index: int, arrays: Arrays) -> dict[str, np
         arrays: from `read_adapter` or `take_adapter`.
 
     Returns:
-        All leaves; the ones with this adapter are new numpy arrays.
+        All leaves. Those of A and B are new numpy arrays.
 
     Raises:
         CheckpointError: `peft.other-base` when layers or shapes do not fit this model.
@@ -117,7 +117,7 @@ def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, .
 
 
 def _projections(lora_leaves: Leaves) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Lists the projections: path of the leaf → {path with the layer's number: index in front of the adapters}."""
+    """Lists the projections: path of the leaf → {path with the layer's number: index before the adapter axis}."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in lora_leaves:
         path, leaf = name.rsplit(".", 1)
@@ -141,6 +141,6 @@ def _order(path: str) -> tuple:
 
 
 def _some(problems: list[str], most: int = 8) -> str:
-    """Lists problems, the many of a wholly different model cut short."""
+    """Joins the first problems and counts the rest."""
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more

@@ -11,9 +11,9 @@ from functools import partial
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Silences those threads while a checkpoint is written.
+    """Silences their background threads while a checkpoint is written.
 
-    After a failed write they stay silent, because they end only after the error has been raised here.
+    After a failed write they stay silent, because the threads end only after the error was raised here.
     """
     orbax, hook = logging.getLogger("absl"), sys.unraisablehook
     orbax.addFilter(_is_ours)
@@ -24,11 +24,11 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    return "_SignalingThread" not in str(record.msg)  # it raises the same error once more where one waits for it
+    return "_SignalingThread" not in str(record.msg)  # orbax raises the same error again in the waiting thread
 
 
 def _hook(before, unraisable) -> None:
-    """Drops what tensorstore says when the loop that asked for a write has gone with the first failure."""
+    """Drops tensorstore's error about the event loop, which is closed after the first failure."""
     if unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed":
         return
     before(unraisable)

@@ -1,9 +1,9 @@
-"""What a user asks of a run while it trains: small files in `control/` of its folder, which the run picks up.
+"""Requests to a running run: JSON files in `control/` of its folder, which the run reads.
 
-{"action": "pause", "adapter": "law"}    for `weight` also {"weight": 2.0}, for `extend` {"epochs": 1} or {"steps": 50}
+{"action": "pause", "adapter": "law"}    with {"weight": 2.0} for `weight`, {"epochs": 1} or {"steps": 50} for `extend`
 {"action": "add", "adapters": [{"name": "tax", "data": {"train": "/data/tax.jsonl"}}]}    settings as in config.yaml
 
-Names begin with the time, so requests are carried out in the order in which they were made.
+File names begin with the time, so requests are executed in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Request:
     """One request.
 
     Attributes:
-        name: of its file.
-        adapters: whom it concerns; one, but of `add` any number.
-        weight: the new one, of `weight`.
-        epochs, steps: what `extend` adds, one of the two.
-        settings: of the new adapters, of `add`.
+        name: name of its file.
+        adapters: names of its adapters: one, or any number for `add`.
+        weight: new weight, for `weight`.
+        epochs, steps: what `extend` adds; exactly one is set.
+        settings: settings of the new adapters, for `add`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def what(self) -> str:
-        """It in a few words."""
+        """Short description of the request."""
         return f"{self.action} {', '.join(self.adapters)}"
 
     @staticmethod
@@ -55,7 +55,7 @@ class Request:
         """Reads a file.
 
         Raises:
-            ValueError: it is no request.
+            ValueError: the file is not a valid request.
         """
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.get("action") not in ACTIONS:
@@ -80,21 +80,21 @@ class Request:
 
 
 def is_extension(epochs: object, steps: object) -> bool:
-    """Whether an adapter can be extended by so many epochs or so many steps, whichever is not None."""
+    """Whether exactly one of epochs and steps is given and is valid."""
     given = [value for value in (epochs, steps) if value is not None]
     return len(given) == 1 and type(given[0]) is int and 1 <= given[0] < 2**31
 
 
 def is_weight(value: object) -> bool:
-    """Whether an adapter can have this weight."""
+    """Whether this is a valid weight of an adapter."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def write_request(folder: Path, action: Action, adapter: str, weight: float | None = None, **options: int) -> Path:
-    """Asks something of an adapter of the run in `folder`; the file is there whole or not at all.
+    """Writes a request about an adapter of the run in `folder`, atomically.
 
     Args:
-        options: `epochs` or `steps`, of "extend".
+        options: `epochs` or `steps`, for "extend".
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -107,7 +107,7 @@ def write_request(folder: Path, action: Action, adapter: str, weight: float | No
 
 
 def write_addition(folder: Path, adapters: Sequence[AdapterConfig]) -> Path:
-    """Asks the run in `folder` to train more adapters."""
+    """Writes a request to add adapters to the run in `folder`."""
     return _write(folder, {"action": "add", "adapters": [adapter.model_dump(mode="json") for adapter in adapters]})
 
 
@@ -120,7 +120,7 @@ def _write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def request_files(folder: Path) -> list[Path]:
-    """Requests that wait, oldest first; one look at one folder."""
+    """Returns the files of pending requests, oldest first. Lists one folder."""
     try:
         names = os.listdir(folder / FOLDER)
     except FileNotFoundError:

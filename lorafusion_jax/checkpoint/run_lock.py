@@ -1,7 +1,7 @@
-"""One process trains a run folder at a time; others can tell whether it still does.
+"""Lock of a run folder: one process trains it at a time, and others can see whether it still does.
 
-The lock is the system's and vanishes with its process, however that ends. `run.lock` says which process it is. Some
-file systems know no locks; then nobody is kept out, and nobody can tell.
+It is a lock of the operating system, which ends with its process in any case. `run.lock` names the process. On file
+systems without locks there is no exclusion, and the state is unknown.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TextIO
 from lorafusion_jax.errors import CheckpointError
 
 FILE = "run.lock"
-TRIES, TRY_EVERY_S = 5, 0.1  # who looks whether it is held holds it for a moment
+TRIES, TRY_EVERY_S = 5, 0.1  # `held_by` in another process holds the lock for a moment
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Keeps other processes from training the run in `folder`.
+    """Prevents other processes from training the run in `folder`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -39,10 +39,10 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     try:
         file = (folder / FILE).open("a+", encoding="utf-8")
-    except OSError:  # what cannot be written here is told by whoever writes the run
+    except OSError:  # a folder that is not writable is reported when the run is written
         yield
         return
-    with file:  # closing it lets go
+    with file:  # closing the file releases the lock
         if not _try_to_hold(file):
             raise _in_use(folder)
         with suppress(OSError):  # a full disk
@@ -53,11 +53,11 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def held_by(folder: Path) -> dict:
-    """Who trains the run in `folder`, or did so last.
+    """Returns the process that trains the run in `folder`, or the last one that did.
 
     Returns:
-        `process` and `host`, where known, and `alive`: None where one cannot tell, because the file system knows no
-        locks or does not share them with that host.
+        `process` and `host`, if known, and `alive`. `alive` is None if the file system has no locks, or does not share
+        them with that host.
     """
     try:
         with (folder / FILE).open(encoding="utf-8") as file:
@@ -79,7 +79,7 @@ def _try_to_hold(file: TextIO) -> bool:
         except BlockingIOError:
             time.sleep(TRY_EVERY_S)
         except OSError:
-            return True  # no locks here
+            return True  # the file system has no locks
         else:
             return True
     return False

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which there are, whether their files are as they were written, where the run stood."""
+"""Finds the checkpoints on disk, checks their files and reads their positions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Found:
     """The newest good checkpoint of a run.
 
     Attributes:
-        slot, position: of that checkpoint; None and empty where the run has no checkpoint yet.
-        damaged: what is wrong with the newer ones.
-        unchecked: it was written by a version that kept no digests.
+        slot, position: of that checkpoint; None and empty if the run has no checkpoint yet.
+        damaged: damage of newer checkpoints.
+        unchecked: it was written by a version without digests.
     """
 
     slot: int | None = None
@@ -33,11 +33,11 @@ class Found:
 
 
 def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Found:
-    """Finds the newest checkpoint whose files are as they were written, and reads its position.
+    """Finds the newest undamaged checkpoint and reads its position.
 
     Args:
         directory: `state` folder of a run.
-        agree: whether any process of the run says so; a checkpoint must be good for all of them.
+        agree: combines the answers of all processes: True if any finds damage. A checkpoint must be good for all.
 
     Raises:
         CheckpointError: `run.bad-state`, there are checkpoints and none is good.
@@ -67,7 +67,7 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
 
 
 def checkpoint_damage(folder: Path) -> list[Damage]:
-    """What is wrong with the files of a checkpoint."""
+    """Finds damaged files of a checkpoint."""
     if not digests.has_digests(folder) and not (folder / UNCHECKED).is_file():
         return [Damage(file=folder / digests.FILE, why="it is missing")]
     if digests.has_digests(folder) and (found := digests.find_damage(folder)):
@@ -80,7 +80,7 @@ def checkpoint_damage(folder: Path) -> list[Damage]:
 
 
 def read_position(directory: Path) -> dict[str, Any] | None:
-    """Reads the position of the newest good checkpoint without touching arrays or devices; None: there is none.
+    """Reads the position of the newest good checkpoint, without arrays or devices. Returns None if there is none.
 
     Raises:
         CheckpointError: `run.bad-state`.
@@ -89,7 +89,7 @@ def read_position(directory: Path) -> dict[str, Any] | None:
 
 
 def slots_of(directory: Path) -> list[int]:
-    """Slots of the checkpoints in a `state` folder, oldest first."""
+    """Returns the slots of the checkpoints in a `state` folder, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(int(child.name) for child in directory.iterdir() if child.name.isdecimal() and child.is_dir())

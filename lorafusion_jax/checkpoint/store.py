@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `state/<slot>/` with arrays, position and digests, atomic, the newest few kept."""
+"""Saves and restores checkpoints: `state/<slot>/` with arrays, position and digests. Keeps the newest few."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class StateStore:
 
     Args:
         directory: `state` folder of a run.
-        keep: newest checkpoints that stay.
-        slot: checkpoint that the run goes on from. Newer ones are damaged: the next save takes their place.
+        keep: number of checkpoints to keep.
+        slot: checkpoint from which the run continues. Newer ones are damaged, and later saves replace them.
     """
 
     def __init__(self, directory: Path, keep: int = 3, slot: int | None = None):
         self._directory, self._keep, self._slot = directory.absolute(), keep, slot
 
     def save(self, slot: int, arrays: Any, position: dict[str, Any]) -> None:
-        """Writes one checkpoint; earlier ones stay until it is complete.
+        """Writes one checkpoint. Earlier ones are kept until it is complete.
 
         Raises:
             RunError: the disk is full (`save.no-space`) or cannot be written (`save.failed`).
@@ -57,13 +57,13 @@ class StateStore:
                 "the checkpoint could not be written.",
                 where=str(self._directory),
                 why=getattr(problem, "why", "") or str(problem),
-                fix=f"see that the disk takes files there, then {self._goes_on()}",
+                fix=f"make sure that the disk is writable, then {self._how_to_resume()}",
             ) from problem
         self._slot = slot
         self._prune()
 
     def restore(self, arrays_like: Any) -> Any:
-        """Reads the arrays of the checkpoint that the run goes on from to the host.
+        """Reads the arrays of the checkpoint from which the run continues, to the host.
 
         Args:
             arrays_like: their shapes and dtypes.
@@ -83,7 +83,7 @@ class StateStore:
             raise bad_state(self._directory, self._slot, str(problem).splitlines()[0][:300]) from None
 
     def check_space(self, size: int) -> None:
-        """Makes sure that a checkpoint of `size` bytes fits on the disk; asked before a run starts, too.
+        """Checks that a checkpoint of `size` bytes fits on the disk. Also called before a run starts.
 
         Raises:
             RunError: `save.no-space`.
@@ -94,7 +94,7 @@ class StateStore:
             raise self._no_space(f"{needed / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free")
 
     def _arrays(self) -> ocp.Checkpointer:
-        """Each process reads by itself and the first one writes whole arrays: nobody waits for anybody in here."""
+        """Returns a checkpointer without barriers: each process reads separately, and only the first writes."""
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
@@ -103,7 +103,7 @@ class StateStore:
         return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
     def _prune(self) -> None:
-        """Removes all but the newest few checkpoints, and damaged ones that lie ahead."""
+        """Removes all but the newest checkpoints, and damaged ones of later slots."""
         assert self._slot is not None
         slots = slots_of(self._directory)
         good = [slot for slot in slots if slot <= self._slot][-self._keep :]
@@ -117,10 +117,10 @@ class StateStore:
             "there is no space for a checkpoint.",
             where=str(self._directory),
             why=why,
-            fix=f"free some space, then {self._goes_on()}",
+            fix=f"free some space, then {self._how_to_resume()}",
         )
 
-    def _goes_on(self) -> str:
+    def _how_to_resume(self) -> str:
         slot = max(slots_of(self._directory), default=None)
         command = f"lorafusion resume {self._directory.parent}"
         if slot is None:

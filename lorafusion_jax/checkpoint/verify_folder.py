@@ -1,4 +1,4 @@
-"""Compares every file of a run folder, or of one folder with SHA256SUMS, with its digest; nothing is changed."""
+"""Compares the files of a run folder, or of one folder with SHA256SUMS, with their digests. Changes nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHOWN = 8  # line numbers that a finding names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSummary:
-    """What is known of a file, or of a folder with digests.
+class FileCheck:
+    """Result for a file, or for a folder with digests.
 
     Attributes:
-        name: path below the folder that is verified.
-        files: how many files were compared.
-        damage: what is wrong, each naming its file.
+        name: path below the verified folder.
+        files: number of compared files.
+        damage: problems, each with its file.
         note: what could not be compared.
     """
 
@@ -35,27 +35,27 @@ class BatchSummary:
     note: str = ""
 
 
-def verify_folder(path: Path) -> list[BatchSummary]:
-    """Looks at every file of a run folder, or of a folder with digests such as an exported adapter.
+def verify_folder(path: Path) -> list[FileCheck]:
+    """Verifies a run folder, or a folder with digests such as an exported adapter.
 
     Raises:
-        CheckpointError: `verify.nothing`, it is neither.
+        CheckpointError: `verify.nothing`, the folder is neither.
     """
     if digests.has_digests(path):
         return [_with_digests(path, ".")]
     if not any((path / name).exists() for name in (*RUN_FILES, "state", "adapters")):
         raise CheckpointError(
             "verify.nothing",
-            f"{path} is no run folder and has no {digests.FILE}.",
+            f"{path} is not a run folder and has no {digests.FILE}.",
             why="folders of other programs and of earlier versions have no digests",
             fix="lorafusion verify RUN, or a folder that lorafusion export wrote",
         )
     return [*_run_files(RunFolder(path)), *_logs(RunFolder(path)), *_states(path), *_adapters(path), *_others(path)]
 
 
-def _run_files(folder: RunFolder) -> Iterator[BatchSummary]:
+def _run_files(folder: RunFolder) -> Iterator[FileCheck]:
     missing = [name for name in RUN_FILES if not (folder.path / name).is_file()]
-    yield from (BatchSummary(name=name, damage=(f"{folder.path / name}: it is missing",)) for name in missing)
+    yield from (FileCheck(name=name, damage=(f"{folder.path / name}: it is missing",)) for name in missing)
     if "plan.json" not in missing:
         yield _checked("plan.json", lambda: _plan_damage(folder))
     if "run.json" not in missing:
@@ -65,34 +65,34 @@ def _run_files(folder: RunFolder) -> Iterator[BatchSummary]:
             yield _noted_in_record(folder, name)
 
 
-def _checked(name: str, damage) -> BatchSummary:
+def _checked(name: str, damage) -> FileCheck:
     try:
         why = damage()
     except LoraFusionError as problem:
         why = problem.why or problem.what
-    return BatchSummary(name=name, damage=(f"{name}: {why}",) if why else ())
+    return FileCheck(name=name, damage=(f"{name}: {why}",) if why else ())
 
 
 def _plan_damage(folder: RunFolder) -> str | None:
     plan = folder.read_plan()
     same = folder.plan_file.read_bytes() == plan.to_json().encode()
-    return None if same else "it is not as it was written; its plan is"
+    return None if same else "its bytes changed since it was written, but its plan did not"
 
 
-def _noted_in_record(folder: RunFolder, name: str) -> BatchSummary:
+def _noted_in_record(folder: RunFolder, name: str) -> FileCheck:
     try:
         digest = folder.read_record().get("files", {}).get(name)
         found = digests.digest_of(folder.path / name)
     except LoraFusionError as problem:
-        return BatchSummary(name=name, files=0, note=f"not compared: {problem.what}")
+        return FileCheck(name=name, files=0, note=f"not compared: {problem.what}")
     except OSError as problem:
-        return BatchSummary(name=name, damage=(f"{name}: {problem.strerror}",))
+        return FileCheck(name=name, damage=(f"{name}: {problem.strerror}",))
     if digest is None:
-        return BatchSummary(name=name, files=0, note="not compared: run.json has no digest of it")
-    return BatchSummary(name=name, damage=() if found == digest else (f"{name}: its content differs from its digest",))
+        return FileCheck(name=name, files=0, note="not compared: run.json has no digest of it")
+    return FileCheck(name=name, damage=() if found == digest else (f"{name}: its content differs from its digest",))
 
 
-def _logs(folder: RunFolder) -> Iterator[BatchSummary]:
+def _logs(folder: RunFolder) -> Iterator[FileCheck]:
     for name in LOGS:
         if not (folder.path / name).is_file():
             continue
@@ -104,51 +104,51 @@ def _logs(folder: RunFolder) -> Iterator[BatchSummary]:
         lines = damaged_lines(folder.path / name, all_have_crc=all_have_crc)
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         damage = (f"{name}: damaged in line {', '.join(map(str, lines[:SHOWN]))}{more}",) if lines else ()
-        yield BatchSummary(
+        yield FileCheck(
             name=name, damage=(*damage, *short), note="" if all_have_crc else "rows of an earlier version have no CRC"
         )
 
 
 def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
-    """Whether metrics.jsonl is shorter than when the last checkpoint of this sitting was written."""
+    """Reports metrics.jsonl if it is shorter than when the last checkpoint was written."""
     last = [row for row in read_rows(folder.path / "events.jsonl") if row["kind"] in ("started", "saved")][-1:]
     before = last[0].get("metrics_bytes", 0) if last else 0
     now = (folder.path / "metrics.jsonl").stat().st_size
     return (f"metrics.jsonl: rows are missing at its end, it has {now} of {before} bytes",) if now < before else ()
 
 
-def _states(path: Path) -> Iterator[BatchSummary]:
+def _states(path: Path) -> Iterator[FileCheck]:
     for slot in slots_of(path / "state"):
         folder = path / "state" / str(slot)
         yield _with_digests(folder, f"state/{slot}", [str(one) for one in checkpoint_damage(folder)])
 
 
-def _adapters(path: Path) -> Iterator[BatchSummary]:
+def _adapters(path: Path) -> Iterator[FileCheck]:
     for folder in sorted(path.glob("adapters/*/step-*")):
         yield _with_digests(folder, folder.relative_to(path).as_posix())
     for link in sorted(path.glob("adapters/*/latest")):
         if not link.is_dir():
             name = link.relative_to(path).as_posix()
-            yield BatchSummary(name=name, damage=(f"{name}: it points to no folder",))
+            yield FileCheck(name=name, damage=(f"{name}: it points to no folder",))
 
 
-def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> BatchSummary:
+def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> FileCheck:
     if not digests.has_digests(folder):
         note = "not compared: an earlier version wrote it without digests"
-        return BatchSummary(name=name, files=0, damage=tuple(damage or ()), note="" if damage else note)
+        return FileCheck(name=name, files=0, damage=tuple(damage or ()), note="" if damage else note)
     found = [str(one) for one in digests.find_damage(folder)] if damage is None else damage
     count = sum(1 for file in folder.rglob("*") if file.is_file())
-    return BatchSummary(name=name, files=count, damage=tuple(found))
+    return FileCheck(name=name, files=count, damage=tuple(found))
 
 
-def _others(path: Path) -> Iterator[BatchSummary]:
-    """Files that no result depends on, and what killed processes left."""
+def _others(path: Path) -> Iterator[FileCheck]:
+    """Yields files that no result depends on, and temporary files of killed processes."""
     known = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
     for child in sorted(path.iterdir()):
         if child.name not in known:
             note = "left by a killed process: resume removes it" if child.name.startswith(".") else "no result needs it"
-            yield BatchSummary(name=child.name, files=0, note=f"not compared: {note}")
+            yield FileCheck(name=child.name, files=0, note=f"not compared: {note}")
     for place in ("state", "adapters/*"):
         for left in sorted(path.glob(f"{place}/.*")):
             note = "not compared: left by a killed process: resume removes it"
-            yield BatchSummary(name=left.relative_to(path).as_posix(), files=0, note=note)
+            yield FileCheck(name=left.relative_to(path).as_posix(), files=0, note=note)

@@ -1,4 +1,4 @@
-"""Warm starts: adapters that begin with the weights of a PEFT folder (`lora.init_from`)."""
+"""Warm starts: adapters that start from the weights of a PEFT folder (`lora.init_from`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FIX = (
 
 
 def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
-    """Reads the PEFT folders of `lora.init_from`; key: index of the adapter.
+    """Reads the PEFT folders of `lora.init_from`. Returns index of the adapter → arrays.
 
     Raises:
-        CheckpointError, ErrorList: a folder is incomplete, or the job file contradicts it; each names its adapter.
+        CheckpointError, ErrorList: a folder is incomplete, or the job file contradicts it. Each names its adapter.
     """
     starts: dict[int, Arrays] = {}
     errors: list[LoraFusionError] = []
@@ -47,7 +47,7 @@ def read_warm_starts(config: JobConfig) -> dict[int, Arrays]:
 
 
 def warm_start_digests(config: JobConfig) -> dict[str, dict[str, str]]:
-    """Adapter → digests of the files that it goes on from."""
+    """Returns adapter → digests of the files of its warm start."""
     return {
         adapter.name: digests_of(Path(config.directory) / adapter.lora.init_from, (CONFIG_FILE, TENSOR_FILE))
         for adapter in config.adapters
@@ -56,7 +56,7 @@ def warm_start_digests(config: JobConfig) -> dict[str, dict[str, str]]:
 
 
 def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> None:
-    """Makes sure that a run which has no checkpoint yet begins with the same weights again.
+    """Checks that a run without a checkpoint starts from the same weights again.
 
     Raises:
         CheckpointError: `run.init-changed`.
@@ -80,10 +80,10 @@ def start_from(
     """Replaces the initial weights of the adapters in `starts`.
 
     Args:
-        lora: each adapter's leaves, "layers.self_attn.q_proj.lora_a" → [L, K, r]; in order of the adapters.
+        lora: leaves of each adapter, "layers.self_attn.q_proj.lora_a" → [L, K, r], in order of the adapters.
 
     Raises:
-        CheckpointError: `peft.other-base`, shapes of another model.
+        CheckpointError: `peft.other-base`, the shapes are those of another model.
     """
     started = dict(lora)
     for index, arrays in starts.items():
@@ -99,7 +99,7 @@ def _read_start(folder: Path, adapter: AdapterConfig, config: JobConfig) -> Arra
     if not adapter_kind(adapter.lora.kind).in_peft:
         raise CheckpointError(
             "peft.kind",
-            f"an adapter of kind {adapter.lora.kind} cannot go on from a PEFT folder.",
+            f"an adapter of kind {adapter.lora.kind} cannot start from a PEFT folder.",
             why="the folder holds the product of its tensors, not the tensors themselves",
             fix="lora.kind: lora   or leave lora.init_from out",
         )
@@ -124,7 +124,10 @@ def _settings(spec: AdapterSpec) -> str:
 
 
 def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arrays:
-    """The same adapter on all layers: A and B of the others are zero, and stay so, since each is the other's slope."""
+    """Extends an adapter of some layers to all layers with zeros.
+
+    Zero A and B stay zero in training, because the gradient of each is proportional to the other.
+    """
     shapes = {path.split(".", 2)[2]: (a_Kr.shape[0], b_rN.shape[1]) for path, (a_Kr, b_rN) in arrays.items()}
     absent = {
         f"layers.{layer}.{place}": (np.zeros((width, spec.rank), np.float32), np.zeros((spec.rank, out), np.float32))
@@ -135,7 +138,7 @@ def _with_all_layers(arrays: Arrays, num_layers: int, spec: AdapterSpec) -> Arra
 
 
 def _of_adapter(problem: LoraFusionError, adapter: AdapterConfig) -> CheckpointError:
-    """The same finding with the setting that led to it."""
+    """Adds the adapter and its setting to an error."""
     key = f"adapters.{adapter.name}.lora.init_from={adapter.lora.init_from}"
     return CheckpointError(
         problem.code,

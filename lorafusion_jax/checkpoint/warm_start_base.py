@@ -1,7 +1,8 @@
-"""Whether the adapter of a PEFT folder was made for the base model of a job.
+"""Checks that the adapter of a PEFT folder was trained on the base model of a job.
 
-Digests decide where the folder has some, as those of our runs do; else a commit or a name of the hub; else two folders
-that are both there are compared. Where none of these is known, a note says so: shapes are compared in any case.
+It compares digests if the folder has them, as folders of our runs do. Otherwise it compares hub names and commits, or
+the files of the two base folders if both exist. If none of these is known, a note says so. Shapes are compared in any
+case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
-    """Finds adapters of `lora.init_from` that were made for another base model (`peft.other-base`)."""
+    """Finds adapters of `lora.init_from` that were trained on another base model (`peft.other-base`)."""
     errors: list[LoraFusionError] = []
     now: dict[str, dict[str, str]] = {}
     for name, folder in _starts(config):
@@ -29,7 +30,7 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
             if _digests(folder) and not now:
                 now = base_digests(base_directory(config))
             why = _contradiction(folder, config, now)
-        except LoraFusionError:  # no such base, or no such folder: whoever reads them says so
+        except LoraFusionError:  # no such base or folder: reading them reports that
             continue
         if why:
             errors.append(
@@ -40,14 +41,14 @@ def check_start_bases(config: JobConfig) -> list[LoraFusionError]:
                     f"{folder / CONFIG_FILE}",
                     why=why,
                     fix="use that base model; if it is the same one under another name, correct "
-                    f"base_model_name_or_path in {CONFIG_FILE} and remove SHA256SUMS, which tells of edits",
+                    f"base_model_name_or_path in {CONFIG_FILE} and remove SHA256SUMS, which detects edits",
                 )
             )
     return errors
 
 
 def unproven_bases(config: JobConfig) -> list[str]:
-    """Notes on adapters of `lora.init_from` whose base model can be compared by shapes only."""
+    """Returns notes on adapters of `lora.init_from` whose base model can only be compared by shapes."""
     notes = []
     for name, folder in _starts(config):
         try:
@@ -73,7 +74,7 @@ def _starts(config: JobConfig) -> list[tuple[str, Path]]:
 
 
 def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str]]) -> str | None:
-    """Why the base model is another one; None where nothing says so."""
+    """Returns why the base model differs; None if nothing shows that it does."""
     before = _digests(folder)
     if common := before.keys() & now.keys():
         changed = sorted(
@@ -89,7 +90,7 @@ def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str
 
 
 def _comparable(folder: Path, config: JobConfig) -> bool | None:
-    """Whether the names tell that it is the same base model, or another one; None: they cannot tell."""
+    """Whether names or files show the same base model (True) or another one (False); None: unknown."""
     said, revision = _said(folder)
     ours, commit = base_identity(config)
     theirs_here, ours_here = Path(said).is_absolute() and Path(said).is_dir(), Path(ours).is_dir()
@@ -98,7 +99,7 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
         return same or base_digests(Path(said)) == base_digests(Path(ours))
     if not _HUB.fullmatch(said) or not ours:
         return None
-    if ours_here:  # a hub name and a folder: only a name that differs tells something
+    if ours_here:  # a hub name and a folder: only different names are evidence
         return None if Path(ours).name.casefold() == said.rsplit("/", 1)[-1].casefold() else False
     if said.casefold() != ours.casefold():
         return False
@@ -107,7 +108,7 @@ def _comparable(folder: Path, config: JobConfig) -> bool | None:
 
 
 def _said(folder: Path) -> tuple[str, str | None]:
-    """Name or path of the base model that a folder names, and its revision."""
+    """Returns name or path of the base model that a folder names, and its revision."""
     raw = read_config(folder)
     said, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     said = said if isinstance(said, str) and "\0" not in said else ""
@@ -115,7 +116,7 @@ def _said(folder: Path) -> tuple[str, str | None]:
 
 
 def _digests(folder: Path) -> dict[str, dict[str, str]]:
-    """Digests of the base model as the folder of one of our runs notes them."""
+    """Returns the digests of the base model, if the folder was written by one of our runs."""
     try:
         found = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("base_files")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Rows → tokens, loss masks and lengths; slots of a plan → arrays. Never imports jax."""
+"""Turns rows into tokens with loss masks, and slots of a plan into arrays. Never imports jax."""
 
 from lorafusion_jax.data.preview import render_preview as render_preview
 from lorafusion_jax.data.sources import read_rows as read_rows

@@ -1,6 +1,6 @@
-"""Slot of a plan → static host arrays of one microbatch.
+"""Builds the arrays of one microbatch from a slot of a plan, on the host.
 
-T packed tokens · A adapters · M segments, N samples, P adapters (static buckets) · S segments of a sample
+T packed tokens · A adapters · M segments, N samples, P adapters (static sizes) · S segments of a sample
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ MASK64 = (1 << 64) - 1
 
 
 class SampleTable(NamedTuple):
-    """Samples of the adapters whose objective takes its mean over samples; places that are not used have adapter -1."""
+    """Samples of adapters whose objective averages over samples. Unused places have adapter -1."""
 
-    segments: np.ndarray  # int32 [N, S], numbers in `segment_ids`
+    segments: np.ndarray  # int32 [N, S], ids as in `segment_ids`
     adapter: np.ndarray  # int32 [N]
     weight: np.ndarray  # float32 [N], 1 / samples of the adapter's global batch
 
 
 class Microbatch(NamedTuple):
-    """What one step computes; every array has the same shape in every slot of a run.
+    """Input of one step. Every array has the same shape in every slot of a run.
 
-    Rows of one adapter lie together and start at a tile; rows that fill up its last tile continue the segment of its
-    last sample (causal attention keeps them out of the sample); rows after the last adapter are a segment of their own.
+    The rows of an adapter are contiguous and start at a tile boundary. Rows that pad its last tile belong to the
+    segment of its last sample; causal attention keeps them from affecting the sample. The rows after the last adapter
+    form a segment of their own.
     """
 
     tokens: np.ndarray  # int32 [T]
-    targets: np.ndarray  # int32 [T], the token after
-    positions: np.ndarray  # int32 [T], inside the sample
+    targets: np.ndarray  # int32 [T], the next token
+    positions: np.ndarray  # int32 [T], within the segment
     segment_ids: np.ndarray  # int32 [T]
     segment_offsets: np.ndarray  # int32 [M + 1], -1 where unused
     segment_lengths: np.ndarray  # int32 [M], -1 where unused
     tile_adapter: np.ndarray  # int32 [T / tile], -1 for padding
     row_adapter: np.ndarray  # int32 [T], -1 for padding
-    row_key: np.ndarray  # uint32 [T], dropout's key of each row
-    weights: np.ndarray  # float32 [T], weight of the token loss where the target counts, else 0; see `Weights`
-    adapters: np.ndarray  # int32 [P], the adapters in it, rising, then -1: what a step costs follows P, not A
+    row_key: np.ndarray  # uint32 [T], dropout key of each row
+    weights: np.ndarray  # float32 [T], weight of the token loss where the target is learned, else 0; see `Weights`
+    adapters: np.ndarray  # int32 [P], the adapters present, ascending, then -1: a step's cost depends on P, not on A
     samples: SampleTable | None = None  # None: no objective of the run needs it
 
 
 class Weights(NamedTuple):
-    """What a mean over an adapter's global batch multiplies with.
+    """Factors of a mean over an adapter's global batch.
 
-    A mean over tokens weighs each learned token with 1 / loss tokens of the batch and needs no weight of the sample. A
-    mean over samples takes whole token losses and weighs each sample with 1 / samples of the batch.
+    A mean over tokens weights each learned token by 1 / loss tokens of the batch, and has no sample weight. A mean over
+    samples weights each token loss by 1 and each sample by 1 / samples of the batch.
     """
 
     token: float
@@ -62,7 +63,7 @@ EACH_ONE = Weights(1.0)  # sums of token losses
 
 
 class Piece(NamedTuple):
-    """One sample of a microbatch; `lengths` are its segments' where it has several."""
+    """One sample of a microbatch. `lengths` are the lengths of its segments if it has several."""
 
     adapter: int
     tokens: np.ndarray
@@ -72,13 +73,13 @@ class Piece(NamedTuple):
     lengths: tuple[int, ...] | None = None
 
     def segments(self) -> list[tuple[int, int]]:
-        """Where each segment begins and ends in the sample."""
+        """Returns the start and end of each segment in the sample."""
         ends = list(itertools.accumulate(self.lengths or (len(self.tokens),)))
         return list(zip([0, *ends], ends, strict=False))
 
 
 def mix64(value: int) -> int:
-    """SplitMix64's finalizer: spreads every input bit over 64 output bits."""
+    """Applies SplitMix64's finalizer: every input bit affects all 64 output bits."""
     value = (value + 0x9E3779B97F4A7C15) & MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -86,17 +87,17 @@ def mix64(value: int) -> int:
 
 
 def sample_key(epoch: int, sample: int) -> int:
-    """64-bit key of a sample in an epoch; with the adapter's key it decides all dropout of the sample."""
+    """Returns the 64-bit key of a sample in an epoch. With the adapter's key it determines the sample's dropout."""
     return mix64(mix64(epoch) ^ sample)
 
 
 def segment_key(key: int, segment: int) -> int:
-    """Key of a segment of a sample: the sample's own for the first one."""
+    """Returns the key of a segment. The first segment has the sample's key."""
     return mix64(key ^ segment) if segment else key
 
 
 def row_keys(key: int, length: int) -> np.ndarray:
-    """uint32 key per position of a sample, independent of where it is packed."""
+    """Returns a uint32 key per position of a sample, independent of where the sample is packed."""
     with np.errstate(over="ignore"):
         value = np.uint64(key) + (np.arange(1, length + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -113,10 +114,10 @@ def pieces_of_slot(
     """Looks up the samples of a training slot.
 
     Args:
-        samples: what the plan puts into the slot.
-        data: the adapters' samples and order.
+        samples: samples of the slot.
+        data: samples and order of each adapter.
         index: position of each adapter in the stacked weights.
-        weights: of each (adapter, batch).
+        weights: weights of each (adapter, batch).
     """
     pieces = []
     for ref in samples:
@@ -142,7 +143,7 @@ def pieces_of_evaluation(
     index: Mapping[str, int],
     weights: Mapping[str, Weights],
 ) -> list[Piece]:
-    """Looks up held-out samples, weighed so that sums are over tokens or samples."""
+    """Looks up held-out samples, with the weights of each adapter."""
     return [
         Piece(
             index[ref.adapter],
@@ -163,16 +164,19 @@ def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
 
 
 def num_segments(num_samples: int) -> int:
-    """Static number of segment places for slots of at most so many segments; a sample has one, or a few.
+    """Returns the static number of segment places for slots with at most this many segments.
 
-    One more than those, for the tail; multiples of 8, because packed attention pays for places (cuDNN's backward:
-    1.0 ms with tight places, 2.1 ms with 64, 14 samples in 8192 tokens on an H200).
+    One place is added for the tail, and the sum is rounded up to a multiple of 8. Unused places cost time in packed
+    attention: cuDNN's backward takes 1.0 ms with a tight number and 2.1 ms with 64 places (14 samples in 8192 tokens on
+    an H200).
     """
     return -(-(num_samples + 1) // 8) * 8
 
 
 def adapter_places(most: int, num_adapters: int) -> int:
-    """Static number of places for slots with at most so many adapters: a power of two, since programs compile for it.
+    """Returns the static number of adapter places for slots with at most this many adapters.
+
+    It is a power of two or all adapters, so that few programs compile.
 
     >>> [adapter_places(most, 6) for most in (0, 1, 3, 5)]
     [1, 1, 4, 6]
@@ -189,15 +193,15 @@ def assemble(
     max_adapters: int,
     table: tuple[int, int] | None = None,
 ) -> Microbatch:
-    """Lays samples out in one microbatch.
+    """Packs samples into one microbatch.
 
     Args:
-        pieces: samples; those of one adapter next to each other.
+        pieces: samples, grouped by adapter.
         capacity_tokens: T.
         tile_tokens: rows of a tile.
         max_segments: M, from `num_segments`.
         max_adapters: P, from `adapter_places`.
-        table: N and S of the table of samples; None: without.
+        table: N and S of the sample table (None: no table).
 
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
@@ -246,7 +250,7 @@ def assemble(
 
 
 def stacked(rows: Sequence[Microbatch]) -> Microbatch:
-    """Microbatches of several replicas as one, [replicas, ...]."""
+    """Stacks the microbatches of several replicas: [replicas, ...]."""
     tables = [row.samples for row in rows if row.samples is not None]
     arrays = [row._replace(samples=None)[:-1] for row in rows]
     return Microbatch(
@@ -256,7 +260,7 @@ def stacked(rows: Sequence[Microbatch]) -> Microbatch:
 
 
 def _table(pieces: Sequence[Piece], first_segments: Sequence[int], samples: int, segments: int) -> SampleTable:
-    """Lists the pieces whose samples have a weight of their own."""
+    """Builds the table of the pieces that have a sample weight."""
     table = SampleTable(
         np.zeros((samples, segments), np.int32), np.full(samples, -1, np.int32), np.zeros(samples, np.float32)
     )

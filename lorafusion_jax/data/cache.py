@@ -1,7 +1,8 @@
-"""Tokenised sets on disk, found again by everything that decided their content.
+"""Cache of tokenised data sets on disk.
 
-The key covers the source's bytes, the settings, the tokenizer, its template and the code of this package, so an entry
-is never stale; entries are plain arrays (no pickle), written whole or not at all, and a damaged one is made anew.
+The key covers everything that determines the content: the bytes of the source, the settings, the tokenizer, its
+template and the code of this package. So an entry is never stale. Entries are plain arrays (no pickle) and are written
+atomically. A damaged entry is computed again.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from lorafusion_jax.data.tokenizer import Tokenizer
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
 OPTIONAL = ("segment_lengths",)
-LARGEST_BYTES = 2 << 30  # of all entries; the ones not used for longest go first
+LARGEST_BYTES = 2 << 30  # size of all entries; the least recently used are removed first
 
 
 def entry_path(
     raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, cache_dir: Path | None = None, *, reader: str = ""
 ) -> Path:
-    """Names the file in which the tokens of this source, read this way, are kept.
+    """Returns the file of the cache entry for this source, settings and tokenizer.
 
     Args:
-        cache_dir: None = the user's cache folder.
-        reader: code of another package that reads the rows.
+        cache_dir: cache folder (None: the user's cache folder).
+        reader: source code of an objective that reads the rows.
     """
     folder = cache_dir or platformdirs.user_cache_path("lorafusion-jax") / "tokens"
-    own = settings.model_dump(exclude={"train", "eval"})  # which file it is does not matter, its bytes do
+    own = settings.model_dump(exclude={"train", "eval"})  # the bytes matter, not the file name
     key = json.dumps(
         [
             raw.digest,
@@ -59,7 +60,7 @@ def entry_path(
 
 
 def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
-    """Reads an entry: arrays and report; None where there is none, or it is damaged."""
+    """Reads an entry: arrays and report. Returns None if it is missing or damaged."""
     try:
         with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in stored}
@@ -71,7 +72,7 @@ def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
 
 
 def store(entry: Path, samples) -> None:
-    """Writes an entry whole or not at all. A full or read-only disk costs the next run time, never this one."""
+    """Writes an entry atomically. A full or read-only disk is no error: the next run tokenises again."""
     report = np.frombuffer(json.dumps(dataclasses.asdict(samples.report)).encode(), np.uint8)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rows → examples: what a sample says, in five formats that are recognised by their columns."""
+"""Parses rows into examples. Five formats are recognised by their columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lorafusion_jax.data.template import RESERVED_NAMES
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
-# format → (columns it needs, columns it may have), in the order in which formats are tried
+# format → (required columns, optional columns), in the order in which formats are tried
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), CHAT_COLUMNS),
     "conversations": (("conversations",), CHAT_COLUMNS),
@@ -31,7 +31,7 @@ FIXES = {
     "data.bad-type": "text, or for messages a list of {role, content}",
     "data.bad-column": "repair these rows, or take the column out",
     "data.two-systems": "keep the system text in one place",
-    "data.bad-weight": "weight: 0 or 1, train: true or false, on what the assistant says",
+    "data.bad-weight": "weight: 0 or 1, train: true or false, on messages of the assistant",
     "data.large-row": "split the text into several rows, or take these rows out",
 }
 PROBLEMS = {
@@ -40,18 +40,18 @@ PROBLEMS = {
     "data.bad-type": "cannot be used as they are",
     "data.bad-column": "have a column that cannot be used",
     "data.two-systems": "have two different system texts",
-    "data.bad-weight": "say in a wrong way what is learned",
+    "data.bad-weight": "have an invalid weight or train flag",
     "data.large-row": "are too large to be tokenised",
 }
 
 
 class Chat(NamedTuple):
-    """A conversation, roles in the template's words.
+    """A conversation with the role names of chat templates.
 
     Attributes:
-        variables: further variables of the chat template.
+        variables: additional variables for the chat template.
         muted: messages that the row excludes from the loss.
-        answer_from: the first message of the row's completion; 0 where the row has none.
+        answer_from: first message of the row's completion; 0 if the row has no completion.
     """
 
     messages: list[dict]
@@ -62,7 +62,7 @@ class Chat(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A prompt and its answer; `joint` stands between them where no chat template is used."""
+    """A prompt and its answer. `joint` separates them if no chat template is used."""
 
     prompt: str
     answer: str
@@ -83,7 +83,7 @@ class Examples:
     """The rows of a source.
 
     Attributes:
-        shortened: rows that were too large and of which only the beginning is there.
+        shortened: rows that were too large and were cut.
     """
 
     values: list[Example]
@@ -92,10 +92,10 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which format the rows have, and which column plays which role.
+    """The format of the rows, and the column of each role.
 
     Attributes:
-        unused: columns that play none.
+        unused: columns without a role.
     """
 
     format: str
@@ -126,11 +126,11 @@ class _Problems:
 
 
 def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str] = {}) -> Layout:
-    """Recognises the format from the columns of the first 20 rows.
+    """Detects the format from the columns of the first 20 rows.
 
     Args:
-        format: a format to take instead of looking.
-        columns: role → column, for columns with other names.
+        format: the format, or "auto" to detect it.
+        columns: role → column, where the names differ.
 
     Raises:
         DataError: data.unknown-role, data.missing-column, data.unknown-format.
@@ -142,7 +142,7 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
     present = list(dict.fromkeys(key for row in rows.values[:PROBED_ROWS] for key in row))
     raise_all(_column_problems(rows, present, columns))
     of_role = {role: role for role in present} | dict(columns)
-    # a renamed column speaks for its format more than one that has the right name by chance
+    # Prefer formats with renamed columns: the user chose those, other columns may match by chance.
     chosen = [name for name, (needed, _) in FORMATS.items() if set(needed) <= set(of_role)]
     chosen.sort(key=lambda name: -len(set(columns) & {*FORMATS[name][0]}))
     if format != "auto":
@@ -168,7 +168,7 @@ def detect_layout(rows: Rows, *, format: str = "auto", columns: Mapping[str, str
     needed, optional = FORMATS[chosen[0]]
     used = {role: of_role[role] for role in (*needed, *optional) if role in of_role}
     everywhere = dict.fromkeys(key for row in rows.values for key in row)
-    for role in optional:  # a column may be rare
+    for role in optional:  # an optional column may be absent from the first rows
         if role in everywhere:
             used.setdefault(role, role)
     unused = tuple(column for column in everywhere if column not in used.values())
@@ -210,9 +210,9 @@ def parse_examples(
     """Turns rows into conversations, pairs or texts.
 
     Args:
-        adapter: named in messages.
-        need_answer: False where every token is learned, so that a conversation may lack an answer.
-        cut_at: characters to which a text or a pair that is too large is cut, for one who keeps less; None: refused.
+        adapter: adapter name for messages.
+        need_answer: False if every token is learned, so that a conversation needs no answer.
+        cut_at: number of characters to which texts and pairs that are too large are cut (None: they are errors).
 
     Raises:
         DataError, ErrorList: the codes in `PROBLEMS`, each with its rows, and `rows.problems`.
@@ -240,7 +240,7 @@ def parse_examples(
 
 
 def refuse_shortened(lacking: Sequence[int], rows: Rows, adapter: str) -> None:
-    """Refuses rows that were cut before they were tokenised and have too few tokens now.
+    """Rejects rows that were cut before tokenisation and now have too few tokens.
 
     Raises:
         DataError: `data.large-row`.
@@ -252,7 +252,7 @@ def refuse_shortened(lacking: Sequence[int], rows: Rows, adapter: str) -> None:
 
 
 def _of_size(example: Example, cut_at: int | None) -> Example:
-    """The example, or of one that is too large what is needed of it: a tokenizer reads whole texts only."""
+    """Returns the example, cut if it is too large: a tokenizer can only encode a text as a whole."""
     texts = [message.get("content") for message in example.messages] if isinstance(example, Chat) else example
     size = sum(len(text) for text in texts if isinstance(text, str))
     if size <= LARGEST_ROW:
@@ -273,12 +273,12 @@ def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
 
 
 def _turns(value: object, role: str) -> list:
-    """A list of messages, or a text as the only one."""
+    """Returns a list of messages; a text becomes its only message."""
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _instruction(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
-    del need_answer  # a pair is made for its answer
+    del need_answer  # a pair always needs an answer
     prompt = _string(row, columns["instruction"])
     extra = columns.get("input")
     if extra is not None and row.get(extra):
@@ -300,7 +300,7 @@ def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
 
 
 def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt: list, answers: list) -> Chat:
-    """A conversation of messages that lead up to the answers, and messages with answers."""
+    """Builds a conversation from the messages of a prompt and the messages with the answers."""
     messages, muted = parse_messages([*prompt, *answers])
     asked = _system(row, columns, messages)
     if asked:
@@ -308,12 +308,12 @@ def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt:
     first = len(prompt) + len(asked) if prompt else 0
     said = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
     if need_answer and not any(map(says_something, said)):
-        raise BadRow("data.no-answer", "no message of the assistant says anything that is learned")
+        raise BadRow("data.no-answer", "no message of the assistant has learned content")
     return Chat(messages, _tools(row, columns), _variables(row, columns), muted, first)
 
 
 def _with_chat_columns(pair: Pair, row: dict, columns: dict[str, str]) -> Example:
-    """The pair itself, or a conversation where further columns say more than a pair can."""
+    """Returns the pair, or a conversation if the row has columns that a pair cannot represent."""
     history = _history(row, columns)
     asked, tools, variables = _system(row, columns, []), _tools(row, columns), _variables(row, columns)
     if not (history or asked or tools or variables):
@@ -323,14 +323,14 @@ def _with_chat_columns(pair: Pair, row: dict, columns: dict[str, str]) -> Exampl
 
 
 def _system(row: dict, columns: dict[str, str], messages: list[dict]) -> list[dict]:
-    """The message of the `system` column; empty where the messages have it already."""
+    """Returns the message of the `system` column; empty if the messages already start with it."""
     text = row.get(columns["system"]) if "system" in columns else None
     if text is None or text == "":
         return []
     text = checked_text(text, f"'{columns['system']}'")
     if messages and messages[0]["role"] in ("system", "developer"):
         if messages[0].get("content") != text:
-            raise BadRow("data.two-systems", f"'{columns['system']}' differs from the message of the system")
+            raise BadRow("data.two-systems", f"'{columns['system']}' differs from the system message")
         return []
     return [{"role": "system", "content": text}]
 
@@ -349,11 +349,11 @@ def _variables(row: dict, columns: dict[str, str]) -> dict[str, Any]:
 
 
 def _history(row: dict, columns: dict[str, str]) -> list[dict]:
-    """Earlier turns as [[question, answer], …]."""
+    """Parses earlier turns, given as [[question, answer], …]."""
     messages = []
     for turn in _json_column(row, columns, "history", list, "a list of [question, answer]") or []:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise BadRow("data.bad-column", f"'{columns['history']}' is no list of [question, answer]")
+            raise BadRow("data.bad-column", f"'{columns['history']}' is not a list of [question, answer]")
         messages += [
             parse_message(message, 0)[0] for message in (_turns(turn[0], "user") + _turns(turn[1], "assistant"))
         ]
@@ -361,7 +361,7 @@ def _history(row: dict, columns: dict[str, str]) -> list[dict]:
 
 
 def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, wanted: str) -> Any:
-    """A column that holds a list or an object, or the same as JSON text; None where it is empty."""
+    """Reads a column that holds a list or an object, possibly as JSON text. Returns None if it is empty."""
     value = row.get(columns[role]) if role in columns else None
     if isinstance(value, str) and value.strip():
         try:

@@ -1,4 +1,4 @@
-"""Messages of a conversation: roles and keys of OpenAI, ShareGPT, axolotl and LLaMA-Factory in the template's words."""
+"""Parses messages of OpenAI, ShareGPT, axolotl and LLaMA-Factory into the roles and keys of chat templates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-CALLING_ROLES = ("function_call", "tool_call")  # their content is a call as JSON
+CALLING_ROLES = ("function_call", "tool_call")  # their content is a function call as JSON
 
 
 class BadRow(ValueError):
-    """A row that cannot be used, with the code of the error that names it."""
+    """A row cannot be used; `code` is the code of the error that will report it."""
 
     def __init__(self, code: str, why: str):
         super().__init__(why)
@@ -34,10 +34,10 @@ class BadRow(ValueError):
 
 
 def parse_messages(listed: list) -> tuple[list[dict], frozenset[int]]:
-    """Parses a list of messages; returns them and the numbers of those that are excluded from the loss.
+    """Parses a list of messages. Returns them and the indices of those that are excluded from the loss.
 
     Raises:
-        BadRow: a message that is none.
+        BadRow: an item is not a message.
     """
     parsed = [parse_message(item, place) for place, item in enumerate(listed)]
     return [message for message, _ in parsed], frozenset(
@@ -46,7 +46,7 @@ def parse_messages(listed: list) -> tuple[list[dict], frozenset[int]]:
 
 
 def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
-    """Parses one message; returns it and whether it says that it is learned (None = it says nothing)."""
+    """Parses one message. Returns it and whether it is learned (None: the message does not say)."""
     if not isinstance(item, dict):
         raise BadRow("data.bad-type", f"message {place} is {type_name(item)}, not an object")
     message = {key: value for key, value in item.items() if value is not None}  # Parquet fills absent keys with null
@@ -64,14 +64,14 @@ def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRow("data.bad-type", f"message {place} has tool_calls that are no list of objects")
+        raise BadRow("data.bad-type", f"message {place} has tool_calls that are not a list of objects")
     if content is None and "tool_calls" in message:
         return {"role": role, **message}, learned
     return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned
 
 
 def _learned(message: dict, role: str, place: int) -> bool | None:
-    """Takes OpenAI's `weight` and axolotl's `train` out of a message."""
+    """Removes OpenAI's `weight` and axolotl's `train` from a message and returns their meaning."""
     said = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
     for key, value in said:
         if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
@@ -97,7 +97,7 @@ def _calls(content: Any, place: int) -> list[dict]:
 
 def _joined_parts(parts: list, place: int) -> str:
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise BadRow("data.bad-type", f"message {place} has parts that are no text")
+        raise BadRow("data.bad-type", f"message {place} has parts that are not text")
     return "".join(part["text"] for part in parts)
 
 
@@ -106,15 +106,15 @@ def says_something(message: dict) -> bool:
 
 
 def checked_text(value: object, name: str) -> str:
-    """A text that a tokenizer takes.
+    """Returns the value if a tokenizer can encode it.
 
     Raises:
-        BadRow: no text, or half a character.
+        BadRow: it is not a text, or holds a lone surrogate.
     """
     if not isinstance(value, str):
         raise BadRow("data.bad-type", f"{name} is {type_name(value)}, not a text")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair; no tokenizer takes it
+    except UnicodeEncodeError:  # JSON can contain half a surrogate pair; tokenizers reject it
         raise BadRow("data.bad-type", f"{name} holds half a character (a lone surrogate)") from None
     return value

@@ -1,4 +1,4 @@
-"""Checks tokenised data against the base model: token ids inside its embedding table, samples inside its positions."""
+"""Checks tokenised data against the base model: token ids against its vocabulary, lengths against its positions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lorafusion_jax.data.tokenized import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
 
-LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # data can be planned without these models
+LEFT_TO_TRAINING = ("model.not-found", "model.unsupported")  # planning works without the model
 
 
 def read_shape(directory: Path) -> ModelConfig | None:
-    """The base model's shape; None where there is no model that can be trained, which `check` and training report.
+    """Reads the base model's shape. Returns None if the model cannot be trained; `check` and training report that.
 
     Raises:
         CheckpointError: `model.bad-config`.
@@ -31,7 +31,7 @@ def read_shape(directory: Path) -> ModelConfig | None:
 def model_problems(
     samples: TokenizedSet, model: ModelConfig, *, tokenizer: Tokenizer, adapter: str, directory: Path
 ) -> list[LoraFusionError]:
-    """Finds what the base model cannot take: unknown token ids, and samples longer than its positions or window."""
+    """Finds token ids that the base model lacks, and samples longer than its positions or attention window."""
     problems: list[LoraFusionError] = []
     if samples.tokens.max(initial=-1) >= model.vocab_size:
         problems.append(_unknown_token(samples, model.vocab_size, tokenizer, adapter, directory))
@@ -47,7 +47,7 @@ def model_problems(
 
 
 def longest_texts(samples: TokenizedSet) -> np.ndarray:
-    """Tokens of the longest text of each sample: each text has positions of its own."""
+    """Returns the length of the longest segment of each sample: positions start anew in every segment."""
     return samples.lengths if samples.segment_lengths is None else samples.segment_lengths.max(axis=1)
 
 

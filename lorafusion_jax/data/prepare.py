@@ -1,4 +1,4 @@
-"""Configuration → what the planner and the trainer need of the data: token sets and the order of samples."""
+"""Prepares the data of a job for planning and training: token sets and the order of samples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST_SAMPLES = 20_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """An adapter's samples and the order in which it meets them.
+    """An adapter's samples and the order in which it trains on them.
 
     Attributes:
-        order: index into `train` for every position of the adapter's stream; epochs follow each other, each
-            shuffled anew from the adapter's seed. Position i belongs to epoch i // len(train).
-        first: the order that the run began with; another one where the stream was extended since.
-        cuts: positions at which it was extended: a batch begins there.
+        order: index into `train` for every position of the adapter's stream. Each epoch is shuffled separately, from
+            the adapter's seed. Position i belongs to epoch i // len(train).
+        first: the order at the start of the run; it differs from `order` if the stream was extended later.
+        cuts: positions at which the stream was extended. A batch begins at each.
     """
 
     train: TokenizedSet
@@ -38,7 +38,7 @@ class AdapterData:
     cuts: tuple[int, ...] = ()
 
     def batch_starts(self, global_batch: int) -> np.ndarray:
-        """First position of every global batch."""
+        """Returns the first position of every global batch."""
         edges = pairwise([0, *self.cuts, len(self.order)])
         return np.concatenate([np.arange(start, end, global_batch) for start, end in edges])
 
@@ -47,7 +47,7 @@ class AdapterData:
 
     @property
     def digest(self) -> str:
-        """Of the samples and their first order; what an extension adds follows from the adapter's settings."""
+        """Digest of the samples and their first order. Extensions are part of the adapter's settings instead."""
         first = self.order if self.first is None else self.first
         return hashlib.sha256(self.train.digest.encode() + first.tobytes()).hexdigest()[:16]
 
@@ -86,7 +86,7 @@ def prepare(config: JobConfig, *, progress: Callable[[str], None] = lambda text:
             errors += problem.errors
         except LoraFusionError as problem:
             errors.append(problem)
-            if problem.code == "data.template-limit":  # the template is that of all adapters
+            if problem.code == "data.template-limit":  # all adapters share the template
                 break
     raise_all(list({str(error): error for error in errors}.values()))
     return Prepared(tokenizer=tokenizer, adapters=adapters)
@@ -111,7 +111,7 @@ def _adapter_data(config: JobConfig, adapter: AdapterConfig, tokenizer: Tokenize
 def in_order(
     adapter: AdapterConfig, train: TokenizedSet, held_out: TokenizedSet | None, max_steps: int | None
 ) -> AdapterData:
-    """An adapter's samples in the order of its settings.
+    """Orders an adapter's samples according to its settings.
 
     Raises:
         ConfigError: see `sample_order`.
@@ -129,8 +129,8 @@ def in_order(
 def sample_order(adapter: AdapterConfig, num_samples: int, max_steps: int | None = None) -> np.ndarray:
     """Draws the adapter's stream of samples: `epochs` permutations, cut after `max_steps` global batches.
 
-    A function of the adapter's own seed and size, so company cannot change it. One that was extended goes on from where
-    it ended, in the same permutation and then in further ones.
+    The order depends only on the adapter's own seed and size, not on other adapters. An extended stream continues in
+    the same permutation, then in further ones.
 
     Raises:
         ConfigError: `config.too-many-samples`, before anything is drawn.

@@ -1,4 +1,4 @@
-"""Rows as the model will see them: every token, and whether it is learned."""
+"""Shows rows as the model sees them: every token, and whether it is learned."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rich.text import Text
 from lorafusion_jax.data.tokenized import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 
-LEARNED = ("bold green", "bold bright_green")  # two shades in turn show where tokens end
+LEARNED = ("bold green", "bold bright_green")  # two alternating shades show token boundaries
 CONTEXT = ("dim", "bright_black")
 SPECIAL = {True: "bold black on green", False: "black on bright_black"}
-OPEN, CLOSE = "⟦", "⟧"  # around what is learned: readable without colours
-# control characters have pictures, so that data cannot steer the terminal
+OPEN, CLOSE = "⟦", "⟧"  # around learned tokens, for terminals without colours
+# Control characters are shown as symbols, so that data cannot control the terminal.
 VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡", "\n": "↵\n", "\t": "⇥"}
 
 
 def render_preview(
     samples: TokenizedSet, tokenizer: Tokenizer, *, rows: int | Sequence[int] = 3, title: str = ""
 ) -> RenderableType:
-    """Shows samples as tokens: learned ones green and in ⟦ ⟧, context grey.
+    """Shows samples as tokens: learned tokens green and in ⟦ ⟧, context grey.
 
     Args:
-        rows: how many samples from the start, or which samples (positions in the set).
-        title: adapter's name.
+        rows: number of samples from the start, or positions of samples in the set.
+        title: name of the adapter.
     """
     chosen = range(min(rows, len(samples))) if isinstance(rows, int) else rows
     return Group(_head(samples, title), *[part for index in chosen for part in _sample(samples, index, tokenizer)])
@@ -80,7 +80,7 @@ def _tokens(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Text:
 
 
 def _pieces(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, int, bool]]:
-    """Yields what can be shown at once: one token, or the few that share a character."""
+    """Yields the units to show: one token, or the few tokens that share a character."""
     start = 0
     while start < len(tokens):
         stop = start + 1

@@ -1,7 +1,8 @@
-"""Examples → tokens and the mask of what is learned: by chat template, or plainly.
+"""Renders examples to tokens and loss masks, with or without a chat template.
 
-Pairs go through the model's chat template as user and assistant, so that training and use see the same text. Without a
-template they are written plainly: prompt, for instructions an empty line, answer, end token. Texts are always plain.
+Pairs go through the model's chat template as user and assistant, so that training and inference see the same text.
+Without a template a pair becomes prompt, answer and end token, with an empty line after an instruction. Texts never use
+a template.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, Temp
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
-# Keys of messages that tie the results of tools to their calls; templates use them or the order of messages.
+# Message keys that link tool results to tool calls. Templates use either them or the order of messages.
 TIES = frozenset({"id", "name", "tool_call_id"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRows:
-    """Tokens of every row, and notes on what of the rows is not in them."""
+    """Tokens of every row, and notes on content that the tokens omit."""
 
     samples: list[Encoded]
     notes: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ def encode_examples(
     """Renders and tokenises samples.
 
     Args:
-        loss: assistant (every answer), completion (the last answer, or those of the row's completion) or all.
+        loss: "assistant" (every answer), "completion" (the last answer, or those of the row's completion) or "all".
 
     Raises:
         DataError: data.no-template, data.template, data.template-limit (with the rows).
@@ -74,7 +75,7 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
     for row, chat in enumerate(chats):
         try:
             rendered.append(_by_template(chat, template, loss))
-        except TemplateLimit as problem:  # the next rows would take as long
+        except TemplateLimit as problem:  # other rows would take as long
             raise DataError(
                 "data.template-limit",
                 f"{adapter}: the chat template takes too much time or memory.",
@@ -90,8 +91,8 @@ def _render_all(chats: Sequence[Chat], template: ChatTemplate, rows: Rows, adapt
             f"{adapter}: the chat template cannot write {len(bad)} of {len(chats)} rows.",
             where=rows.places([row for row, _ in bad]),
             why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
-            fix="repair the rows, or put a chat_template.jinja into the model's folder that can, with "
-            "{% generation %} around what the assistant says",
+            fix="repair the rows, or put a chat_template.jinja into the model's folder that can write them, with "
+            "{% generation %} around the assistant's text",
         )
     return rendered
 
@@ -101,7 +102,7 @@ def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
     if loss == "all":
         if chat.muted:
             raise TemplateProblem(
-                f"message {min(chat.muted)} is excluded from the loss, but data.loss: all learns everything"
+                f"message {min(chat.muted)} is excluded from the loss, but data.loss: all learns every token"
             )
         return template.render_whole(chat.messages, **given)
     first = chat.answer_from if loss == "completion" else 0
@@ -111,7 +112,7 @@ def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
 
 
 def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
-    """Notes on rows of which the template leaves something out."""
+    """Returns notes on rows with content that the template leaves out."""
     notes = []
     parts = [(row, sample.omits_message) for row, sample in enumerate(rendered) if sample.omits_message is not None]
     if parts:
@@ -130,7 +131,7 @@ def _omissions(rendered: Sequence[Rendered], rows: Rows) -> list[str]:
 
 
 def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
-    """Notes on keys of messages, and variables, that the template does not name."""
+    """Returns notes on message keys and variables that the template does not use."""
     keys = {
         key
         for chat in chats
@@ -162,12 +163,12 @@ def _whole(text: str) -> Rendered:
 
 
 def _with_ends(sample: Encoded, tokenizer: Tokenizer) -> Encoded:
-    """Adds the first and the end token, each only where the text does not have it already."""
+    """Adds the BOS and EOS tokens where the text lacks them."""
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     has_bos, has_eos = sample.tokens[:1].tolist() == [bos], sample.tokens[-1:].tolist() == [eos]
     begin = [bos] if tokenizer.adds_bos and bos is not None and not has_bos else []
     end = [eos] if eos is not None and not has_eos else []
-    learns = bool(sample.mask.any())  # an empty text teaches nothing, not even to end
+    learns = bool(sample.mask.any())  # an empty text has no learned tokens, EOS included
     tokens = np.concatenate([np.array(begin, np.int32), sample.tokens, np.array(end, np.int32)])
     mask = np.concatenate([np.zeros(len(begin), bool), sample.mask, np.full(len(end), learns)])
     return Encoded(tokens, mask)

@@ -1,8 +1,8 @@
-"""Runs chat templates of unknown origin: no access to Python, bounded time and memory, and a record of who is printed.
+"""Runs untrusted chat templates: without access to Python, in bounded time and memory, with marks in the output.
 
-Templates run in jinja2's immutable sandbox. Every loop, call and operator is charged to the render's budget before it
-does its work, so a template that computes without end is refused instead of hanging. The same hooks write marks into
-the output: which message a loop is at, and where `{% generation %}` blocks begin and end.
+Templates run in jinja2's immutable sandbox. Every loop, call and operator is charged to the budget of the render before
+it runs, so an endless template raises an error instead of hanging. The same hooks write marks into the output: which
+message a loop is at, and where `{% generation %}` blocks begin and end.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-# Code points that Unicode sets aside: no text may use them.
+# Unicode noncharacters: no text may contain them.
 GENERATION_OPEN, GENERATION_CLOSE = "\ufdd0", "\ufdd1"
-MESSAGE_OPEN, MESSAGE_CLOSE = "\ufdd2", "\ufdd3"  # around the number of the message that follows; none for no message
+MESSAGE_OPEN, MESSAGE_CLOSE = "\ufdd2", "\ufdd3"  # around the number of the next message; empty outside of messages
 RESERVED = re.compile("[\ufdd0-\ufdd3]")
 
 STEPS = 300_000  # loop iterations and calls of one render; a conversation of 1000 turns takes about 20 000
-CHARACTERS = 50_000_000  # made by one render, all intermediate texts counted, ...
+CHARACTERS = 50_000_000  # characters that one render may produce, intermediate texts included, ...
 CHARACTERS_PER_INPUT = 100  # ... and this many more for each character of the conversation
-CHARACTERS_PER_ITEM = 64  # what an item of a list or an object costs, in characters
-SECONDS = 5.0  # a far stop: what is charged bounds the time on any machine
-LARGEST_ARGUMENT = 1_000_000  # of widths, counts and the like
+CHARACTERS_PER_ITEM = 64  # cost of an item of a list or an object, in characters
+SECONDS = 5.0  # last resort; the budget normally stops a render earlier
+LARGEST_ARGUMENT = 1_000_000  # largest width, count or similar argument
 LARGEST_NUMBER_BITS = 4096
 
-# Some templates print the date. A plan must hold the same tokens tomorrow, so their clock stands still.
+# Some templates print the date. Their clock is fixed, so that a plan has the same tokens on every day.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
-# No chat template needs these; each makes long texts from short ones, or differs from run to run.
+# No chat template needs these filters. Each expands short texts to long ones, or differs from run to run.
 REMOVED_FILTERS = ("random", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr")
 
 
 class LimitError(TemplateError):
-    """A template asks for more time or memory than a conversation can need."""
+    """A template exceeds its budget of time or memory."""
 
 
 class Budget:
-    """What one render may still spend."""
+    """Remaining budget of one render."""
 
     __slots__ = ("characters", "deadline", "steps")
 
@@ -68,7 +68,7 @@ class Budget:
             raise LimitError("more text than a conversation can need")
 
     def value(self, value: Any) -> None:
-        """Charges a value by its unfolded size: lists that hold each other twice grow as fast as texts."""
+        """Charges a value by its unfolded size: lists that refer to one list several times grow as fast as texts."""
         stack = [value]
         while stack:
             item = stack.pop()
@@ -83,12 +83,12 @@ class Budget:
 
 
 class _State(threading.local):
-    """The render that a thread is in."""
+    """State of the current render of a thread."""
 
     def __init__(self):
         self.budget = Budget()
-        self.turns: dict[int, int] | None = None  # identity of a message → its number, where marks are wanted
-        self.loops: list[int | None] = []  # the message that each open loop is at
+        self.turns: dict[int, int] | None = None  # identity of a message → its number; None: no marks
+        self.loops: list[int | None] = []  # current message of each open loop
 
     def mark(self) -> str:
         at = next((turn for turn in reversed(self.loops) if turn is not None), "")
@@ -96,7 +96,7 @@ class _State(threading.local):
 
 
 class _Hooks(Extension):
-    """What `_Instrument` puts into templates, and `{% generation %}…{% endgeneration %}`."""
+    """The hooks that `_Instrument` inserts into templates, and `{% generation %}…{% endgeneration %}`."""
 
     tags: ClassVar = {"generation"}
 
@@ -140,7 +140,7 @@ class _Hooks(Extension):
 
 
 class _Instrument(NodeTransformer):
-    """Puts the hooks into a parsed template: around and into loops, around `~` and around lists that are made."""
+    """Inserts the hooks into a parsed template: around and inside loops, around `~` and around constructed values."""
 
     def __init__(self, hooks: Extension):
         self._hooks = hooks
@@ -180,7 +180,7 @@ def _static(node: nodes.Node) -> list[nodes.TemplateData]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with the helpers that Hugging Face gives chat templates, and limits."""
+    """jinja2's sandbox with limits and with Hugging Face's helpers for chat templates."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -189,7 +189,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # computes constants while compiling, before any limit holds
+            optimized=False,  # the optimizer computes constants at compile time, where no limit applies
             finalize=self._written,
             extensions=[_Hooks, loopcontrols],
         )
@@ -201,7 +201,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=TEMPLATE_DATE.strftime)
 
     def compiled(self, source: str) -> tuple[Template, bool]:
-        """Compiles a template; tells, too, whether it has generation blocks."""
+        """Compiles a template. Also returns whether it has generation blocks."""
         self.state.budget = Budget()
         tree = self.parse(source)
         hooks = self.extensions[_Hooks.identifier]
@@ -217,7 +217,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Renders a compiled template.
 
         Args:
-            marked: messages whose places in the text are marked; None for none.
+            marked: messages to mark in the text (None: no marks).
         """
         budget = Budget()
         budget.value([values.get("messages"), values.get("tools")])
@@ -255,7 +255,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             elif (template := getattr(obj, "__wrapped__", None)) is not None and isinstance(
                 text := getattr(template, "__self__", None), str
             ):
-                _check_widths(text)  # str.format, which the sandbox has wrapped
+                _check_widths(text)  # str.format, wrapped by the sandbox
         result = super().call(context, obj, *args, **kwargs)
         if not hook and isinstance(result, str | bytes | list | tuple | dict):
             self.state.budget.value(result)
@@ -272,7 +272,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _limited(self, name: str, function: Callable) -> Callable:
-        @functools.wraps(function)  # keeps what jinja2 notes on filters: whether they take the environment
+        @functools.wraps(function)  # keeps jinja2's attributes of filters, e.g. that they take the environment
         def limited(*args, **kwargs):
             self.state.budget.step()
             self._check_arguments(name, args, kwargs, method=False)
@@ -284,7 +284,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return limited
 
     def _check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, method: bool) -> None:
-        """Charges what calls on texts will make of short arguments."""
+        """Charges calls whose result can be much larger than their arguments."""
         budget = self.state.budget
         if any(isinstance(each, int) and abs(each) > LARGEST_ARGUMENT for each in (*args[1:], *kwargs.values())):
             raise LimitError(f"{name} with a number above {LARGEST_ARGUMENT}")
@@ -318,7 +318,7 @@ def _check_widths(pattern: str) -> None:
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON
+    # jinja's filter escapes <, > and & for HTML, but models were trained on plain JSON
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Rows → the texts of each sample, for objectives that say themselves which texts a sample has."""
+"""Parses rows for objectives that define the segments of a sample themselves."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lorafusion_jax.objective.protocol import Chosen, Segment
 
 
 def read_segments(rows: Rows, chosen: Chosen, columns: Mapping[str, str], *, adapter: str) -> list[list[Example]]:
-    """Asks an objective for the segments of every row.
+    """Returns the objective's segments of every row.
 
     Args:
-        columns: what the objective calls a column -> its name in the rows, where they differ.
-        adapter: named in messages.
+        columns: the objective's name of a column → its name in the rows, where they differ.
+        adapter: adapter name for messages.
 
     Returns:
-        For each segment of a sample, the example of every row.
+        For each segment of a sample, the examples of all rows.
 
     Raises:
         DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason; and
@@ -43,7 +43,7 @@ def read_segments(rows: Rows, chosen: Chosen, columns: Mapping[str, str], *, ada
 
 
 def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[str, str]:
-    """What the objective calls a column → its name in the rows.
+    """Returns the objective's name of each column → its name in the rows.
 
     Raises:
         DataError, ErrorList: data.missing-column, data.unknown-role.
@@ -53,7 +53,7 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
     errors: list[LoraFusionError] = [
         DataError(
             "data.unknown-role",
-            f"data.columns names the role '{role}', which objective {chosen.name} has not.",
+            f"data.columns names the role '{role}', which objective {chosen.name} does not have.",
             fix=_nearest(role, list(needed)),
         )
         for role in columns
@@ -75,7 +75,7 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
 
 
 def code_of(chosen: Chosen) -> str | None:
-    """The file in which an objective reads rows, for a cache that must notice a change; None where it has none."""
+    """Returns the source code that reads rows for an objective, as a part of the cache key. None if there is none."""
     function = inspect.unwrap(chosen.objective.segments) if chosen.objective.segments else None
     try:
         file = inspect.getsourcefile(function) if function is not None else None

@@ -1,4 +1,4 @@
-"""Files and hub data sets → rows: plain dictionaries that remember on which line they stand."""
+"""Reads files and hub data sets into rows: dictionaries with their line numbers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SHOWN_NAME = 100  # characters
-SHOWN = 5  # rows that a message names before it counts
+SHOWN = 5  # rows that a message names before it counts the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSource:
-    """A source that has been found and hashed, but not parsed: enough to look into the cache.
+    """A source that is read and hashed but not parsed, which is enough for a cache lookup.
 
     Attributes:
         name: the source as the job file spells it.
         kind: jsonl, json, csv, parquet or hub.
-        content: bytes of the file, or the rows of a hub data set.
+        content: bytes of the file, or rows of a hub data set.
         digest: SHA-256 of the content.
     """
 
@@ -42,8 +42,8 @@ class Rows:
 
     Attributes:
         values: one dictionary per row.
-        lines: line of each row counted from 1, where lines mean something (JSONL).
-        problems: lines that are no rows; whoever reads the others tells of both in one go.
+        lines: line of each row, from 1 (JSONL only).
+        problems: lines that are not rows. The parser of the good rows raises them together with its own errors.
     """
 
     source: str
@@ -52,7 +52,7 @@ class Rows:
     problems: tuple[LoraFusionError, ...] = ()
 
     def place(self, row: int) -> str:
-        """Says where a row stands: `line 17` of JSONL, `row 16` elsewhere."""
+        """Names the place of a row: `line 17` in JSONL, `row 16` elsewhere."""
         return f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
 
     def places(self, rows: Sequence[int]) -> str:
@@ -69,11 +69,11 @@ def listed(names: Sequence[str], total: int) -> str:
 
 
 def open_source(source: str, base_dir: Path) -> RawSource:
-    """Finds a source and reads its bytes (a hub set: its rows).
+    """Finds a source and reads its bytes (for a hub data set, its rows).
 
     Args:
         source: path of a .jsonl, .json, .csv or .parquet file, or `hf:org/set[:split]`.
-        base_dir: folder at which relative paths start.
+        base_dir: folder for relative paths.
 
     Raises:
         DataError: data.missing-file, data.unknown-kind, data.empty-file, data.unreadable, data.hub-*.
@@ -84,14 +84,14 @@ def open_source(source: str, base_dir: Path) -> RawSource:
     kind = KINDS.get(path.suffix.lower())
     try:
         found = path.is_file()
-    except (OSError, ValueError):  # a name that no system takes
+    except (OSError, ValueError):  # not a valid file name
         raise DataError("data.missing-file", f"there is no data file {source[:SHOWN_NAME]}….") from None
     if not found:
         raise DataError("data.missing-file", f"there is no data file {source}.", where=str(path), fix=_neighbour(path))
     if kind is None:
         raise DataError(
             "data.unknown-kind",
-            f"{source} is no kind of data file that can be read.",
+            f"{source} has no known data file suffix.",
             where=str(path),
             fix="one of " + " ".join(KINDS) + ", or hf:org/set[:split]",
         )
@@ -105,7 +105,7 @@ def open_source(source: str, base_dir: Path) -> RawSource:
 
 
 def parse_rows(raw: RawSource) -> Rows:
-    """Parses a source; lines of JSONL that are no rows become its `problems`.
+    """Parses a source. Lines of JSONL that are not rows become `problems`.
 
     Raises:
         DataError: data.bad-json (names the lines), data.not-utf8, data.bad-row, data.bad-table, data.empty-file.
@@ -126,7 +126,7 @@ def parse_rows(raw: RawSource) -> Rows:
 
 
 def read_rows(source: str, base_dir: Path = Path(".")) -> Rows:
-    """Reads a source to rows, all of them good; see `open_source` and `parse_rows`."""
+    """Reads a source and raises its problems; see `open_source` and `parse_rows`."""
     rows = parse_rows(open_source(source, base_dir))
     raise_all(rows.problems)
     return rows
@@ -136,7 +136,9 @@ def _neighbour(path: Path) -> str:
     if not path.parent.is_dir():
         return f"the folder {path.parent} is missing too"
     names = sorted(other.name for other in path.parent.iterdir() if other.suffix.lower() in KINDS)
-    near = difflib.get_close_matches(path.stem, [Path(name).stem for name in names], n=1)  # endings are all alike
+    near = difflib.get_close_matches(
+        path.stem, [Path(name).stem for name in names], n=1
+    )  # suffixes would make all names similar
     if near:
         return f"did you mean {next(name for name in names if Path(name).stem == near[0])}?"
     return f"{path.parent} has {listed(names[:SHOWN], len(names))}" if names else f"{path.parent} holds no data files"
@@ -217,7 +219,7 @@ def _parse_json(name: str, text: str) -> Rows:
     if not isinstance(value, list):
         raise DataError(
             "data.bad-row",
-            f"{name} is no list of rows.",
+            f"{name} is not a list of rows.",
             where=name,
             why=f"it holds {type_name(value)}",
             fix='[{...}, {...}] or {"data": [{...}, {...}]}',
@@ -226,7 +228,7 @@ def _parse_json(name: str, text: str) -> Rows:
     if odd:
         raise DataError(
             "data.bad-row",
-            f"{len(odd)} rows of {name} are no objects.",
+            f"{len(odd)} rows of {name} are not objects.",
             where=Rows(source=name, values=[]).places(odd),
             why=f"row {odd[0]} is {type_name(value[odd[0]])}",
         )
@@ -241,7 +243,7 @@ def _parse_csv(name: str, text: str) -> Rows:
     if len(set(header)) != len(header):
         raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
     data = text.encode()
-    try:  # pyarrow and not csv.DictReader: no process-wide limit of field size, and 20 times as fast
+    try:  # pyarrow rather than csv.DictReader: no process-wide limit on field size, and 20 times as fast
         table = arrow_csv.read_csv(
             io.BytesIO(data),
             read_options=arrow_csv.ReadOptions(use_threads=False, block_size=max(len(data), 1 << 20)),
@@ -275,7 +277,7 @@ def _parse_parquet(name: str, content: bytes) -> Rows:
 
 
 def _without_nulls(row: dict) -> dict:
-    """Takes keys without a value out of nested objects: tables give every object the keys of all."""
+    """Removes null keys from nested objects: tables give every object the keys of all objects."""
     return {key: _pruned(value) if isinstance(value, list | dict) else value for key, value in row.items()}
 
 
@@ -295,7 +297,7 @@ def _open_hub(source: str) -> RawSource:
         ) from None
     try:
         rows = [_without_nulls(row) for row in datasets.load_dataset(name, split=split or "train")]
-    except Exception as problem:  # the hub client raises many kinds; each means that there are no rows
+    except Exception as problem:  # the hub client raises many types; each means that there are no rows
         raise DataError(
             "data.hub",
             f"the data set {name} could not be read.",
@@ -308,6 +310,6 @@ def _open_hub(source: str) -> RawSource:
 
 
 def type_name(value: object) -> str:
-    """Names a JSON value's type in words."""
+    """Returns the name of a JSON value's type for messages."""
     names = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true/false"}
     return names.get(type(value), "nothing" if value is None else type(value).__name__)

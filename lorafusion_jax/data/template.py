@@ -1,8 +1,8 @@
-"""Chat templates: messages → text, and which parts of it the assistant says.
+"""Renders chat templates and finds the assistant's answers in the text.
 
-Templates come with models and run in `sandbox.Sandbox`. Where a template has `{% generation %}` blocks, these say what
-the assistant says. Elsewhere one render tells where the text of each message begins and ends; the assistant's part of
-it begins where the text ends that asks for an answer, and ends with the last character that is not white space.
+Templates come with models and run in `sandbox.Sandbox`. If a template has `{% generation %}` blocks, these are the
+answers. Otherwise a render with marks shows where the text of each message begins and ends. An answer starts after the
+generation prompt of its message and ends with the last character that is not white space.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lorafusion_jax.errors import CheckpointError
 MARKS = re.compile(f"([{GENERATION_OPEN}{GENERATION_CLOSE}]|{MESSAGE_OPEN}[0-9]*{MESSAGE_CLOSE})")
 BRACKETS = re.compile(r"[()\[\]{}]")
 DEEPEST = 1000  # brackets; real templates nest a few dozen
-PROBE = "\ufdd4"  # a content that no template can mistake for something else
+PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
 REASONING = ("reasoning_content", "thinking", "reasoning")
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
-# whatever foreign template code can run into
+# exceptions that template code can raise
 PROBLEMS = (
     TemplateError,
     TypeError,
@@ -52,11 +52,11 @@ type Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """Text of a sample and the character ranges in it that are answers.
+    """Text of a sample and the character ranges of its answers.
 
     Attributes:
-        omits_message: the first message whose text the template leaves out, wholly or in part.
-        omits_tools: no tool is in the text.
+        omits_message: the first message whose text the template omits, wholly or in part.
+        omits_tools: the conversation has tools, but the text does not name any.
     """
 
     text: str
@@ -66,18 +66,18 @@ class Rendered:
 
 
 class TemplateProblem(ValueError):
-    """The template cannot render these messages, or does not say where the answers are."""
+    """The template cannot render these messages, or the answers cannot be found."""
 
 
 class TemplateLimit(TemplateProblem):
-    """The template takes more time or memory than a conversation can need."""
+    """The template exceeds its budget of time or memory."""
 
 
 class _Marked(NamedTuple):
-    """A render with its marks taken out."""
+    """A render with its marks removed."""
 
     text: str
-    written: dict[int, list[Span]]  # message → its parts of the text that are not empty
+    written: dict[int, list[Span]]  # message → its non-empty parts of the text
     generated: list[tuple[int | None, Span]]  # message of each generation block, if known
 
 
@@ -86,8 +86,8 @@ class ChatTemplate:
     """A model's chat template.
 
     Attributes:
-        source: jinja text.
-        special_tokens: bos_token, eos_token, … as the template may use them.
+        source: jinja source.
+        special_tokens: bos_token, eos_token, …; variables of the template.
         marks_answers: the template has generation blocks.
     """
 
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @property
     def hash(self) -> str:
-        """Tells templates apart: 16 hex digits over source and special tokens."""
+        """Hash of source and special tokens, 16 hex digits."""
         content = json.dumps([self.source, sorted(self.special_tokens.items())])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -112,13 +112,13 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] = {},
     ) -> str:
-        """Renders messages to the text that the model reads.
+        """Renders messages to the model's input text.
 
         Args:
-            variables: further variables of the template, e.g. `enable_thinking`.
+            variables: additional variables of the template, e.g. `enable_thinking`.
 
         Raises:
-            TemplateProblem: the template refuses the messages, fails on them, or takes too much time or memory.
+            TemplateProblem: the template rejects the messages, fails, or exceeds its budget.
 
         >>> ChatTemplate(source="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}").render(
         ...     [{"role": "user", "content": "hi"}])
@@ -129,7 +129,7 @@ class ChatTemplate:
     def render_whole(
         self, messages: Sequence[dict], *, tools: list | None = None, variables: Mapping[str, Any] = {}
     ) -> Rendered:
-        """Renders a conversation of which everything is learned; see `render`."""
+        """Renders a conversation whose whole text is learned; see `render`."""
         return self._attempt(messages, tools, variables, lambda chat: chat.rendered(((0, len(chat.text)),)))
 
     def render_answers(
@@ -141,18 +141,18 @@ class ChatTemplate:
         learned: Sequence[bool] | None = None,
         variables: Mapping[str, Any] = {},
     ) -> Rendered:
-        """Renders a conversation and finds what the assistant says in it.
+        """Renders a conversation and finds the assistant's answers in it.
 
-        What asks for an answer (the header of the assistant's turn, and whatever `add_generation_prompt` writes) is
-        context, as it is when the model is used.
+        The generation prompt (the header of the assistant's turn, and whatever `add_generation_prompt` adds) is
+        context, as at inference.
 
         Args:
-            last_only: only the last answer counts.
-            learned: whether each message counts, if the assistant says it; None = all do.
+            last_only: return only the last answer.
+            learned: for each message, whether it is learned if it is an answer (None: all are).
             variables: as in `render`.
 
         Raises:
-            TemplateProblem: as `render`, or the answers cannot be told from their context.
+            TemplateProblem: as in `render`, or the answers cannot be separated from their context.
         """
 
         def answered(conversation: _Conversation) -> Rendered:
@@ -169,7 +169,10 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         use: Callable[[_Conversation], R],
     ) -> R:
-        """Where a message only calls tools, templates want no content (as in transformers), null, or an empty one."""
+        """Tries the three forms of a message without content (one that only calls tools).
+
+        Templates expect the key to be absent (as in transformers), null, or an empty text.
+        """
         last: TemplateProblem | None = None
         complete = all(message.get("content") is not None for message in messages)
         for absent in ({}, {"content": None}, {"content": ""}):
@@ -184,7 +187,7 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """One conversation and the ways to render it."""
+    """One conversation with its template."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[dict], tools: list | None, variables: Mapping[str, Any]
@@ -195,7 +198,7 @@ class _Conversation:
         return self.render(self._messages, ask=ask)
 
     def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
-        """Renders messages of this conversation, with the text that asks for an answer, or with marks."""
+        """Renders messages of this conversation, optionally with the generation prompt or with marks."""
         values = {
             **self._template.special_tokens,
             **self._variables,
@@ -220,7 +223,7 @@ class _Conversation:
         return self.render(self._messages)
 
     def rendered(self, answers: tuple[Span, ...]) -> Rendered:
-        """The text with these answers, and what of the conversation is not in it."""
+        """Returns the text with these answers, and what the text omits."""
         return Rendered(
             text=self.text,
             answers=answers,
@@ -229,12 +232,12 @@ class _Conversation:
         )
 
     def answers(self, last_only: bool) -> dict[int, tuple[Span, ...]]:
-        """Where the assistant speaks, by message."""
+        """Returns the ranges of the answers, by message."""
         if any(RESERVED.search(text) for text in _texts([self._messages, self._tools])):
             raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
         text = self.text
         marked = self._marked(self._messages)
-        exact = marked.text == text  # a template that measures or trims what it made may have seen the marks
+        exact = marked.text == text  # False if the template measures or trims its own output, marks included
         turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
         if self._template.marks_answers:
             if not exact:
@@ -256,12 +259,12 @@ class _Conversation:
         return start, self._end(text, start, end, turn)
 
     def _header(self, text: str, begin: int, end: int, turn: int) -> int:
-        """Counts the characters at the beginning of an answer's text that ask for the answer."""
+        """Returns the length of the generation prompt at the start of an assistant message's text."""
         before = self._before(turn)
         if before is not None and text.startswith(before) and begin <= len(before) <= end:
             return len(before) - begin
-        # What asks for an answer differs from how answers begin, e.g. it opens the reasoning that the template strips
-        # from answers; or earlier turns are written differently once more follow. What both have in common counts.
+        # The generation prompt differs from the start of the message: e.g. it opens the reasoning, which the template
+        # strips from answers, or earlier turns are rendered differently once more follow. Use the common prefix.
         headers = [text[begin:end], self._probed_header(turn)]
         if before is not None:
             bare = self.render(self._messages[:turn])
@@ -269,23 +272,23 @@ class _Conversation:
             headers += [before[len(bare) :]] if len(headers) == 2 and before.startswith(bare) else []
         common = os.path.commonprefix(headers)
         if common not in headers and common.rfind("<") > common.rfind(">"):
-            common = common[: common.rfind("<")]  # <|two|> and <|three|> have no token in common
+            common = common[: common.rfind("<")]  # cut inside a tag: <|two|> and <|three|> share no token
         return len(common)
 
     def _before(self, turn: int) -> str | None:
         try:
             return self.render(self._messages[:turn], ask=True)
-        except TemplateProblem:  # some templates want a user's message
+        except TemplateProblem:  # some templates require a user message
             return None
 
     def _probed_header(self, turn: int) -> str:
-        """What stands before the content of an answer: its text with another content, up to that."""
+        """Returns the text before the content of an answer, found by rendering a probe as its content."""
         probe = {"role": "assistant", "content": PROBE}
         earlier, later = self._messages[:turn], self._messages[turn + 1 :]
         for messages in ([*earlier, probe, *later], [*earlier, probe]):
             try:
                 marked = self._marked(messages)
-            except TemplateProblem:  # e.g. results of tools that the probe has not called
+            except TemplateProblem:  # e.g. tool results without the call that the probe replaced
                 continue
             for begin, end in marked.written.get(turn, ()):
                 if PROBE in marked.text[begin:end]:
@@ -293,23 +296,23 @@ class _Conversation:
         raise TemplateProblem(f"the template does not say where message {turn} begins")
 
     def _end(self, text: str, start: int, end: int, turn: int) -> int:
-        """Where an answer ends: a line end after the end token separates turns, nobody says it."""
+        """Returns the end of an answer. A line end after the end token separates turns and is not part of it."""
         content = (_text_of(self._messages[turn])).strip()
         found = text.rfind(content, start, end) if content else -1
         closing = text[found + len(content) if found >= 0 else start : end]
         tail = text[end:]
         end_token = self._template.special_tokens.get("eos_token", "")
         if turn == len(self._messages) - 1 and end_token and tail.strip() == end_token:
-            return len(text.rstrip())  # the end token stands after the last message, whoever says it
+            return len(text.rstrip())  # the end token after the last message belongs to it
         return start + len(text[start:end].rstrip()) if closing.strip() else end
 
     def _span_by_prefix(self, text: str, turn: int) -> Span:
-        """For templates that do not loop over messages: the text up to an answer must begin the whole."""
+        """Finds an answer for templates that do not loop over messages: the text before it must be a prefix."""
         before = self._before(turn)
         if before is None or not text.startswith(before):
             raise TemplateProblem(
                 f"the text before message {turn} is no prefix of the conversation, so the answer "
-                "cannot be told from its context"
+                "cannot be separated from its context"
             )
         through, start = self.render(self._messages[: turn + 1]), len(before)
         if text.startswith(through):
@@ -330,7 +333,7 @@ class _Conversation:
 
 
 def _normal(message: dict, absent: dict) -> dict:
-    """A message as transformers hands it to templates: no nulls, reasoning under both of its names."""
+    """Returns a message as transformers passes it to templates: no nulls, reasoning under both of its names."""
     said = absent | {key: value for key, value in message.items() if value is not None}
     thought = next((said[key] for key in REASONING if key in said), None)
     return said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
@@ -369,7 +372,7 @@ def _compiled(source: str) -> tuple[Sandbox, Template, bool]:
 
 
 def _nesting(source: str) -> int:
-    """Most brackets that are open at once; those in plain text count, too."""
+    """Returns the deepest nesting of brackets; brackets in plain text count, too."""
     deepest = depth = 0
     for bracket in BRACKETS.findall(source):
         depth = depth + 1 if bracket in "([{" else max(depth - 1, 0)
@@ -400,7 +403,7 @@ def _without_marks(marked: str) -> _Marked:
 
 
 def _generated(marked: _Marked, turns: Sequence[int]) -> dict[int, tuple[Span, ...]]:
-    """Generation blocks by message; blocks outside of loops over messages belong to the answers in their order."""
+    """Groups generation blocks by message. Blocks outside of message loops belong to the answers in order."""
     owners = [turn for turn, _ in marked.generated]
     if any(owner is None for owner in owners) and len(set(owners) - {None}) == 0 and len(owners) == len(turns):
         owners = list(turns)
@@ -418,7 +421,7 @@ def _text_of(message: dict) -> str:
 
 
 def _texts(value: Any):
-    """Every text inside nested lists and objects."""
+    """Yields every text inside nested lists and objects."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -431,14 +434,14 @@ def _texts(value: Any):
 
 
 def _tool_names(tools: Any) -> list[str]:
-    """Names of tools, or of the tools that are called; both with and without the object around the function."""
+    """Returns the names of tools or tool calls, with or without a "function" object around them."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
 
 
 def _omitted(text: str, messages: Sequence[dict]) -> int | None:
-    """The first message with a line that is not in the text; what tools answer is often written as JSON."""
+    """Returns the first message with a line that is not in the text; skips tool results, often written as JSON."""
     for turn, message in enumerate(messages):
         parts = [_text_of(message), *(message.get(key) for key in REASONING)]
         for part in parts if message["role"] != "tool" else ():

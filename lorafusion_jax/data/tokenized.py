@@ -1,4 +1,4 @@
-"""Rows → tokens with a loss mask, cut to length, and a report of what happened to them.
+"""Tokenises a source: tokens with a loss mask, cut to length, and a report.
 
 T tokens of all samples together · n samples
 """
@@ -24,32 +24,32 @@ from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
-MOST_LOST = 0.01  # share of rows that may lose every answer token before that is an error
+MOST_LOST = 0.01  # largest share of rows without a learned token that is not an error
 CHARACTERS_PER_TOKEN = 256
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What a source held and what was made of it. Rows are numbered from 0.
+    """Statistics of a source and its tokens. Rows are numbered from 0.
 
     Attributes:
         source: as the job file spells it.
-        format: one of the five formats, or the objective that says which texts a row has.
+        format: one of the five formats, or the name of the objective that defines the segments.
         columns: role → column.
         loss: which tokens are learned: assistant, completion or all.
-        rows: rows of the source.
-        tokens: tokens of the samples that are kept.
-        loss_tokens: those of them that are learned.
-        longest: tokens of the longest kept sample.
-        cut: rows cut at max_length.
-        dropped: rows left out because no token of theirs would be learned.
-        too_long: rows left out because data.on_long is drop.
-        uncut: lengths at 50, 90, 98 and 100 % of the rows before cutting.
-        template_hash: the chat template that was used, `plain` where none was.
-        data_hash: of the source's content.
-        notes: what of the rows is not in the tokens, each with a code: columns that are not used, text that the chat
-            template leaves out.
+        rows: number of rows of the source.
+        tokens: number of tokens of the kept samples.
+        loss_tokens: number of learned tokens among them.
+        longest: number of tokens of the longest kept sample.
+        cut: number of rows cut at max_length.
+        dropped: rows removed because they have no learned token.
+        too_long: rows removed because data.on_long is drop.
+        uncut: 50, 90, 98 and 100 % quantiles of the lengths before cutting.
+        template_hash: hash of the chat template, `plain` if none was used.
+        data_hash: hash of the source's content.
+        notes: notes on content that the tokens omit, each with a code: unused columns, text that the chat template
+            leaves out.
     """
 
     source: str
@@ -75,11 +75,11 @@ class TokenizedSet:
 
     Attributes:
         tokens: int32 [T].
-        loss_mask: bool [T], True where the token is learned, that is predicted from those before it. Never True for
-            the first token of a sample; every sample has one at least.
-        offsets: int64 [n + 1], where samples begin.
+        loss_mask: bool [T], True where the token is learned, that is, predicted from the tokens before it. Never True
+            for the first token of a sample; True at least once per sample.
+        offsets: int64 [n + 1], start of each sample.
         rows: int64 [n], row of the source, from 0.
-        segment_lengths: int64 [n, S], tokens of each segment of a sample; None: each has one.
+        segment_lengths: int64 [n, S], tokens of each segment of a sample (None: one segment per sample).
     """
 
     tokens: np.ndarray
@@ -97,17 +97,17 @@ class TokenizedSet:
         return np.diff(self.offsets)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and loss mask of one sample."""
+        """Returns tokens and loss mask of one sample."""
         here = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.tokens[here], self.loss_mask[here]
 
     def segment_lengths_of(self, index: int) -> tuple[int, ...] | None:
-        """Tokens of each segment of one sample; None where samples have one segment."""
+        """Returns the length of each segment of a sample; None if samples have one segment."""
         return None if self.segment_lengths is None else tuple(self.segment_lengths[index].tolist())
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the samples: 16 hex digits."""
+        """Hash of the samples, 16 hex digits."""
         content = hashlib.sha256()
         for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths):
             if array is not None:
@@ -125,22 +125,22 @@ def load_samples(
     cache_dir: Path | None = None,
     objective: Chosen = SFT,
 ) -> TokenizedSet:
-    """Reads, renders and tokenises a source, or takes it from the cache.
+    """Reads, renders and tokenises a source, or loads it from the cache.
 
     Args:
         source: path or `hf:org/set[:split]`, see `open_source`.
-        adapter: named in messages.
-        base_dir: folder at which relative paths start.
-        cache_dir: folder of the token cache; None = the user's cache folder.
-        objective: may say itself which texts a sample has.
+        adapter: adapter name for messages.
+        base_dir: folder for relative paths.
+        cache_dir: folder of the token cache (None: the user's cache folder).
+        objective: the objective; it may define the segments of a sample.
 
     Raises:
-        DataError, ErrorList: every problem of the source, with the rows that have it.
+        DataError, ErrorList: all problems of the source, with their rows.
     """
     raw = open_source(source, Path(base_dir))
     own = objective.objective.segments is not None
     code = code_of(objective) if own else ""
-    if code is None:  # a change of it could not be noticed
+    if code is None:  # a cache key could not reflect changes of the objective's code
         return _tokenize_segments(raw, settings, tokenizer, adapter, objective)
     entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=f"{objective.name} {code}" if own else "")
     stored = cache.load(entry)
@@ -160,14 +160,14 @@ def _tokenize(raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adap
     rows = parse_rows(raw)
     layout = detect_layout(rows, format=settings.format, columns=settings.columns)
     loss = _resolve_loss(settings.loss, layout, rows, adapter)
-    # A tokenizer need not see what is cut away; 256 characters are far more than a token has.
+    # Characters far beyond max_length need not be tokenised: a token has far fewer than 256.
     cut_at = CHARACTERS_PER_TOKEN * settings.max_length if settings.on_long == "cut" else None
     examples = parse_examples(rows, layout, adapter=adapter, need_answer=loss != "all", cut_at=cut_at)
     encoded = encode_examples(examples.values, tokenizer, rows=rows, adapter=adapter, loss=loss)
-    enough = 2 * settings.max_length  # the last tokens depend on where the text was cut
+    enough = 2 * settings.max_length  # a margin, because the last tokens depend on the cut
     refuse_shortened([row for row in examples.shortened if len(encoded.samples[row].tokens) < enough], rows, adapter)
     for sample in encoded.samples:
-        sample.mask[:1] = False  # nothing comes before the first token
+        sample.mask[:1] = False  # the first token cannot be predicted
     fit = _fit(encoded.samples, settings, rows, adapter)
     return _collect(fit, encoded, layout, rows, loss, raw, tokenizer)
 
@@ -183,7 +183,7 @@ def _unused(layout: Layout) -> list[str]:
 def _tokenize_segments(
     raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
 ) -> TokenizedSet:
-    """As `_tokenize`, but every row has several texts, of which each must fit and teach something."""
+    """Like `_tokenize` for rows with several segments. Each segment must fit and have a learned token."""
     rows = parse_rows(raw)
     loss = "completion" if settings.loss == "auto" else settings.loss
     rendered = [

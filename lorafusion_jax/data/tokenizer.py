@@ -1,4 +1,4 @@
-"""A model directory's tokenizer: tokenizer.json, its special tokens and its chat template. Runs no code from there."""
+"""Loads a model's tokenizer: tokenizer.json, special tokens and chat template. Runs no code of the model's folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lorafusion_jax.data.template import ChatTemplate, Rendered, check_template
 from lorafusion_jax.errors import CheckpointError
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-BATCH_ROWS = 512  # encodings of one call stay alive together, about 100 bytes a token
+BATCH_ROWS = 512  # bounds memory: all encodings of one call exist at once, about 100 bytes per token
 
 
 class Encoded(NamedTuple):
-    """Tokens of one sample; mask is True where a token belongs to an answer."""
+    """Tokens of one sample. The mask is True where a token belongs to an answer."""
 
     tokens: np.ndarray  # int32 [T]
     mask: np.ndarray  # bool [T]
@@ -28,10 +28,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
-    """Text ↔ tokens of one model.
+    """Encodes and decodes text for one model.
 
     Attributes:
-        chat_template: None where the model has none.
+        chat_template: None if the model has none.
         digest: hash of the vocabulary and its rules.
         special_tokens: bos_token, eos_token, … as text.
     """
@@ -50,11 +50,11 @@ class Tokenizer:
 
     @property
     def template_hash(self) -> str:
-        """Hash of the chat template; `plain` where there is none."""
+        """Hash of the chat template; `plain` if there is none."""
         return self.chat_template.hash if self.chat_template else "plain"
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text as it stands, without adding special tokens."""
+        """Encodes a text without adding special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -62,12 +62,14 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def piece(self, token: int) -> str:
-        """Shows one token as the text it stands for; `�` for part of a character."""
+        """Returns the text of one token; `�` for part of a character."""
         text, raw = self.decode([token]), self.backend.id_to_token(int(token)) or ""
-        return " " + text if raw.startswith("▁") and not text.startswith(" ") else text  # a lone ▁word loses its space
+        return (
+            " " + text if raw.startswith("▁") and not text.startswith(" ") else text
+        )  # decoding a single ▁word drops its space
 
     def render(self, messages: Sequence[dict], *, tools: list | None = None, last_only: bool = False) -> Encoded:
-        """Renders and encodes a conversation with the chat template; the mask marks what the assistant says.
+        """Renders and encodes a conversation with the chat template. The mask marks the assistant's answers.
 
         Raises:
             TemplateProblem: the template cannot render these messages.
@@ -78,7 +80,7 @@ class Tokenizer:
         return self.encode_rendered([self.chat_template.render_answers(messages, tools=tools, last_only=last_only)])[0]
 
     def encode_rendered(self, samples: Sequence[Rendered]) -> list[Encoded]:
-        """Encodes many rendered samples, in parallel; answers begin at a token of their own."""
+        """Encodes many rendered samples in parallel. Every answer starts at a token boundary."""
         encoded = []
         for start in range(0, len(samples), BATCH_ROWS):
             part = samples[start : start + BATCH_ROWS]
@@ -98,8 +100,8 @@ class Tokenizer:
         return Encoded(np.asarray(encoding.ids, np.int32), mask)
 
     def _in_pieces(self, sample: Rendered) -> Encoded:
-        # A token would reach from the prompt into the answer. When the model is used the prompt is encoded alone, so
-        # it is here, too.
+        # A token would span the end of the prompt and the start of the answer. At inference the prompt is encoded
+        # separately, so it is here, too.
         tokens, mask, begin = [], [], 0
         for start, stop in sample.answers:
             for piece, learned in ((sample.text[begin:start], False), (sample.text[start:stop], True)):
@@ -116,7 +118,7 @@ def _token_at(encoding: tokenizers.Encoding, position: int, length: int) -> int:
         token = encoding.char_to_token(position)
         if token is not None:
             return token
-        position += 1  # some tokenizers leave spaces out of their tokens' ranges
+        position += 1  # some tokenizers exclude spaces from the character ranges of tokens
     return len(encoding.ids)
 
 
@@ -142,7 +144,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as problem:  # the bindings raise plain Exception
         raise CheckpointError(
-            "tokenizer.broken", f"{path} is no tokenizer.", where=str(path), why=str(problem)
+            "tokenizer.broken", f"{path} is not a tokenizer.", where=str(path), why=str(problem)
         ) from None
     backend.no_truncation()
     backend.no_padding()

@@ -1,6 +1,6 @@
 """LoRA layers for Flax: many adapters on one frozen base.
 
-The names are looked up when they are used, so that `lorafusion_jax.modules.spec` can be imported without jax.
+Names are imported on first use, so that `lorafusion_jax.modules.spec` can be imported without jax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `apply_lora` makes of a layer: the same module, of a class that adds the adapters to its product.
+"""Layers adapted by `apply_lora`: the same modules, with a subclass that adds the adapters to their product.
 
 K in · N out · R padded rank · A adapters
 """
@@ -32,18 +32,18 @@ from pallas_kernels import multi_lora_linear
 
 
 class LoRASite(nnx.Variable):
-    """Numbers of stacked layers for dropout: int32, one per layer."""
+    """Dropout sites of stacked layers: int32, one per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAPlan:
-    """What an adapted layer knows besides its arrays.
+    """Static data of an adapted layer.
 
     Args:
-        path: of the layer in its model.
+        path: path of the layer in its model.
         linear: its product.
-        adapters: of the model, in stacking order.
-        members: numbers of those that target this layer.
+        adapters: adapters of the model, in stacking order.
+        members: indices of the adapters that target this layer.
         rank: R.
     """
 
@@ -63,11 +63,11 @@ class LoRAPlan:
 
     @property
     def layers(self) -> int:
-        """Layers in the stack, 1 for a single one."""
+        """Number of layers in the stack, 1 for a single layer."""
         return math.prod(self.linear.stack)
 
     def parameters(self) -> dict[str, int]:
-        """Trainable numbers of each adapter here, at its own rank."""
+        """Counts the parameters of each adapter in this layer, at its own rank."""
         sizes = {"in_features": self.linear.in_features, "out_features": self.linear.out_features}
         members = [self.adapters[index] for index in self.members]
         return {it.name: self.layers * adapter_kind(it.kind).num_parameters(**sizes, rank=it.rank) for it in members}
@@ -78,9 +78,9 @@ class LoRAPlan:
 
 
 def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
-    """Calls a layer as its own class does, with its product with the weight computed with the adapter of each row.
+    """Calls a layer like its own class, but adds the adapter of each row to its product with the weight.
 
-    y = x (W + scale[k] · A[k] B[k]) wherever the layer says x W, with dropout on the x of the adapter only
+    y = x (W + scale[k] · A[k] B[k]) in place of x W. Dropout only applies to the adapter's x.
     """
     plan: LoRAPlan = layer.lora_plan
     context = context_of(len(plan.adapters)) or _default(layer, plan)
@@ -113,7 +113,7 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
 def lora_product(
     x: Array, w: Array, a_AKR: Array, b_ARN: Array, inside: tuple[int, ...], context: LoRAContext, site: Any
 ) -> Array:
-    """x [rows, contracted axes] times a weight of any axes, with the adapter of each row → [rows, other axes of w]."""
+    """Multiplies x [rows, contracted axes] by a weight plus each row's adapter → [rows, other axes of w]."""
     rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
     w_KN = jnp.transpose(w, [*inside, *free]).reshape(a_AKR.shape[1], b_ARN.shape[2])
     if context.draw is not None and context.draw.examples is None and _is_mapped(x):
@@ -138,12 +138,12 @@ def lora_product(
 
 
 def _is_mapped(x: Array) -> bool:
-    """Whether `jax.vmap` maps over an axis that the layer does not see; jax has no public name for such arrays."""
+    """Whether `jax.vmap` maps x over an axis that the layer does not see. jax has no public type for such arrays."""
     return isinstance(x, Tracer) and hasattr(x, "batch_dim")
 
 
 def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Path, members: Sequence[int]) -> None:
-    """Gives a layer its adapters, in place; the frozen weight stays the variable that it is."""
+    """Adds adapters to a layer in place. Its frozen weight stays the same variable."""
     rank = max(adapters[index].rank for index in members)
     plan = LoRAPlan(path=dotted(path), linear=linear, adapters=tuple(adapters), members=tuple(members), rank=rank)
     paths = [plan.path]
@@ -159,23 +159,23 @@ def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Pat
         sites = np.array([zlib.crc32(each.encode()) >> 1 for each in paths], np.int32)
         layer.lora_site = LoRASite(jnp.asarray(sites.reshape(linear.stack)))
     if not hasattr(layer, "deterministic"):
-        layer.deterministic = False  # what `model.eval()` sets
+        layer.deterministic = False  # `model.eval()` sets it to True
 
 
 @cache
 def adapted_class(cls: type) -> type:
-    """The class of a layer with adapters: a subclass of its own, so that `isinstance` says what it said."""
+    """Returns the class of a layer with adapters: a subclass of its own class, so that `isinstance` still holds."""
     return type(f"LoRA{cls.__name__}", (cls,), {"__call__": call_adapted, "__module__": cls.__module__})
 
 
 def own_class(layer: nnx.Module) -> type:
-    """The class that a layer had before it got adapters."""
+    """Returns the class of a layer before it was adapted."""
     cls = type(layer)
-    return cls.__mro__[1] if cls.__call__ is call_adapted else cls  # itself, while an adapter is merged into it
+    return cls.__mro__[1] if cls.__call__ is call_adapted else cls  # a layer with a merged adapter has its own class
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
-    """The context of a model that is called without one: fine for one adapter without dropout."""
+    """Returns the context of a model that is called without one, which works for one adapter without dropout."""
     if len(plan.adapters) > 1:
         names = ", ".join(spec.name for spec in plan.adapters)
         raise RunError(
@@ -187,7 +187,7 @@ def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
     if spec.dropout and not layer.deterministic:
         raise RunError(
             "lora.dropout-step",
-            f"{spec.name} has dropout={spec.dropout}, which needs the number of the step, to draw from.",
+            f"{spec.name} has dropout={spec.dropout}, which needs the number of the step.",
             fix=f"with use_adapters(specs, only='{spec.name}', step=STEP) in training; train=False or model.eval() "
             "in evaluation",
         )

@@ -1,4 +1,4 @@
-"""LoRA on any NNX model: its linear layers get the weights of many adapters."""
+"""Adds the weights of many adapters to the linear layers of any NNX model."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def apply_lora(
     targets: str | Sequence[str] | None = None,
     allow_partial: bool = False,
 ) -> nnx.Module:
-    """Turns linear layers of a model into LoRA layers, in place; the frozen kernels are shared, not copied.
+    """Turns linear layers of a model into LoRA layers, in place. The frozen kernels are shared, not copied.
 
     y[t] = x[t] W + bias + scale[k] · (x[t] A[k]) B[k],  k = adapter of row t, see `use_adapters`
 
     Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (so `nnx.MultiHeadAttention`) and `nnx.Einsum`, their
-    subclasses, and classes that `register_linear` was told of; also stacks of them made by `nnx.vmap`. The trainable
-    leaves are `nnx.LoRAParam`s `lora_a` [A, K, R] and `lora_b` [A, R, N], where K and N count all features that the
-    layer sums over and gives. B starts at zero, so the model computes what it did before.
+    subclasses, and classes from `register_linear`, also in stacks made by `nnx.vmap`. The trainable leaves are the
+    `nnx.LoRAParam`s `lora_a` [A, K, R] and `lora_b` [A, R, N]. K is the product of the axes that the layer sums over,
+    N that of its output axes. B starts at zero, so at first the model's output does not change.
 
     Args:
         model: any NNX model, with layers nested in attributes, lists, dicts or tuples.
-        adapters: one or more; their own `targets` count unless `targets` is given.
+        adapters: one or more. `targets` overrides their own targets.
         targets: for all adapters: "all-linear" (every linear layer but the output head), names ("q_proj",
             "attn.query"), globs ("decoder.*.mlp.*") or regular expressions of whole paths.
-        allow_partial: accepts a target that is present in some layers only.
+        allow_partial: accept a target that is present in some layers only.
 
     Returns:
-        The model. `lora_report(model)` tells what was adapted, what was not and why.
+        The model. `lora_report(model)` shows which layers were adapted, and why others were not.
 
     Raises:
-        ConfigError: every target that matches nothing (with the names there are) or some layers only, and every
-            named layer that cannot carry LoRA.
+        ConfigError: all targets that match nothing (with the available names) or some layers only, and all named layers
+            that cannot carry LoRA.
 
     Warns:
-        UserWarning: of all layers that a pattern or "all-linear" matches and that cannot carry LoRA.
+        UserWarning: a pattern or "all-linear" matches layers that cannot carry LoRA; lists them.
 
     >>> import jax.numpy as jnp
     >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))

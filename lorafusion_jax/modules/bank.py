@@ -1,4 +1,4 @@
-"""The low-rank pairs that adapters of several kinds make of one projection's stacked leaves.
+"""Computes A and B of one projection from the stacked leaves of adapters of several kinds.
 
 A adapters · P places for the adapters of a microbatch · K in · N out · R padded rank
 """
@@ -18,13 +18,13 @@ from lorafusion_jax.adapters.kind import adapter_kind
 def low_rank_bank(
     kinds: Sequence[str], leaves: Mapping[str, Any]
 ) -> tuple[Float[Array, "A K R"], Float[Array, "A R N"]]:
-    """Makes A and B of all adapters; each kind sees the tensors of its own adapters only.
+    """Computes A and B of all adapters. Each kind gets only the tensors of its own adapters.
 
-    So NaN in an adapter of one kind reaches neither values nor gradients of another. Where all are plain LoRA these are
-    the leaves themselves.
+    So NaN in an adapter of one kind affects neither values nor gradients of another. For plain LoRA, A and B are the
+    leaves themselves.
 
     Args:
-        kinds: of the A adapters.
+        kinds: kinds of the A adapters.
         leaves: by name, [A, ...].
     """
     names = tuple(dict.fromkeys(kinds))
@@ -41,11 +41,11 @@ def low_rank_bank(
 def low_rank_places(
     kinds: Sequence[str], kind_P: Integer[Array, " P"] | None, leaves: Mapping[str, Any]
 ) -> tuple[Float[Array, "P K R"], Float[Array, "P R N"]]:
-    """Makes A and B where it is data which kind of adapter stands in a place; isolated as in `low_rank_bank`.
+    """Computes A and B if the kind of the adapter in a place is data. Kinds are isolated as in `low_rank_bank`.
 
     Args:
-        kinds: those that there are, each once.
-        kind_P: number of the kind in each place; None: there is only one.
+        kinds: all kinds, each once.
+        kind_P: index of the kind in each place (None: there is only one kind).
         leaves: by name, [P, ...].
     """
     if kind_P is None:
@@ -57,7 +57,7 @@ def low_rank_places(
     a_PKR, b_PRN = jnp.zeros_like(leaves["lora_a"]), jnp.zeros_like(leaves["lora_b"])
     for number, name in enumerate(kinds):
         kind = adapter_kind(name)
-        # Chosen before and after: so neither values nor gradients of other kinds pass through this one's product.
+        # Select before and after, so that neither values nor gradients of other kinds pass through this one.
         a, b = kind.low_rank({key: chosen(number, leaves[key], 0.0) for key in kind.names})
         a_PKR, b_PRN = chosen(number, a, a_PKR), chosen(number, b, b_PRN)
     return a_PKR, b_PRN

@@ -1,4 +1,4 @@
-"""Which adapter the rows of a microbatch belong to, and what that means for every layer.
+"""The context of a microbatch for LoRA layers: the adapter of each row, scales, ranks and dropout.
 
 T packed tokens · A adapters
 """
@@ -28,23 +28,23 @@ SITES_PER_LAYER = 8  # room for the dropout sites of one layer: inputs of qkv, o
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What a layer needs to make dropout's keys of its own rows.
+    """Data from which a layer computes the dropout keys of its rows.
 
     Args:
         rate: [A], as in `Dropout`.
         key: [A], as in `Dropout`.
         step: number of the training step, uint32.
-        examples: what identifies each entry of the table, uint32, or the one example that all rows are of; None: its
-            place.
+        examples: id of each entry of the table, uint32, or a single id if all rows belong to one example (None: the
+            position in the table).
     """
 
-    rate: Any  # leaves of a tree: transformations put other things than arrays, or with more axes, in their place
+    rate: Any  # pytree leaves: transformations may replace them by other objects, or by arrays with more axes
     key: Any
     step: Any
     examples: Any = None
 
     def dropout(self, entries: int, rows: int) -> Dropout:
-        """Keys of `entries` examples with `rows` rows each; of one example if `examples` is a single number."""
+        """Returns dropout for `entries` examples with `rows` rows each, or for one example if `examples` is one id."""
         examples = jnp.arange(entries, dtype=jnp.uint32) if self.examples is None else self.examples
         if examples.ndim == 0:
             examples, entries, rows = examples[None], 1, entries * rows
@@ -61,30 +61,30 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAContext:
-    """Everything that a LoRA layer must know of a microbatch besides x.
+    """Inputs of a LoRA layer for a microbatch, besides x.
 
     y[t] = x[t] W + scale[k] · (drop(x[t]) A[k]) B[k],  k = tile_adapter[t / tile]
 
     Layers of `apply_lora` take a table with one entry per example (leading axis of their input), per row, or per `tile`
-    rows, and refuse others. `LoRALinear`, which serves packed rows, divides its rows by the number of entries.
+    rows, and reject others. `LoRALinear`, for packed rows, divides its rows by the number of entries.
 
     Args:
-        tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding; a single number is for all.
+        tile_adapter: int32, adapter of each example, row or tile of rows, -1 for padding. A single number is for all.
         scale: float32 [A], factor of each adapter.
-        known_ranks: how many columns of A each adapter uses, where that is known while tracing.
-        traced_ranks: the same, where it is not; see `ranks`.
-        dropout: rates, and keys of given rows; None: see `draw`.
-        draw: from what each layer makes the keys of its own rows; None switches dropout off.
+        known_ranks: number of columns of A that each adapter uses, if known while tracing.
+        traced_ranks: the same, if it is traced; see `ranks`.
+        dropout: rates, and keys of given rows (None: see `draw`).
+        draw: data from which layers compute the keys of their rows (None: no dropout, unless `dropout` is set).
         layer: number of the layer, folded into dropout's keys; a tracer inside a scan.
-        tile: rows of one entry, where it is neither an example nor a row.
-        implementation: handed to `pallas_kernels`.
+        tile: rows per entry, if an entry is neither an example nor a row.
+        implementation: passed to `pallas_kernels`.
 
     >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
     >>> LoRAContext.of(specs, [0, 1, 1, -1]).scale.tolist()
     [2.0, 1.0]
     """
 
-    tile_adapter: Any  # leaves of a tree, as above
+    tile_adapter: Any  # a pytree leaf, as above
     scale: Any
     dropout: Dropout | None = None
     draw: Draw | None = None
@@ -110,24 +110,24 @@ class LoRAContext:
     ) -> LoRAContext:
         """Builds the context of some adapters.
 
-        Dropout is a function of (seed of the adapter, step, example, position, layer) and of nothing else.
+        Dropout depends only on (seed of the adapter, step, example, position, layer).
 
         Args:
             adapters: in the order of the stacked weights.
             tile_adapter: see the class.
-            only: name or number of the one adapter that all rows belong to, in place of a table.
-            step: number of the training step; each draws other masks.
-            train: False draws none. Left out, it is a training step if there is a `step` or a `row_key`.
-            examples: what identifies each entry of the table, such as its number in the data set; default: its place.
-                Under `jax.vmap` over examples, the number of the example.
-            row_key: a key for every row, in place of `step`; equal keys draw equal masks.
-            tile: rows of one entry, where it is neither an example nor a row.
-            implementation: handed to `pallas_kernels`.
+            only: name or index of the adapter of all rows, instead of a table.
+            step: number of the training step; each step draws new masks.
+            train: False switches dropout off (None: dropout is on if `step` or `row_key` is given).
+            examples: id of each entry of the table, e.g. its index in the data set (None: its position). Under
+                `jax.vmap` over examples, the index of the example.
+            row_key: a key for every row, instead of `step`. Equal keys draw equal masks.
+            tile: rows per entry, if an entry is neither an example nor a row.
+            implementation: passed to `pallas_kernels`.
 
         Raises:
-            ConfigError: all of: `lora.table`, neither or both of a table and `only`; `lora.unknown-adapter`, there is
-                no such adapter (arrays of jax are not looked into, as they may be traced); `lora.dropout-step`, an
-                adapter has dropout, and there is neither a step nor `train=False`.
+            ConfigError: all of: `lora.table`, neither or both of a table and `only` are given; `lora.unknown-adapter`,
+                there is no such adapter (values of jax arrays are not checked, as they may be traced);
+                `lora.dropout-step`, an adapter has dropout, but neither a step nor `train=False` is given.
         """
         stepless = step is None and row_key is None
         table = tile_adapter if only is None else _number_of(adapters, only)
@@ -146,14 +146,14 @@ class LoRAContext:
 
     @property
     def ranks(self) -> tuple[int, ...] | Array | None:
-        """How many columns of A each adapter uses; None: all."""
+        """Number of columns of A that each adapter uses; None: all."""
         return self.known_ranks if self.traced_ranks is None else self.traced_ranks
 
     def in_places(self, adapters: Int[Array, " P"]) -> LoRAContext:
-        """The context of the adapters of one microbatch, each numbered by its place; it has no `draw`.
+        """Returns the context with the adapters of one microbatch only, numbered by their places. Needs row keys.
 
         Args:
-            adapters: number of the adapter in each place, -1 where there is none.
+            adapters: index of the adapter in each place, -1 if the place is unused.
 
         >>> specs = [AdapterSpec(name="law", rank=8, alpha=16), AdapterSpec(name="med", rank=4, alpha=4)]
         >>> context = LoRAContext.of(specs, [1, 1, -1]).in_places(jnp.array([1]))
@@ -178,18 +178,18 @@ class LoRAContext:
         )
 
     def at_layer(self, layer: int | Int[Array, ""]) -> LoRAContext:
-        """The same context for a certain layer: every layer draws its own dropout."""
+        """Returns the context for one layer: every layer draws its own dropout."""
         return replace(self, layer=layer)
 
     def at_site(self, site: int | Int[Array, ""]) -> Dropout | None:
-        """Dropout of one input of this layer; projections that share the input share the site."""
+        """Returns the dropout of one input of this layer. Projections that share the input share the site."""
         return None if self.dropout is None else self._at_site(self.dropout, site)
 
     def at_rows(self, rows: Sequence[int], site: int | Int[Array, ""]) -> tuple[Int[Array, " tiles"], Dropout | None]:
-        """The table of a layer whose input has these axes before the features, and its dropout.
+        """Returns the table and dropout for a layer whose input has these axes before the features.
 
         Raises:
-            RunError: `lora.table-rows`: the table does not say which adapter each row belongs to.
+            RunError: `lora.table-rows`, the length of the table does not fit the rows.
 
         >>> context = LoRAContext.of([AdapterSpec(name="law", rank=8, alpha=16)], only="law")
         >>> context.at_rows((4, 16), 0)[0].shape
@@ -275,5 +275,5 @@ def _dropout(adapters: Sequence[AdapterSpec], step: Any, examples: Any, row_key:
 
 
 def dropout_key(seed: int) -> int:
-    """uint32 key of an adapter, a function of its seed alone."""
+    """Returns the uint32 dropout key of an adapter, a function of its seed only."""
     return int.from_bytes(hashlib.sha256(b"dropout %d" % seed).digest()[:4], "little")

@@ -1,4 +1,4 @@
-"""Initial weights of adapters: pure functions of (seed, path, shape), so company cannot change them.
+"""Initial weights of adapters: pure functions of (seed, path, shape), independent of other adapters.
 
 A adapters · K in · N out · R padded rank · r an adapter's rank · L stacked layers
 """
@@ -18,20 +18,20 @@ LAYERS = "layers"
 
 
 def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: int) -> dict[str, np.ndarray]:
-    """Draws the weights of an adapter in one projection, of LoRA as PEFT does.
+    """Draws the weights of an adapter in one projection; for LoRA, with PEFT's distribution.
 
     A ~ U(-1/sqrt(K), 1/sqrt(K)) (Kaiming uniform with a = sqrt 5), B = 0
 
     Args:
-        spec: kind, rank and seed count.
+        spec: its kind, rank and seed are used.
         path: the projection, e.g. "layers.3.self_attn.q_proj".
         in_features: K.
         out_features: N.
 
     Returns:
-        Leaf → float32 array; of LoRA "lora_a" [K, r] and "lora_b" [r, N].
+        Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N].
 
-    >>> own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
+     own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
     >>> own["lora_a"].shape, own["lora_b"].shape, bool(abs(own["lora_a"]).max() <= 1 / 8), own["lora_b"].any().item()
     ((64, 2), (2, 32), True, False)
     """
@@ -49,10 +49,10 @@ def init_layers(
     """Draws the weights of an adapter in one projection of every layer.
 
     Args:
-        path: of the projection without the layer's number, "layers.self_attn.q_proj".
+        path: path of the projection without the layer's number, "layers.self_attn.q_proj".
 
     Returns:
-        Leaf → float32 array; of LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
+        Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
     layers = [init_adapter(spec, _at(path, layer), in_features, out_features) for layer in range(num_layers)]
     return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
@@ -76,8 +76,8 @@ def init_bank(
         path: the projection.
         in_features: K.
         out_features: N.
-        rank: R, if not the largest rank among the adapters that target the projection.
-        members: indices of those adapters, if not the ones whose `targets` name the last part of the path.
+        rank: R (None: the largest rank of the adapters that target the projection).
+        members: indices of these adapters (None: those whose `targets` name the last part of the path).
 
     Returns:
         Leaf → float32 array; "lora_a" [A, K, R], "lora_b" [A, R, N], and those of other kinds.
@@ -96,7 +96,7 @@ def init_bank(
 
 
 def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws all trainable leaves of a decoder, unrolled or stacked, to the same numbers.
+    """Draws all trainable leaves of a decoder. Unrolled and stacked layers get the same values.
 
     Args:
         adapters: in stacking order.
@@ -118,7 +118,7 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
 
 
 def _stream(path: str, leaf: str) -> str:
-    """What a leaf's draw depends on besides the seed. A has the projection's own: so runs have begun from the first."""
+    """Returns the random stream of a leaf. That of A is the path alone, as in the first versions."""
     return path if leaf == "lora_a" else f"{path} {leaf}"
 
 
@@ -127,7 +127,7 @@ def _at(path: str, number: int | None) -> str:
 
 
 def _uniform(seed: int, path: str, count: int) -> np.ndarray:
-    """float32 in [0, 1), made of raw Philox output: numpy may change its distributions, not its bit generators."""
+    """Draws float32 in [0, 1) from raw Philox output: numpy may change its distributions, not its bit generators."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:16], "little")
     raw = np.random.Philox(key=key).random_raw(-(-count // 2)).view(np.uint32)[:count]
     return (raw >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)

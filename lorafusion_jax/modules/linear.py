@@ -1,4 +1,4 @@
-"""Which modules of a model multiply by a weight, and which axes of it the product sums over.
+"""Describes linear modules: their weight, and the axes of it that their product sums over.
 
 K in · N out
 """
@@ -20,7 +20,7 @@ HEADS = ("head", "lm_head", "logits", "classifier")  # last part of an output he
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """How the modules of a class are linear: the name of their weight and how an equation is found."""
+    """A registered linear class: the name of its weight, and a function that returns a module's equation."""
 
     weight: str
     equation: Callable[[Any], str | None]
@@ -28,12 +28,12 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A product of some axes of x with some axes of a weight.
+    """A product that contracts axes of x with axes of a weight.
 
     Args:
         weight: attribute that holds the weight.
-        stack: sizes of leading axes that `nnx.vmap` added: one layer for each.
-        shape: of one layer's weight.
+        stack: sizes of leading axes that `nnx.vmap` added.
+        shape: shape of one layer's weight.
         inside: axes that the product sums over.
     """
 
@@ -55,18 +55,18 @@ _CLASSES: dict[type, Registered] = {}
 
 
 def register_linear(cls: type, *, weight: str, equation: str | Callable[[Any], str]) -> type:
-    """Says that the modules of a class of your own multiply by a weight, so that `apply_lora` can adapt them.
+    """Registers your own linear class, so that `apply_lora` can adapt its modules.
 
-    Their `__call__` stays as it is: while it runs, its product with the weight is computed with the adapters. So it may
-    cast, scale or add a bias, but must use the weight in one `jnp.einsum`, `jnp.dot`, `@` or `lax.dot_general`.
+    Their `__call__` does not change. While it runs, its product with the weight is computed with the adapters. So it
+    may cast, scale or add a bias, but must use the weight in one `jnp.einsum`, `jnp.dot`, `@` or `lax.dot_general`.
 
     Args:
-        cls: an `nnx.Module`; holds for subclasses too.
+        cls: an `nnx.Module`. Subclasses are included.
         weight: attribute that holds the weight.
-        equation: of the product "input,weight->output", or a function that tells it of a module.
+        equation: equation of the product, "input,weight->output", or a function from a module to its equation.
 
     Returns:
-        The class, so that it may be used as a decorator with `functools.partial`.
+        The class, so that `functools.partial` makes it a decorator.
 
     >>> import jax.numpy as jnp
     >>> class Einsum(nnx.Module):
@@ -81,7 +81,7 @@ def register_linear(cls: type, *, weight: str, equation: str | Callable[[Any], s
     if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
         raise ConfigError("lora.register", f"register_linear: {cls!r} is not a class of nnx modules.")
     if isinstance(equation, str):
-        contracted(equation)  # a wrong one is an error now
+        contracted(equation)  # report a wrong equation now
     _CLASSES[cls] = Registered(
         weight=weight, equation=(lambda _, text=equation: text) if isinstance(equation, str) else equation
     )
@@ -89,7 +89,7 @@ def register_linear(cls: type, *, weight: str, equation: str | Callable[[Any], s
 
 
 def linear_of(module: nnx.Module) -> Linear | str | None:
-    """Describes a module's product; a text says why it cannot carry LoRA, None that it is no linear layer at all."""
+    """Describes a module's product. Returns a text if it cannot carry LoRA, None if it is not a linear layer."""
     if hasattr(module, "lora_plan"):
         return "it already has adapters; give all of them in one call"
     registered = next((_CLASSES[cls] for cls in type(module).__mro__ if cls in _CLASSES), None)
@@ -108,7 +108,7 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
 
 
 def weight_names(module: nnx.Module) -> list[str]:
-    """Names of the module's own parameters that have two or more axes: what a linear layer of one's own would hold."""
+    """Returns the names of the module's own parameters with two or more axes, which may be weights."""
     return [
         name
         for name, value in vars(module).items()
@@ -119,13 +119,13 @@ def weight_names(module: nnx.Module) -> list[str]:
 
 
 def contracted(equation: str) -> tuple[int, tuple[int, ...]]:
-    """Reads an equation of x and a weight: number of the weight's axes, and those that it sums over.
+    """Parses an equation of x and a weight. Returns the number of the weight's axes, and those summed over.
 
     >>> contracted("BTNH,NHD->BTD")
     (3, (0, 1))
 
     Raises:
-        ConfigError: `lora.equation`: it is not a product over features.
+        ConfigError: `lora.equation`, it is not a product over features.
     """
     try:
         inputs, output = equation.replace(" ", "").split("->")
@@ -177,7 +177,7 @@ def _described(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ..
 
 
 def _refused(module: Any) -> str | None:
-    """Names options of Flax's own layers that the product with adapters would not respect."""
+    """Names an option of Flax's layers that the product with adapters does not support."""
     if getattr(module, "precision", None) is not None:
         return "it sets precision"
     own = (getattr(module, "dot_general", None), getattr(module, "dot_general_cls", None))

@@ -1,4 +1,4 @@
-"""LoRA on Linen models as they are: the adapters live in a collection of their own beside "params".
+"""LoRA on unchanged Linen models: the adapters are a separate collection of variables next to "params".
 
 K in · N out · R padded rank · A adapters
 """
@@ -33,14 +33,14 @@ COLLECTION = "LoRAParam"
 
 
 class LinenLoRA:
-    """Adapters for a Linen model, which stays as it is; checkpoints of the base load unchanged.
+    """Adapters for a Linen model. The model and checkpoints of its base do not change.
 
     Args:
-        adapters: in stacking order; their ranks, scales, dropout, kinds and targets count.
-        targets: for all adapters, in place of their own: "all-linear" (every linear layer but the output head), names,
-            globs or regular expressions of whole paths ("block_0.attn.query").
-        modules: (class, name of its weight, or a function that tells it of a module) of linear modules of your own
-            besides `Dense`, `DenseGeneral` and `Einsum`, which must multiply by that weight once.
+        adapters: in stacking order.
+        targets: targets for all adapters, instead of their own: "all-linear" (every linear layer but the output head),
+            names, globs or regular expressions of whole paths ("block_0.attn.query").
+        modules: your own linear modules, besides `Dense`, `DenseGeneral` and `Einsum`: pairs of a class and the name of
+            its weight, or a function from a module to that name. They must multiply by this weight once.
 
     >>> import jax
     >>> model = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)])
@@ -77,9 +77,9 @@ class LinenLoRA:
 
         Args:
             model: its `apply` is traced once, with no computation.
-            variables: of the base; shapes are enough.
-            args: of the call.
-            options: of the call.
+            variables: variables of the base; shapes are enough.
+            args: arguments of the call.
+            options: keyword arguments of the call.
 
         Raises:
             ConfigError: `lora.unknown-target`, a target matches no layer that ran; `lora.unsupported-linear`.
@@ -98,21 +98,21 @@ class LinenLoRA:
 
     @contextmanager
     def use(self, table: Any = None, **options: Any) -> Iterator[None]:
-        """Within it, `model.apply` computes with the adapters of its collection "LoRAParam".
+        """Makes `model.apply` in its body use the adapters of the collection "LoRAParam".
 
-        Enter it inside the function that is jitted.
+        Enter it inside the jitted function.
 
         Args:
             table: as in `use_adapters`.
-            options: as there: `step=` in training with dropout, `train=False`, `only=`.
+            options: as in `use_adapters`: `step=` in training with dropout, `train=False`, `only=`.
 
         Raises:
-            RunError: `lora.no-collection`: "LoRAParam" is not among the variables; `lora.context-outside-jit`.
+            RunError: `lora.no-collection`, "LoRAParam" is not among the variables; `lora.context-outside-jit`.
         """
         context, staged, ran = LoRAContext.of(self.adapters, table, **options), staging(), []
 
         def wanted(module: nn.Module) -> bool:
-            # A module that is applied by itself to shared weights has no place in the tree, and so no adapters.
+            # A module that is applied separately to shared weights has no path in the tree, so it has no adapters.
             path, own = self._adapters_of(module)
             return bool(self._members(path)) and bool(path or own)
 
@@ -139,15 +139,15 @@ class LinenLoRA:
     def merge(
         self, model: nn.Module, variables: Any, adapters: Any, name: str, *args: Any, **options: Any
     ) -> dict[str, Any]:
-        """The base parameters with one adapter in them: W + scale · A B, rounded once to the type of W.
+        """Returns the base parameters with one adapter merged: W + scale · A B, rounded once to the dtype of W.
 
         Args:
             model: its `apply` is traced once, with no computation.
-            variables: of the base; they are not changed.
+            variables: variables of the base; not changed.
             adapters: the collection "LoRAParam".
-            name: of the adapter.
-            args: of the call.
-            options: of the call.
+            name: name of the adapter.
+            args: arguments of the call.
+            options: keyword arguments of the call.
 
         Raises:
             ConfigError: `lora.unknown-adapter`.
@@ -166,7 +166,7 @@ class LinenLoRA:
         return params
 
     def adapter_arrays(self, adapters: Any, name: str) -> dict[str, np.ndarray]:
-        """One adapter's tensors at its own rank, "block_0.up.lora_a" → [K, r]; for safetensors, orbax or any format.
+        """Returns one adapter's tensors at its own rank, "block_0.up.lora_a" → [K, r], for saving in any format.
 
         Raises:
             ConfigError: `lora.unknown-adapter`.
@@ -181,7 +181,7 @@ class LinenLoRA:
         }
 
     def _adapters_of(self, module: nn.Module) -> tuple[tuple[str, ...], Mapping[str, Array]]:
-        """Path and tensors of a module's adapters; modules that share a scope have theirs under the weight's name."""
+        """Returns path and tensors of a module's adapters. If modules share a scope, the path ends with the weight."""
         path, weight = tuple(module.path), weight_of(module, self._modules) or ""
         if isinstance(own := module.get_variable(COLLECTION, weight), Mapping):
             return (*path, weight), own
@@ -196,7 +196,7 @@ class LinenLoRA:
         return names.index(name)
 
     def _members(self, path: tuple[str, ...]) -> list[int]:
-        """Numbers of the adapters that target a layer."""
+        """Returns the indices of the adapters that target a layer."""
         return [
             index
             for index, targets in enumerate(self.targets.values())
@@ -226,7 +226,7 @@ def _node(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def _copied(tree: Any) -> dict[str, Any]:
-    """The same leaves in dictionaries of one's own."""
+    """Copies the dictionaries of a tree, with the same leaves."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of a Linen model, met while the model runs: each product with a weight can be another one.
+"""Finds the linear layers of a Linen model while it runs, and intercepts their products.
 
 K in · N out
 """
@@ -20,7 +20,7 @@ from jaxtyping import Array
 from lorafusion_jax.modules.product import exchange_product, unsupported_linear
 from lorafusion_jax.modules.use import traced_anew
 
-type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or what tells it of the module
+type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
 type Kinds = Sequence[tuple[type[nn.Module], Weight]]
 # module, x [rows, contracted axes], weight, contracted axes of the weight → [rows, other axes of the weight]
 type Multiply = Callable[[nn.Module, Array, Array, tuple[int, ...]], Array]
@@ -32,10 +32,10 @@ class LinenLayer:
     """A linear layer that ran.
 
     Args:
-        scope: of its parameters in their tree.
-        path: of its adapters; the scope, with the weight's name where modules share a scope.
+        scope: path of its parameters in their tree.
+        path: path of its adapters: the scope, followed by the weight's name if modules share a scope.
         weight: name of its weight.
-        shape: of the weight.
+        shape: shape of the weight.
         inside: axes of the weight that the product sums over.
     """
 
@@ -59,10 +59,10 @@ class LinenLayer:
 
 
 def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[Any], options: dict) -> list[LinenLayer]:
-    """Lists the linear layers that a call of the model runs, in order; nothing is computed.
+    """Lists the linear layers that a call of the model runs, in order, without computation.
 
     Raises:
-        ConfigError: `lora.unsupported-linear`: the weight of a layer is stacked.
+        ConfigError: `lora.unsupported-linear`, the weight of a layer is stacked.
     """
     found: dict[tuple[tuple[str, ...], str], LinenLayer] = {}
     params = nn.meta.unbox(variables)["params"]
@@ -90,8 +90,8 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
 
 @contextmanager
 def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multiply) -> Iterator[None]:
-    """Within it, wanted linear modules multiply by `multiply`."""
-    inner = False  # the call of an unbound copy is not to be intercepted again
+    """Makes wanted linear modules use `multiply` for their product, in its body."""
+    inner = False  # do not intercept the call of the unbound copy
 
     def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
         nonlocal inner
@@ -126,13 +126,13 @@ def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multi
 
 
 def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
-    """Name of a module's weight; None if it is of no linear kind."""
+    """Returns the name of a module's weight; None if it is not linear."""
     weight = next((weight for cls, weight in kinds if isinstance(module, cls)), None)
     return weight(module) if callable(weight) else weight
 
 
 def _is_of(params: Any, module: nn.Module) -> bool:
-    """Whether a module's parameters are in the tree; a head that is applied to shared weights has none there."""
+    """Whether a module's parameters are in the tree. A head applied to shared weights has none there."""
     return bool(_at(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
 
 

@@ -32,22 +32,22 @@ class LoRALinear(nnx.Module):
     y[t] = x[t] W + bias + scale[k] · (drop(x[t]) A[k]) B[k],  k = adapter of row t
 
     Trainable leaves `lora_a` [A, K, R] and `lora_b` [A, R, N] are float32 `nnx.LoRAParam`; `kernel` [K, N] and `bias`
-    are `nnx.Param`. Rank 0 makes a plain frozen layer without LoRA leaves. A is drawn as in PEFT and B is zero, so a
-    fresh layer computes x W. Leaves of other kinds are zero: `init_bank` draws them.
+    are `nnx.Param`. Rank 0 makes a frozen layer without LoRA leaves. A is drawn as in PEFT and B is zero, so a new
+    layer computes x W. Leaves of other kinds start at zero; `init_bank` draws them.
 
     Args:
         in_features: K.
         out_features: N.
-        adapters: each is drawn at its own rank, with zeros beyond it that stay zero; R is the largest.
-        num_adapters: A, in place of `adapters`: all of one rank.
-        rank: R, then.
-        kinds: then, see `lorafusion_jax.adapters.kind`; default all "lora". Other kinds have more leaves.
+        adapters: each is drawn at its own rank. Columns beyond it are zero and stay zero. R is the largest rank.
+        num_adapters: A, instead of `adapters`, if all have one rank.
+        rank: R, with `num_adapters`.
+        kinds: kinds, with `num_adapters`, see `lorafusion_jax.adapters.kind` (None: all "lora").
         use_bias: adds a frozen bias.
-        dtype: of the computation; None keeps the input's.
-        param_dtype: of kernel and bias.
+        dtype: dtype of the computation (None: that of the input).
+        param_dtype: dtype of kernel and bias.
         rngs: draws kernel and A.
 
-    Linen users wrap it, and find the adapters in a collection of their own, `LoRAParam`:
+    In Linen, wrap it with `to_linen`. The adapters are in the collection `LoRAParam`:
 
     >>> from flax.nnx import bridge
     >>> layer = bridge.to_linen(LoRALinear, 8, 4, num_adapters=2, rank=2)
@@ -96,9 +96,9 @@ class LoRALinear(nnx.Module):
         """Applies the layer.
 
         Args:
-            x: rows; their product is a multiple of the number of tiles in `ctx`.
-            ctx: None leaves the adapters out.
-            site: which dropout of the layer this input gets; equal for projections that share the input.
+            x: rows; their number is a multiple of the number of tiles in `ctx`.
+            ctx: context of the microbatch (None: no adapters).
+            site: dropout site of this input; equal for projections that share the input.
         """
         x, w_KN, bias = self._inputs(x)
         a_AKR, b_ARN = self._bank()
@@ -120,7 +120,7 @@ class LoRALinear(nnx.Module):
     def _inputs(self, x: Array) -> tuple[Array, FrozenWeight, Array | None]:
         dtype = x.dtype if self.dtype is None else self.dtype
         bias = None if self.bias is None else self.bias[...].astype(dtype)
-        kernel = self.kernel.get_value()  # an array, or a quantised weight that is none
+        kernel = self.kernel.get_value()  # an array or a quantised weight
         return x.astype(dtype), kernel if is_quantised(kernel) else kernel[...].astype(dtype), bias
 
     def _bank(self) -> tuple[Array | None, Array | None]:
@@ -139,7 +139,7 @@ def lora_siblings(
     Args:
         x: rows.
         linears: layers of one compute dtype.
-        ctx: None leaves the adapters out.
+        ctx: context of the microbatch (None: no adapters).
         site: as in `LoRALinear`.
 
     >>> q, k = (LoRALinear(8, width, num_adapters=1, rank=2, rngs=nnx.Rngs(0)) for width in (8, 4))
@@ -174,18 +174,18 @@ def lora_mlp(
     *,
     sites: tuple[int, int],
 ) -> Float[Array, "*B D"]:
-    """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation where all three projections have LoRA.
+    """Applies a gated MLP, down(silu(gate(x)) · up(x)), as one operation if all three projections have LoRA.
 
-    Equal to the projections one by one. What gate and up give carries the names "gate" and "up" for rematerialisation
-    policies.
+    Equal to the separate projections. The outputs of gate and up have the checkpoint names "gate" and "up" for
+    rematerialisation policies.
 
     Args:
         x: rows.
         gate: a layer; all three have one compute dtype.
         up: a layer.
         down: a layer.
-        ctx: None leaves the adapters out.
-        sites: as in `LoRALinear`, of x and of the input of `down`.
+        ctx: context of the microbatch (None: no adapters).
+        sites: dropout sites of x and of the input of `down`, as in `LoRALinear`.
 
     >>> shapes = {"gate": (8, 6), "up": (8, 6), "down": (6, 8)}
     >>> layers = {name: LoRALinear(*shape, num_adapters=1, rank=2, rngs=nnx.Rngs(0)) for name, shape in shapes.items()}
@@ -218,7 +218,7 @@ def lora_mlp(
 def _sizes(
     adapters: Sequence[AdapterSpec], num_adapters: int | None, rank: int | None, kinds: Sequence[str] | None
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Number of adapters, largest rank and kinds, given by the adapters or one by one."""
+    """Returns number of adapters, largest rank and kinds, from the adapters or from the separate arguments."""
     if adapters and (num_adapters, rank, kinds) == (None, None, None):
         return len(adapters), max(spec.rank for spec in adapters), tuple(spec.kind for spec in adapters)
     if adapters or num_adapters is None or rank is None:

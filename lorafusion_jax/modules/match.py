@@ -1,4 +1,4 @@
-"""Which modules of a model the targets of the adapters mean."""
+"""Matches the targets of adapters with the modules of a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Place:
     """A module of a model that holds a weight.
 
     Args:
-        path: the first that leads to it.
-        linear: its product; a text says why it cannot carry LoRA; None if it is no linear layer that we know of.
+        path: its first path.
+        linear: its product; a text if it cannot carry LoRA; None if it is not a known linear layer.
     """
 
     path: Path
@@ -37,12 +37,12 @@ class Place:
 
     @property
     def unsupported_reason(self) -> str:
-        """Why it cannot carry LoRA."""
+        """Why the module cannot carry LoRA."""
         return self.linear if isinstance(self.linear, str) else unknown_class(self.module)
 
 
 def find_places(model: nnx.Module) -> list[Place]:
-    """Lists the modules that hold a weight of two or more axes, once per path."""
+    """Lists the modules with a weight of two or more axes, once per path."""
     return [
         Place(path=path, module=module, linear=linear_of(module))
         for path, module in walk(model)
@@ -59,11 +59,11 @@ def find_targets(
         model: any NNX model.
         targets: adapter name → its targets; each is "all-linear", a name ("q_proj", "attn.query"), a glob
             ("decoder.*.mlp.*") or a regular expression of whole dotted paths.
-        allow_partial: accepts a target that is present in some layers only.
+        allow_partial: accept a target that is present in some layers only.
 
     Returns:
-        first path → (layer, names of the adapters that target it), in the order of the model; and what a pattern
-        matched that cannot carry LoRA.
+        First path → (layer, names of the adapters that target it), in the order of the model; and the modules that a
+        pattern matched but that cannot carry LoRA.
 
     Raises:
         ConfigError: all problems: `lora.unknown-target`, `lora.partial-target`, `lora.unsupported-linear`.
@@ -95,7 +95,7 @@ def find_targets(
 
 
 def matches(target: str, place: Place) -> bool:
-    """Whether a target means a module. "all-linear" leaves output heads out, and modules that surely are not linear."""
+    """Whether a target matches a module. "all-linear" excludes output heads and Flax's non-linear modules."""
     if target == ALL_LINEAR:
         if place.is_head:
             return False
@@ -104,7 +104,7 @@ def matches(target: str, place: Place) -> bool:
 
 
 def name_matches(target: str, name: str) -> bool:
-    """Whether a name, glob or regular expression means a dotted path."""
+    """Whether a name, glob or regular expression matches a dotted path."""
     if name == target or name.endswith(f".{target}") or fnmatchcase(name, target):
         return True
     pattern = _pattern(target)
@@ -112,7 +112,7 @@ def name_matches(target: str, name: str) -> bool:
 
 
 def by_reason(places: Sequence[Place]) -> dict[str, str]:
-    """Why the places cannot carry LoRA → "first.of.them and 5 more"."""
+    """Groups places by the reason why they cannot carry LoRA: reason → "first.path and 5 more"."""
     reasons: dict[str, list[str]] = {}
     for place in places:
         reasons.setdefault(place.unsupported_reason, []).append(dotted(place.path))
@@ -120,7 +120,7 @@ def by_reason(places: Sequence[Place]) -> dict[str, str]:
 
 
 def unknown_class(module: nnx.Module) -> str:
-    """Says what a module is that nobody said to be linear."""
+    """Describes why a module is not known to be linear."""
     name = type(module).__name__
     if _is_flax(module):
         return f"an nnx.{name} is not a product with a weight"
@@ -136,7 +136,7 @@ def _is_flax(module: nnx.Module) -> bool:
 
 
 def _is_name(target: str, places: Sequence[Place]) -> bool:
-    """Whether a target is the name of a module, so that it means just that and not whatever a pattern finds."""
+    """Whether a target is the name of a module rather than a pattern."""
     return any(dotted(place.path) == target or dotted(place.path).endswith(f".{target}") for place in places)
 
 
@@ -177,7 +177,7 @@ def _unknown(target: str, paths: list[Path]) -> ConfigError:
 
 
 def _layers_without(hits: list[Path], paths: list[Path]) -> list[str]:
-    """Lists the layers (members of a numbered container) that lack what their neighbours have."""
+    """Lists the layers (items of a container) that lack a target which other layers have."""
     missing: dict[str, None] = {}
     for path in hits:
         for depth, part in enumerate(path[:-1]):

@@ -1,4 +1,4 @@
-"""An adapter added to the frozen weight: W + scale · A B, computed in float64 and rounded once."""
+"""Merges an adapter into a frozen weight: W + scale · A B, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lorafusion_jax.modules.spec import AdapterSpec
 def merged_weight(
     weight: Any, spec: AdapterSpec, leaves: Mapping[str, Any], inside: Sequence[int], stack: int = 0
 ) -> Array:
-    """The weight with one adapter in it.
+    """Returns the weight with one adapter merged.
 
     Args:
         weight: [stacked layers, axes of one layer's weight].
         spec: the adapter.
         leaves: its tensors, [stacked layers, ...].
         inside: axes of one layer's weight that the product sums over.
-        stack: number of leading axes that count layers.
+        stack: number of leading layer axes.
     """
     own = {name: np.asarray(leaf, np.float64) for name, leaf in leaves.items()}
     flat = {name: leaf.reshape(-1, *leaf.shape[stack:]) for name, leaf in own.items()}

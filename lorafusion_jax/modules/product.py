@@ -1,8 +1,8 @@
-"""Where a layer multiplies by its weight, multiply by the weight plus its adapters instead.
+"""Replaces a layer's product with its weight by a product with the weight plus adapters.
 
-The call of a layer is traced to a jaxpr, and its one product with the weight is exchanged. Casts, bias, scaling and
-whatever else the class does stay as its author wrote them, so a layer with adapters computes what it would compute with
-merged weights. The trace is a pure function of values: under jit, grad, remat and scan it happens once per compilation.
+The call of a layer is traced to a jaxpr, and its one product with the weight is replaced. Casts, bias, scaling and
+other operations do not change, so a layer with adapters computes what it would compute with merged weights. Under jit,
+grad, remat and scan, tracing happens once per compilation.
 
 K in · N out
 """
@@ -41,18 +41,18 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 def exchange_product(
     call: Callable[[Array], Any], weight: Array, product: Product, *, where: str, inside: tuple[int, ...] = ()
 ) -> Any:
-    """Runs `call(weight)` with its product by the weight replaced.
+    """Runs `call(weight)` with its product with the weight replaced.
 
     Args:
-        call: multiplies something by its argument exactly once, in a `dot_general` (`@`, `jnp.dot`, `jnp.einsum`).
+        call: uses its argument in exactly one product, a `dot_general` (`@`, `jnp.dot`, `jnp.einsum`).
         weight: its argument.
-        product: what computes the product instead: (x with the contracted axes last, in the order of the weight's;
-            weight; contracted axes of the weight) → [rows of x, other axes of the weight].
+        product: computes the product instead: (x with the contracted axes last, in the weight's order; weight;
+            contracted axes of the weight) → [rows of x, other axes of the weight].
         where: path of the layer, for errors.
         inside: axes of the weight that the product sums over; they may be split over a mesh.
 
     Raises:
-        ConfigError: `lora.unsupported-linear`: the call does something else with the weight.
+        ConfigError: `lora.unsupported-linear`, the call uses the weight in another way.
 
     >>> double = lambda x, w, axes: 2 * jnp.tensordot(x, w, axes=(tuple(range(-len(axes), 0)), axes))
     >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
@@ -67,10 +67,10 @@ def exchange_product(
 
 
 def _whole_inside(weight: Array, inside: tuple[int, ...]) -> Any:
-    """The weight's type for tracing, not split along the axes that are summed over.
+    """Returns the weight's type for tracing, not split along the contracted axes.
 
-    On explicit mesh axes jax refuses a product whose sum runs over devices, unless told where its result lies. The
-    product that takes its place adds up over them, so its result lies as if the weight were whole there.
+    On explicit mesh axes jax rejects a product that sums over devices, unless its output sharding is given. Our product
+    does the sum, so its result is sharded as if the weight were not split there.
     """
     sharding = jax.typeof(weight).sharding
     if sharding.mesh.empty or all(sharding.spec[axis] is None for axis in inside):
@@ -85,14 +85,14 @@ def unsupported_linear(where: str, why: str, fix: str = "leave it out of targets
 
 @dataclass(slots=True)
 class _Run:
-    """One evaluation of a jaxpr. `axes` of a variable: for each of its axes, the axis of the weight that it is."""
+    """One evaluation of a jaxpr. `axes` maps a variable that is the weight to the weight's axis of each of its axes."""
 
     product: Product
     where: str
     products: int = 0
 
     def evaluate(self, jaxpr: Jaxpr, values: list[Any], weights: dict[int, tuple[int, ...]]):
-        """Returns the outputs, and which of them are the weight still."""
+        """Returns the outputs, and which of them are the weight itself."""
         inputs = [*jaxpr.constvars, *jaxpr.invars]
         env = dict(zip(inputs, values, strict=True))
         axes = {inputs[index]: order for index, order in weights.items()}
@@ -160,7 +160,7 @@ class _Run:
 
 
 def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluates one equation, as a jaxpr of its own."""
+    """Evaluates one equation as a separate jaxpr."""
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     single = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
     return list(eval_jaxpr(single, [], *given.values()))

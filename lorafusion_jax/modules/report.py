@@ -1,4 +1,4 @@
-"""What has adapters in a model, what has not, and why.
+"""Reports which layers of a model have adapters, and why others have none.
 
 K in · N out · R padded rank
 """
@@ -22,7 +22,7 @@ _HEADER = ("layer", "class", "K x N", "adapters", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedRow:
-    """A layer with adapters: K and N as LoRA sees them, and the rank of each adapter that targets it."""
+    """A layer with adapters: K and N of its product, and the rank of each adapter that targets it."""
 
     path: str
     kind: str
@@ -34,7 +34,7 @@ class AdaptedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedRow:
-    """A module that holds a weight and has no adapters."""
+    """A module with a weight but without adapters."""
 
     path: str
     kind: str
@@ -43,10 +43,10 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAReport:
-    """What `lora_report` found; prints as a table, also in notebooks.
+    """Result of `lora_report`. Prints as a table, also in notebooks.
 
     Args:
-        parameters: trainable numbers of each adapter, without padding.
+        parameters: number of parameters of each adapter, without padding.
         frozen: number of the model's other parameters.
     """
 
@@ -82,7 +82,7 @@ class LoRAReport:
 
 
 def lora_report(model: nnx.Module) -> LoRAReport:
-    """Tells which layers of a model have adapters, which do not and why.
+    """Reports which layers of a model have adapters, and why others have none.
 
     >>> from lorafusion_jax.modules import AdapterSpec, apply_lora
     >>> model = nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)), head=nnx.Linear(16, 4, rngs=nnx.Rngs(1)))

@@ -1,4 +1,4 @@
-"""What an adapter is: rank, scale, dropout, targets, seed. Never imports jax.
+"""Specification of an adapter: rank, scale, dropout, targets, seed. Never imports jax.
 
 A adapters · R padded rank
 """
@@ -24,17 +24,17 @@ class AdapterSpec:
     """One adapter: y = x W + scale · (drop(x) A) B in every targeted projection.
 
     Args:
-        name: unique in a run; the name of its folder.
-        rank: r, columns of A.
+        name: unique in a run; also the name of its folder.
+        rank: r, number of columns of A.
         alpha: numerator of the scale.
         rslora: scale alpha / sqrt(r) instead of alpha / r.
-        dropout: share of the inputs of A that a training step leaves out.
-        targets: names of the adapted projections, see `resolve_targets`; a single name may stand for itself.
-        kind: how A and B are made of the trainable tensors, see `lorafusion_jax.adapters.kind`.
-        seed: decides the initial weights and all dropout of this adapter, whoever trains beside it.
+        dropout: probability with which a training step drops an input of A.
+        targets: names of the adapted projections, see `resolve_targets`; a single name is allowed.
+        kind: how A and B are computed from the trainable tensors, see `lorafusion_jax.adapters.kind`.
+        seed: determines initial weights and dropout of this adapter, independent of other adapters.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a value is out of range.
 
     >>> AdapterSpec(name="law", rank=16, alpha=32).scale
     2.0
@@ -50,7 +50,7 @@ class AdapterSpec:
     seed: int = 0
 
     def __post_init__(self):
-        if isinstance(self.targets, str):  # or its letters would be the names
+        if isinstance(self.targets, str):  # otherwise its letters would be the names
             object.__setattr__(self, "targets", (self.targets,))
         checks = (
             (
@@ -72,7 +72,7 @@ class AdapterSpec:
 
 
 def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TARGETS) -> tuple[str, ...]:
-    """Turns what a job file says into names of projections, in the order of `available`.
+    """Resolves the targets of a job file to names of projections, in the order of `available`.
 
     Args:
         targets: "all-linear", one name or a list of names.
@@ -96,7 +96,7 @@ def resolve_targets(targets: str | Sequence[str], available: Sequence[str] = TAR
 
 
 def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
-    """R of a projection's stacked weights: the largest rank among the adapters that target it, 0 for none."""
+    """Returns R of a projection's stacked weights: the largest rank of the adapters that target it, or 0."""
     return max((spec.rank for spec in adapters if target in spec.targets), default=0)
 
 

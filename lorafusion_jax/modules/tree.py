@@ -1,4 +1,4 @@
-"""Walking over the modules inside a model."""
+"""Traverses the modules of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 
 def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, nnx.Module]]:
-    """Yields every module with every path that leads to it; a shared module comes once per path.
+    """Yields every module with its path. A shared module is yielded once per path.
 
     >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
     >>> [(dotted(path), type(module).__name__) for path, module in walk(model)]
@@ -21,7 +21,7 @@ def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, nnx.Module]]:
 
 
 def _walk(node: Any, path: Path, above: frozenset[int]) -> Iterator[tuple[Path, nnx.Module]]:
-    if id(node) in above:  # a module that holds its own parent
+    if id(node) in above:  # a module that contains its own parent
         return
     if isinstance(node, nnx.Module):
         yield path, node
@@ -30,7 +30,7 @@ def _walk(node: Any, path: Path, above: frozenset[int]) -> Iterator[tuple[Path, 
 
 
 def children(node: Any) -> list[tuple[str | int, Any]]:
-    """Lists what a module or container holds, with the key of each."""
+    """Lists the children of a module or container, with their keys."""
     if isinstance(node, nnx.List | list | tuple):
         return list(enumerate(node))
     if isinstance(node, nnx.Dict | dict):

@@ -1,4 +1,4 @@
-"""`use_adapters`: tells the LoRA layers of a model which adapter each row belongs to."""
+"""`use_adapters`: sets the adapter of each row for the LoRA layers of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Use:
     seen: bool = False
 
 
-# A function that the model itself jits is traced again for every use: its program must not keep another use's table.
+# A function that the model itself jits is traced again for every use, so that its program cannot keep an old table.
 _use_number = jax.make_user_context(default_value=None)
 _current: ContextVar[_Use | None] = ContextVar("lorafusion_adapters", default=None)
 _INSIDE = "enter `use_adapters` inside the jitted function, and pass the table as an argument"
@@ -34,7 +34,7 @@ _INSIDE = "enter `use_adapters` inside the jitted function, and pass the table a
 def use_adapters(
     adapters: LoRAContext | Sequence[AdapterSpec], table: Any = None, **options: Any
 ) -> Iterator[LoRAContext]:
-    """Tells the layers made by `apply_lora` which adapter each row belongs to.
+    """Sets the adapter of each row for layers from `apply_lora`.
 
     Enter it inside the function that is jitted, with the table as an argument of that function:
 
@@ -50,19 +50,19 @@ def use_adapters(
     >>> forward(model, jnp.ones((3, 5, 8)), jnp.array([0, 1, 1])).shape
     (3, 5, 4)
 
-    A training step gives its number, `use_adapters(specs, table, step=step)`: dropout is drawn from it. Evaluation is
-    `use_adapters(specs, table, train=False)`, one adapter for all rows `use_adapters(specs, only="law")`.
+    Training with dropout needs the number of the step: `use_adapters(specs, table, step=step)`. For evaluation, use
+    `use_adapters(specs, table, train=False)`. For one adapter for all rows, use `use_adapters(specs, only="law")`.
 
     Args:
-        adapters: those that `apply_lora` got, in the same order; or a context.
+        adapters: the adapters given to `apply_lora`, in the same order, or a context.
         table: adapter of each example (leading axis of the layers' inputs) or of each row, -1 for none.
-        options: `step`, `train`, `only` and the others of `LoRAContext.of`.
+        options: `step`, `train`, `only` and other options of `LoRAContext.of`.
 
     Raises:
-        ConfigError: as `LoRAContext.of`.
-        RunError: `lora.context-outside-jit` or `lora.context-unused`: entered around a jitted function, which would
-            keep the table of its first call; `lora.other-adapters`: not as many adapters as the model has;
-            `lora.table-rows`: the table has neither one entry per example nor one per row.
+        ConfigError: as in `LoRAContext.of`.
+        RunError: `lora.context-outside-jit` or `lora.context-unused`, it was entered around a jitted function, which
+            would keep the table of its first call; `lora.other-adapters`, the number of adapters differs from the
+            model's; `lora.table-rows`, the table has neither one entry per example nor one per row.
     """
     use = _Use(_context(adapters, table, options), staging())
     token = _current.set(use)
@@ -81,7 +81,7 @@ def use_adapters(
 
 
 def context_of(count: int) -> LoRAContext | None:
-    """The context in use, for a layer of `count` adapters; None outside of `use_adapters`.
+    """Returns the current context for a layer with `count` adapters; None outside of `use_adapters`.
 
     Raises:
         RunError: see `use_adapters`.
@@ -115,13 +115,13 @@ def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options:
 
 @contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within it, while something is traced, functions that were traced before are traced again."""
+    """Makes jax trace functions again in its body, if a function is being traced."""
     with _use_number(object()) if staging() else nullcontext():
         yield
 
 
 def check_inside(staged: bool) -> None:
-    """Makes sure that a context made outside of a compiled function is not used inside it.
+    """Checks that a context from outside of a compiled function is not used inside it.
 
     Raises:
         RunError: `lora.context-outside-jit`.
@@ -136,5 +136,5 @@ def check_inside(staged: bool) -> None:
 
 
 def staging() -> bool:
-    """True while a function is being traced for compilation (arrays made now are tracers), False under grad alone."""
+    """Whether a function is being traced for compilation, so that new arrays are tracers. False under grad alone."""
     return isinstance(jnp.zeros(()), Tracer)

@@ -1,4 +1,4 @@
-"""Adapters of a caller's own NNX model: to arrays and files, back, and into the frozen weights.
+"""Adapters of any NNX model: converts them to arrays and files and back, and merges them into frozen weights.
 
 K in · N out · R padded rank · r an adapter's rank
 """
@@ -23,21 +23,21 @@ from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import walk
 
-BASE = "lora_base"  # where a layer with a merged adapter keeps its own weight
+BASE = "lora_base"  # attribute of the original weight while an adapter is merged
 
 
 class LoRABase(nnx.Variable):
-    """The frozen weight of a layer while an adapter is merged into it."""
+    """The original weight of a layer while an adapter is merged into it."""
 
 
 def adapter_names(model: nnx.Module) -> list[str]:
-    """The adapters of a model, in stacking order."""
+    """Returns the names of a model's adapters, in stacking order."""
     plans = [getattr(layer, "lora_plan", None) for _, layer in walk(model)]
     return list(dict.fromkeys(spec.name for plan in plans if plan is not None for spec in plan.adapters))
 
 
 def adapter_spec(model: nnx.Module, name: str) -> AdapterSpec:
-    """What an adapter of a model is.
+    """Returns the specification of an adapter of a model.
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
@@ -47,7 +47,7 @@ def adapter_spec(model: nnx.Module, name: str) -> AdapterSpec:
 
 
 def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
-    """One adapter's trained tensors at its own rank, "blocks.0.up.lora_a" → float32 [K, r]; for orbax or any format.
+    """Returns one adapter's tensors at its own rank, "blocks.0.up.lora_a" → float32 [K, r], for saving in any format.
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
@@ -62,10 +62,10 @@ def adapter_arrays(model: nnx.Module, name: str) -> dict[str, np.ndarray]:
 
 
 def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) -> None:
-    """Puts what `adapter_arrays` gave into the model, in place of that adapter; other adapters are not touched.
+    """Replaces an adapter of a model by tensors from `adapter_arrays`. Other adapters do not change.
 
     Raises:
-        CheckpointError: `lora.misfit`, names or shapes are not those of the adapter: nothing is changed.
+        CheckpointError: `lora.misfit`, names or shapes differ from those of the adapter. The model is not changed then.
     """
     before = adapter_arrays(model, name)
     wrong = [f"{key} is missing" for key in before if key not in arrays]
@@ -88,10 +88,10 @@ def put_adapter_arrays(model: nnx.Module, name: str, arrays: Mapping[str, Any]) 
 
 
 def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
-    """Writes one adapter to `folder/adapter.safetensors`, complete or not at all.
+    """Writes one adapter to `folder/adapter.safetensors`, atomically.
 
     Raises:
-        CheckpointError: `export.exists`, the file is there already.
+        CheckpointError: `export.exists`, the file already exists.
     """
     file = Path(folder) / "adapter.safetensors"
     if file.exists():
@@ -103,7 +103,7 @@ def save_adapter(model: nnx.Module, name: str, folder: str | Path) -> Path:
 
 
 def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
-    """Reads what `save_adapter` wrote into an adapter of a model.
+    """Loads a file from `save_adapter` into an adapter of a model.
 
     Raises:
         CheckpointError: there is no such file, or it does not fit.
@@ -115,7 +115,7 @@ def load_adapter(model: nnx.Module, name: str, folder: str | Path) -> None:
 
 
 def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
-    """Takes all adapters but one off, in place; that one keeps its numbers, at its own rank.
+    """Removes all adapters but one, in place. The remaining adapter has its own rank.
 
     Raises:
         ConfigError: `lora.unknown-adapter`.
@@ -140,18 +140,18 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
 
 
 def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Module:
-    """Adds one adapter to the frozen weights, in place: the plain model that it computes.
+    """Merges one adapter into the frozen weights, in place, and restores the plain layers.
 
-    W + scale · A B, rounded once to the type of W.
+    W + scale · A B, rounded once to the dtype of W.
 
     Args:
         model: from `apply_lora`.
-        name: of the adapter.
-        keep: keeps all adapters and the original weights, for `unmerge_adapter`; without it both are gone, and to have
-            them still one merges a copy, `nnx.clone(model)`.
+        name: name of the adapter.
+        keep: keep all adapters and the original weights for `unmerge_adapter`. Otherwise both are removed; merge a
+            copy, `nnx.clone(model)`, if you need them.
 
     Raises:
-        ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is merged already.
+        ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged.
     """
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
@@ -175,10 +175,10 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
 
 
 def unmerge_adapter(model: nnx.Module) -> nnx.Module:
-    """Takes back `merge_adapter(model, name, keep=True)`, in place: weights and adapters are as before, bit for bit.
+    """Undoes `merge_adapter(model, name, keep=True)` in place. Weights and adapters are bitwise as before.
 
     Raises:
-        ConfigError: `lora.not-merged`: no adapter is merged, or it was merged without `keep=True`.
+        ConfigError: `lora.not-merged`, no adapter is merged, or it was merged without `keep=True`.
     """
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, BASE)}
     if not layers:
@@ -200,7 +200,7 @@ def _strip(layer: Any) -> None:
 
 
 def _layers_of(model: nnx.Module, name: str) -> Iterator[tuple[Any, LoRAPlan, int]]:
-    """The layers that an adapter targets, each once."""
+    """Yields the layers that an adapter targets, each once."""
     seen: set[int] = set()
     names: dict[str, None] = {}
     for _, layer in walk(model):

@@ -1,4 +1,4 @@
-"""The base model of a job, loaded onto the stages of its mesh."""
+"""Loads the base model of a job onto the stages of its mesh."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from lorafusion_jax.planning.memory import (
 from lorafusion_jax.planning.stages import stage_layers
 from pallas_kernels.device import is_hopper
 
-STAND_INS = 0.05  # of a device, for what stands in for weights: a layer, embedding and head
+STAND_INS = 0.05  # share of a device for placeholder weights: one layer, embedding and head
 
 
 def check_mesh(config: JobConfig) -> None:
-    """Whether a job's mesh fits the machine and the model; reads no data.
+    """Checks that a job's mesh fits the machine and the model. Reads no data.
 
     Raises:
-        CheckpointError: a model that is not there.
+        CheckpointError: the model is missing.
         ConfigError, ErrorList: `mesh.devices`, `mesh.processes`, `mesh.stages`, `mesh.layers`.
     """
     mesh = config.mesh
@@ -54,12 +54,12 @@ def check_mesh(config: JobConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Stages with arrays that stand in for a base model, and what reads it.
+    """Stages with placeholder weights, and a function that reads the base model.
 
     Attributes:
-        num_bytes: of its files.
-        roomy: whether the stages may run on what stands in while the weights arrive.
-        read: reads the weights onto the devices; told the bytes of each tensor that is there.
+        num_bytes: size of the model's files.
+        roomy: whether devices have memory to run on the placeholders while the weights are read.
+        read: (progress) reads the weights onto the devices, and calls `progress` with the bytes of each tensor.
     """
 
     stages: list[Stage]
@@ -68,7 +68,7 @@ class Base:
     read: Callable[[Callable[[int], None]], list[StageWeights]]
 
     def give(self, weights: Sequence[StageWeights]) -> None:
-        """Gives the stages what was read."""
+        """Gives the stages the weights that were read."""
         for stage, own in zip(self.stages, weights, strict=True):
             stage.take_base(own)
 
@@ -76,10 +76,10 @@ class Base:
 def load_stages(
     config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
 ) -> list[Stage]:
-    """Loads the base model, each stage's layers straight onto its devices; adapters are not started yet.
+    """Loads the base model, each stage's layers directly onto its devices. Does not start the adapters.
 
     Args:
-        later: with all adapters that are known to join later, for which there must be memory.
+        later: the job with all adapters that will join later, which must fit into memory.
 
     Raises:
         LoraFusionError: see `open_base`.
@@ -92,16 +92,16 @@ def load_stages(
 def open_base(
     config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
 ) -> Base:
-    """Checks the base model and makes the stages of a job's mesh; adapters are not started yet.
+    """Checks the base model and makes the stages of a job's mesh. Does not start the adapters.
 
-    What stands in for the weights has their shapes and places, so the stages compile what they will run while the
-    weights are read. It takes one layer, embedding and head beside the model.
+    Placeholders have the shapes and shardings of the weights, so the stages can compile while the weights are read.
+    They take the memory of one layer, embedding and head.
 
     Args:
-        later: with all adapters that are known to join later, for which there must be memory.
+        later: the job with all adapters that will join later, which must fit into memory.
 
     Raises:
-        CheckpointError: a model that is incomplete, not implemented, or computes differently at this sample length.
+        CheckpointError: the model is incomplete, not implemented, or computes differently at this sample length.
         ConfigError: the mesh does not fit the machine or the model.
     """
     check_adapters(config, prepared)
@@ -131,7 +131,7 @@ def open_base(
 
 
 def check_adapters(config: JobConfig, prepared: Prepared) -> None:
-    """Whether the base can train the adapters of a job, before anything is loaded.
+    """Checks that the base can train the adapters of a job, before loading.
 
     Raises:
         CheckpointError: the base computes differently at this sample length.
@@ -145,7 +145,7 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
 
 
 def stages_for(stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec]) -> list[Stage]:
-    """Stages for other adapters on the weights and devices of these; not started yet."""
+    """Makes stages for other adapters on the same weights and devices. Does not start them."""
     model = ModelConfig.from_hf(base_directory(config))
     return _stages(config, model, specs, stages[0].remat, [(stage.weights, stage.mesh) for stage in stages])
 
@@ -180,10 +180,10 @@ def _stages(
 
 
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
-    """The fastest choice that fits into this machine's devices; everything where they do not tell their size (CPU)."""
+    """Returns the fastest policy that fits into the devices; "everything" if their memory size is unknown (CPU)."""
     size, problem = device_bytes(), _problem(config, model)
     mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
-    # Replicas must compile the same programs, so processes take what fits on all of them.
+    # Replicas must compile the same programs, so processes choose what fits on all of them.
     wanted = REMAT_POLICIES.index(mine)
     return next(remat for number, remat in enumerate(REMAT_POLICIES) if not any_process(wanted > number))
 
@@ -194,7 +194,7 @@ def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy
 
 
 def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:
-    """Says so before the first microbatch where memory will hardly do on this machine, and what to change."""
+    """Returns a warning, with advice, if memory on this machine will probably not suffice."""
     size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
     if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
         return None
@@ -212,7 +212,7 @@ def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
 
 
 def device_bytes() -> int | None:
-    """What the allocator of a device may take; None where it does not tell (CPU)."""
+    """Returns the memory limit of a device's allocator; None if it is unknown (CPU)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 

@@ -1,4 +1,4 @@
-"""Slots of a plan as microbatches: token ids, masks and keys for the replicas of this process."""
+"""Assembles the slots of a plan into microbatches for the replicas of this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Batches:
     """Assembles microbatches, [replicas of this process, ...]; all slots of a capacity have one shape.
 
     Attributes:
-        loss_tokens: of each (adapter, global batch).
+        loss_tokens: number of loss tokens of each (adapter, global batch).
     """
 
     def __init__(self, config: JobConfig, prepared: Prepared, plan: Plan, local_replicas: Sequence[int]):
@@ -38,7 +38,7 @@ class Batches:
         self.take(config, prepared, plan)
 
     def take(self, config: JobConfig, prepared: Prepared, plan: Plan) -> None:
-        """Goes on with another plan; microbatches keep their shape where its samples have room."""
+        """Replaces the plan. Microbatches keep their shape if the new samples fit into it."""
         self._config, self._prepared, self._plan = config, prepared, plan
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         parts = _parts(plan)
@@ -116,7 +116,7 @@ def _room(config: JobConfig, parts: Sequence[Sequence[str]]) -> _Room:
 
 
 def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
-    """Turns the rows of some adapters into padding where they stand; the other rows stay as they are.
+    """Turns the rows of some adapters into padding, in place. Other rows do not change.
 
     Args:
         adapters: places among the stacked adapters.
@@ -138,13 +138,13 @@ def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
 
 
 def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tuple[int, int] | None]:
-    """How many segments, and how many samples of how many segments, the microbatches of a plan have room for.
+    """Returns the static sizes of a plan's microbatches.
 
     Args:
         parts: the adapter of each sample, for each microbatch.
 
     Returns:
-        (places for segments, (places for samples, segments of each) or None where no objective asks for samples)
+        (places for segments, (places for samples, segments of each) or None if no objective needs samples)
     """
     chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
     segments = {name: each.objective.num_segments for name, each in chosen.items()}
@@ -165,7 +165,7 @@ def _parts(plan: Plan) -> dict[int, list[list[str]]]:
 
 
 def _batch_sizes(config: JobConfig, prepared: Prepared) -> Iterator[tuple[str, Chosen, list[int]]]:
-    """Of each adapter its name, its objective, and how many samples each of its global batches has."""
+    """Yields each adapter's name, its objective and the number of samples of each of its global batches."""
     for adapter in config.adapters:
         data = prepared.adapters[adapter.name]
         sizes = np.diff(np.append(data.batch_starts(adapter.global_samples), len(data.order)))

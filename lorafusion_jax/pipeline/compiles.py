@@ -1,4 +1,4 @@
-"""Counts programs that were compiled, and those that came from jax's compilation cache."""
+"""Counts compiled programs, and programs from jax's compilation cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_m
 
 
 class CompileCounter:
-    """Counts while it is entered, in all threads of the process; without a cache nothing is seen.
+    """Counts while it is entered, in all threads of the process. Without a cache it counts nothing.
 
     Attributes:
-        compiled: programs that the cache did not have.
-        from_cache: programs that it had.
+        compiled: number of programs missing in the cache.
+        from_cache: number of programs found in the cache.
     """
 
     def __init__(self) -> None:

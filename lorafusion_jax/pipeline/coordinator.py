@@ -1,7 +1,7 @@
-"""Ends a process whose coordinator is gone with our own error and exit code.
+"""Ends a process that has lost its coordinator with our own error and exit code.
 
-The first process of a run is jax's coordinator. Once it is gone, jax's client aborts all others from a thread of C++,
-with a stack trace and the code 134. No exception reaches Python, so the abort itself is caught.
+The first process of a run is jax's coordinator. When it ends, jax's client aborts all others from a C++ thread, with a
+stack trace and exit code 134. No exception reaches Python, so we handle SIGABRT.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import threading
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
 
-CONNECT_S = 1.0  # a coordinator on another host that is there answers sooner
+CONNECT_S = 1.0  # a running coordinator on another host answers sooner
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class LostCoordinator:
-    """What happens when the process is aborted.
+    """Handles the abort of this process.
 
     Args:
         address: host:port of the coordinator.
 
     Attributes:
-        told: set once this process has said already that another one is lost.
+        told: set once this process has reported that another one is lost.
     """
 
     def __init__(self, address: str):
@@ -36,13 +36,13 @@ class LostCoordinator:
         self._handler = _HANDLER(self._aborted)  # must live as long as the process
 
     def watch(self) -> None:
-        """Replaces the handler of SIGABRT; Python's own handlers would run after the process has ended."""
+        """Replaces the C handler of SIGABRT. Handlers of Python would run only after the process has ended."""
         libc = ctypes.CDLL(None)
         libc.signal.restype = ctypes.c_void_p
         libc.signal(int(signal.SIGABRT), self._handler)
 
     def _aborted(self, number: int) -> None:
-        if self._answers():  # another reason: abort goes on as usual
+        if self._answers():  # the abort has another reason: let it continue
             return
         if not self.told.is_set():
             os.write(2, f"{self.error()}\n".encode())
@@ -56,7 +56,7 @@ class LostCoordinator:
             return False
 
     def error(self) -> RunError:
-        """The loss as users see it."""
+        """Returns the error to report."""
         return RunError(
             PROCESS_LOST,
             "the first process of this run went away, or the network to it.",

@@ -1,4 +1,4 @@
-"""Held-out loss and metrics of one adapter: its objective's mean over its evaluation set, dropout off."""
+"""Evaluates one adapter: the mean loss and metrics of its objective over its held-out set, without dropout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from scheduling import AdapterJob, Plan, SampleRef, Slot, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        loss: the objective's mean; for supervised fine-tuning of the token losses, in nats.
-        tokens: loss tokens of the set.
-        metrics: the objective's own.
+        loss: mean loss of the objective; for supervised fine-tuning, of the token losses, in nats.
+        tokens: number of loss tokens of the set.
+        metrics: metrics of the objective.
     """
 
     loss: float
@@ -40,7 +40,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates adapters as they are now on the run's own stages."""
+    """Evaluates the current weights of adapters on the run's stages."""
 
     def __init__(self, config: JobConfig, prepared: Prepared, executor: Executor):
         self._config, self._executor = config, executor
@@ -69,7 +69,7 @@ class Evaluator:
 
         with self._executor.blaming(None, None, [name]):
             for slot in plan.slots:
-                # Every stage has work, and no stage gathers what the next has not taken yet.
+                # Enough in flight to keep every stage busy, but activations do not pile up between stages.
                 if len(under_way) > len(self._executor.stages):
                     add(under_way.popleft().result())
                 under_way.append(self._executor.evaluate(self._rows(plan, slot), [name]))
@@ -80,7 +80,7 @@ class Evaluator:
         return Evaluation(loss=loss, tokens=tokens, metrics=dict(zip(chosen.objective.metrics, metrics, strict=True)))
 
     def empty(self) -> Microbatch | None:
-        """A microbatch of padding, to compile with; None where nothing is evaluated."""
+        """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""
         return self._assembled([() for _ in self._executor.local_replicas]) if self._sets else None
 
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
@@ -110,6 +110,6 @@ class Evaluator:
             num_stages=1,
             data_parallel=self._config.mesh.replicas,
             tile_tokens=self._config.batch.tile_tokens,
-            time_limit_s=0,  # one pass, no search: every process must find the same plan, however busy it is
+            time_limit_s=0,  # no search: every process must find the same plan, whatever its load
             seed=0,
         )

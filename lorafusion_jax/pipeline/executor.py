@@ -1,11 +1,11 @@
-"""Executes events on stages: the caller issues them in one order, a thread per stage hands them to its devices.
+"""Executes events on stages: the caller issues them in one order, and a thread per stage dispatches them.
 
-A device takes 32 programs ahead and then holds up the thread that offers more. With one thread for all stages, a stage
-whose queue is full keeps the others waiting: two stages of a 32B model on H200s were idle 11 to 14 % of the time. What
-an event needs from another stage is the future of an event issued before it, so nobody waits for anybody in a circle.
+A device queues at most 32 programs; then dispatch blocks. With one thread for all stages, a full queue of one stage
+delays the others: two stages of a 32B model on H200s were idle 11 to 14 % of the time. The input of an event is the
+future of an event issued earlier, so there are no deadlocks.
 
-Several processes must offer programs that talk across processes in one order, or each may wait for what the other has
-behind it (on CPU devices: a run of two stages on two processes hung). They share one thread for all stages.
+Several processes must dispatch programs with collectives across processes in the same order. Otherwise they deadlock (a
+run of two stages on two processes of CPU devices did). Each process then has one thread for all its stages.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
 from scheduling.pipeline import Event
 
-AHEAD = 1  # slots queued beyond those in the pipeline: the device never waits for the host, memory stays bounded
+AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
 
 
 class _ClosedBatch(NamedTuple):
-    """An adapter's global batch, finished on one stage."""
+    """An adapter's global batch, closed on one stage."""
 
     stage: int
     summary: BatchSummary
@@ -44,12 +44,12 @@ class _ClosedBatch(NamedTuple):
 
 
 class StepResult:
-    """An optimizer step that was issued; reading it waits for the devices.
+    """Result of an optimizer step that was issued. Reading it waits for the devices.
 
     Args:
-        adapter: its place among the adapters.
-        closed: its global batch on every stage.
-        stepped: what every stage did, in order of stages.
+        adapter: the adapter's place.
+        closed: its closed global batch on every stage.
+        stepped: result of the step on every stage, in order of stages.
     """
 
     def __init__(self, adapter: int, closed: Sequence[Future[_ClosedBatch]], stepped: Sequence[Future[Stepped]]):
@@ -71,7 +71,7 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every metric that an objective of the run has; those of other objectives are 0."""
+        """All metrics of all objectives of the run; those of other objectives are 0."""
         return {name: float(to_local(total)) for name, total in self.closed[-1].summary.metrics.items()}
 
     @property
@@ -85,12 +85,12 @@ class StepResult:
 
 
 def _in_order(closed: Sequence[Future[_ClosedBatch]]) -> list[_ClosedBatch]:
-    """By stage: a sum over them must not depend on which of them closed first."""
+    """Sorts by stage: a sum over stages must not depend on which closed first."""
     return sorted((each.result() for each in closed), key=lambda each: each.stage)
 
 
 class _FailedEvent(Exception):
-    """What was raised, with the event during which it was."""
+    """An exception, with the event during which it was raised."""
 
     def __init__(self, problem: Exception, stage: int, slot: int | None, adapters: Sequence[str]):
         super().__init__(str(problem))
@@ -98,7 +98,7 @@ class _FailedEvent(Exception):
 
 
 def _lanes(stages: int) -> list[ThreadPoolExecutor]:
-    """Per stage, the thread that hands work to its devices."""
+    """Returns for each stage the thread that dispatches its work."""
     if process_count() > 1:
         return [ThreadPoolExecutor(1, "stages")] * stages
     return [ThreadPoolExecutor(1, f"stage-{stage}") for stage in range(stages)]
@@ -121,12 +121,12 @@ def _timed(work: Callable[[], None]) -> tuple[float, float]:
 class Executor:
     """Runs the events of a plan.
 
-    Methods return at once unless they say that they wait. Stages belong to their threads while events are under way:
-    `wait_dispatched` before touching them from outside.
+    Methods return at once unless their docstring says that they wait. Stages belong to their threads while events are
+    in flight: call `wait_dispatched` before you access them from outside.
 
     Args:
         stages: in order.
-        names: of the adapters, in stacking order.
+        names: names of the adapters, in stacking order.
         spans: records when each event ran.
     """
 
@@ -137,21 +137,21 @@ class Executor:
         self._batches: dict[int, list[Any]] = {}  # slot -> per stage
         self._arrived: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
         self._running: deque[tuple[int, Future[Array]]] = deque()  # slots and the result of their last event
-        self._adapters: dict[int, Sequence[str]] = {}  # of the slots under way
-        self._completed: list[int] = []  # finished slots that nobody has asked for yet
-        self._closing: dict[int, list[Future[_ClosedBatch]]] = {}  # adapter -> one of each stage that has finished it
+        self._adapters: dict[int, Sequence[str]] = {}  # slot in flight -> its adapters
+        self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
+        self._closing: dict[int, list[Future[_ClosedBatch]]] = {}  # adapter -> one for each stage that has closed it
         self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
-        self._failure: _FailedEvent | None = None  # the first; whatever comes after it is not done any more
+        self._failure: _FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
         self._warm: list[list[tuple[int, ...]]] = []  # shapes of the microbatches that programs were compiled for
 
     @property
     def local_replicas(self) -> list[int]:
-        """Replicas whose microbatches this process hands in."""
+        """Replicas whose microbatches this process provides."""
         return self.stages[0].mesh.local_replicas
 
     def take_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
-        """Goes on with other stages on the same devices; nothing may be under way."""
+        """Replaces the stages, on the same devices. No event may be in flight."""
         assert not self._running
         assert len(stages) == len(self.stages)
         self.stages = tuple(stages)
@@ -166,8 +166,8 @@ class Executor:
     ) -> dict[str, tuple[float, float]]:
         """Compiles what all stages run, side by side: empty microbatches on each of them, and every kind of step.
 
-        A microbatch without samples adds zero to every sum and steps run on copies, so nothing changes. Nothing is done
-        a second time.
+        A microbatch without samples adds zero to every sum, and steps run on copies, so nothing changes. Does nothing
+        if programs for these shapes are compiled.
 
         Args:
             rows: padding only, [replicas of this process, ...]; one of each capacity.
@@ -175,7 +175,7 @@ class Executor:
             news: told what is still under way, whenever that changes.
 
         Returns:
-            What was compiled, with begin and end by `time.perf_counter`.
+            What was compiled → start and end by `time.perf_counter`.
         """
         if self.is_warm(rows):
             return {}
@@ -208,10 +208,10 @@ class Executor:
         stage.compile_steps(len(self.stages))
 
     def admit(self, slot: int, rows: Microbatch) -> None:
-        """Hands a microbatch in; waits until there is room for it in the queue.
+        """Puts a microbatch on the devices. Waits until there is room for it in the queue.
 
         Args:
-            slot: of the plan.
+            slot: slot of the plan.
             rows: [replicas of this process, ...].
         """
         while len(self._running) > AHEAD:
@@ -223,14 +223,14 @@ class Executor:
         self._batches[slot] = batches
 
     def issue(self, event: Event, adapters: Sequence[str] = ()) -> None:
-        """Hands a forward or backward pass to its stage.
+        """Issues a forward or backward pass on its stage.
 
         Args:
-            event: of `scheduling.pipeline`.
-            adapters: that are in its slot, for the message if it fails.
+            event: see `scheduling.pipeline`.
+            adapters: adapters of its slot, for error messages.
 
         Raises:
-            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed` of this or an earlier event.
+            RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed`, of this or an earlier event.
         """
         if self._failure is not None:
             with self.blaming(None, None):
@@ -246,9 +246,9 @@ class Executor:
             self._running.append((event.slot, done))
 
     def close_batch(self, event: Event, adapter: str) -> bool:
-        """Closes an adapter's global batch on the stage of an update event; True once it is closed on all stages."""
+        """Closes an adapter's global batch on the stage of an update event. Returns whether all stages closed it."""
         number = self._index[adapter]
-        event = event._replace(adapters=(adapter,))  # others may end in this slot, too
+        event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
         self._last_slot[number] = event.slot
 
         def run() -> _ClosedBatch:
@@ -261,7 +261,7 @@ class Executor:
         return len(self._closing[number]) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
-        """Steps an adapter on all stages; the norm that clips its gradient spans them."""
+        """Steps an adapter on all stages. The gradient norm for clipping is over all stages."""
         number = self._index[adapter]
         slot, closed = self._last_slot.pop(number), self._closing.pop(number)
 
@@ -278,35 +278,35 @@ class Executor:
         return StepResult(number, closed, stepped)
 
     def put_back(self, adapter: str, result: StepResult) -> None:
-        """Gives an adapter on every stage what it had before a step that not every stage took.
+        """Restores an adapter on every stage to its state before a step that some stage refused.
 
-        A stage steps before it knows what the others are about to write, so that no stage waits for another. Nothing
-        that the adapter did since then counts: a stage that refused a step refuses all later ones on every stage.
+        Stages step without knowing the results of the others, so that no stage waits for another. Later steps of the
+        adapter do not count either: after a refused step, every stage refuses all later ones.
         """
         for place, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
             if stepped.before is not None:
                 self._on(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
-        """Reads something of every stage as it is after all that was given to it so far."""
+        """Reads from every stage, after all work issued so far."""
         return [self._on(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
 
     def wait_dispatched(self) -> None:
-        """Waits until everything is handed to the devices: the stages' arrays may be read, and wait for themselves."""
+        """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
         for place in range(len(self.stages)):
             with self.blaming(place, None):
                 self._on(place, None, (), lambda: None).result()
 
     @contextmanager
     def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
-        """Turns what jax raises inside into one error.
+        """Turns exceptions of jax in the body into one error.
 
-        A failed program is met wherever its result is used next: the spans know the event that failed first. Without
-        any, it is blamed on the stage, slot and adapters given here.
+        A failed program raises where its result is used next, and the spans know which event failed first. Without
+        spans, the error names the stage, slot and adapters given here.
 
         Raises:
             RunError: `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
-            Exception: what else a stage's thread raised, as it is; no device is to blame.
+            Exception: any other exception of a stage's thread, unchanged.
         """
         try:
             yield
@@ -330,17 +330,17 @@ class Executor:
             ) from cause
 
     def completed_slots(self) -> list[int]:
-        """Slots that were found to be through since the last call, in order."""
+        """Returns the slots that were found to be done since the last call, in order."""
         slots, self._completed = self._completed, []
         return slots
 
     def wait_all(self) -> None:
-        """Waits until everything issued is through."""
+        """Waits until all issued work is done."""
         while self._running:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """What of a refused step was not finite, with its stage and layers; None: only the loss."""
+        """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
         names = self.stages[0].leaf_names(self.stages[0].spec(self._index[adapter]))
         found = [to_local(each.finite) for each in result.closed]
         if bad := self._first_bad(names, found):
@@ -364,7 +364,7 @@ class Executor:
         return None
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
-        """Sums of loss and metrics of each adapter in a held-out microbatch, [A] on the last stage."""
+        """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A] on the last stage."""
 
         def run(stage: Stage, before: Future[Any] | None) -> Any:
             x = None if before is None else transfer(before.result(), stage.mesh)
@@ -385,14 +385,14 @@ class Executor:
         self._completed.append(slot)
 
     def _on[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
-        """Runs work on a stage's thread, after all that was given to it before."""
+        """Runs work on a stage's thread, after all work issued before."""
 
         def run() -> T:
             if self._failure is not None:
                 raise self._failure
             try:
                 return work()
-            except Exception as problem:  # of jax or a bug: either way the stage has not done its part
+            except Exception as problem:  # an error of jax or a bug; either way later work cannot run
                 with self._failing:
                     self._failure = self._failure or _FailedEvent(problem, stage, slot, adapters)
                 raise self._failure from problem
@@ -417,7 +417,7 @@ class Executor:
 
     @contextmanager
     def _recorded(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
-        """Gives a function that takes the event's result, for the spans."""
+        """Yields a function that records the event's result for the spans."""
         issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
         found: list[Array] = []
         yield found.append

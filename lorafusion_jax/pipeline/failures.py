@@ -1,8 +1,8 @@
-"""One error for whatever a device reports, with the stage, slot and adapters that it happened to.
+"""Turns errors of devices into our own error, with the stage, slot and adapters.
 
-Another process that goes away is met in the same places: in a collective, or when processes ask each other. A transport
-(Gloo on CPUs, NCCL on GPUs) notices a closed connection, jax's coordination service a heartbeat that does not come. Who
-meets neither within 100 s is ended by jax itself.
+The loss of another process appears in the same places: in a collective, or in an agreement between processes. The
+transport (Gloo on CPUs, NCCL on GPUs) reports a closed connection, and jax's coordination service a missing heartbeat.
+A process that notices neither within 100 s is ended by jax itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ADDRESS = re.compile(r"peer (?:\[([^\]\s]+)\]:\d+|([^\s<\[]+)<\d+>)")
 
 
 def is_of_devices(problem: Exception) -> bool:
-    """Whether a device or another process is to blame, and no bug; a lost connection may come as ValueError."""
-    if isinstance(problem, LoraFusionError):  # described already
+    """Whether a device or another process caused an exception. A lost connection may be a ValueError."""
+    if isinstance(problem, LoraFusionError):  # already has a description
         return False
     return isinstance(problem, jax.errors.JaxRuntimeError) or bool(_PEER_LOST.search(str(problem)))
 
 
 def place_of(stage: int | None, slot: int | None, adapters: Sequence[str]) -> str:
-    """Where something happened, as far as it is known.
+    """Describes the place of an error, as far as it is known.
 
     >>> place_of(1, 7, ["law"])
     ' at stage 1, slot 7 (law)'
@@ -59,9 +59,9 @@ def stage_failed(
     """Describes an error of jax as `train.out-of-memory`, `train.process-lost` or `train.stage-failed`.
 
     Args:
-        problem: what jax raised.
-        stage, slot: None: not known.
-        remat: what forward leaves for backward, as it was; None: not known.
+        problem: exception of jax.
+        stage, slot: place of the error (None: unknown).
+        remat: rematerialisation policy of the run (None: unknown).
 
     >>> print(stage_failed(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), 1, 7, ["law"]).what)
     the device has no memory left at stage 1, slot 7 (law).

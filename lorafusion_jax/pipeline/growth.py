@@ -1,8 +1,8 @@
-"""More adapters on stages that train: the others keep what they have, bit for bit.
+"""Adds adapters to stages that train. The state of the other adapters stays bitwise equal.
 
-Stages for all adapters take the place of the stages there are, on the same frozen weights. What was gathered of the
-others is written over what the new stages begin with. New adapters come last, and ranks and targets only grow, so all
-of it lies at the beginning of every axis.
+New stages for all adapters replace the old ones, on the same frozen weights. The state of the old adapters is gathered
+first, and then written over the initial state of the new stages. New adapters come last, and ranks and targets only
+grow, so the old state is at the beginning of every axis.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lorafusion_jax.pipeline.state import gather, scatter
 def grown(
     stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec], weights: Mapping[int, Arrays]
 ) -> list[Stage]:
-    """Stages with more adapters, the new ones at their first step; every process must call it.
+    """Returns stages with more adapters, the new ones at their first step. Collective over processes.
 
     Args:
-        stages: with nothing under way; they lose their changing arrays, so that the devices never hold both.
+        stages: with no work in flight. Their trainable arrays are deleted, so that the devices never hold both.
         config, specs: of all adapters, in stacking order.
-        weights: with which new adapters begin, by place.
+        weights: initial weights of new adapters from a warm start, by place.
     """
     held = gather(stages)
     for stage in stages:
@@ -45,7 +45,7 @@ def grown(
 
 
 def _with(held: Any, fresh: Any) -> Any:
-    """Arrays of all adapters with those of the first ones written over their beginning."""
+    """Writes the arrays of the old adapters over the beginning of those of all adapters."""
     if isinstance(fresh, dict):
         return {name: _with(held[name], leaf) if name in held else leaf for name, leaf in fresh.items()}
     array = np.array(fresh)

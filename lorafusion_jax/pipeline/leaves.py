@@ -1,8 +1,8 @@
-"""The trainable arrays of a stage: one for each leaf of a projection, in which adapters lie side by side, unpadded.
+"""The trainable arrays of a stage. Each leaf of a projection is one array, the adapters' columns without padding.
 
 An adapter has as many columns of a leaf as its rank, and none of a leaf that it does not train. A of a projection is
 [L, K, C] and B is [L, C, N], where C is the sum of the ranks of its adapters. A leaf without a rank is [L, C, ...], and
-every adapter has one column of it. Programs get the columns of an adapter as data, so equal shapes compile once.
+every adapter has one column of it. Programs get the column offsets as data, so adapters of equal shapes share programs.
 
 A adapters · L layers · R replicas · C columns · P places for the adapters of a microbatch
 """
@@ -23,20 +23,20 @@ from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
-LAYERS = "layers."  # in front of the names of leaves
-WEIGHTS, SUMS = 1, 2  # axes in front of those of one layer: weights are [L, ...], sums [R, L, ...]
+LAYERS = "layers."  # prefix of the names of leaves
+WEIGHTS, SUMS = 1, 2  # number of axes before those of one layer: weights are [L, ...], sums [R, L, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """Which columns of a leaf belong to which adapter.
 
-    Narrow adapters come first: a window as wide as the widest adapter then begins at any adapter and stays inside.
+    Narrow adapters come first, so that a window of the widest adapter's width fits at the start of every adapter.
 
     Attributes:
-        leaf: what the columns are of.
-        first: of each adapter [A]; 0 where it does not have the leaf.
-        width: number of columns of each adapter [A]; 0 where it does not have the leaf.
+        leaf: the leaf.
+        first: first column of each adapter [A]; 0 if it does not have the leaf.
+        width: number of columns of each adapter [A]; 0 if it does not have the leaf.
     """
 
     leaf: Leaf
@@ -66,14 +66,14 @@ class Columns:
 
 
 class Place(NamedTuple):
-    """Where an adapter lies; int32 on the host, on devices or traced."""
+    """Position of an adapter; int32 on the host, on devices or traced."""
 
-    index: Any  # among the adapters
+    index: Any  # place among the adapters
     first: Any  # its first column in each of its leaves, in order of `own_names`
 
 
 def all_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
-    """The leaves that these adapters train, by name."""
+    """Returns the leaves that these adapters train, by name."""
     columns = {}
     for target in LAYER.targets:
         members = [spec for spec in specs if target in spec.targets]
@@ -85,7 +85,7 @@ def all_columns(specs: Sequence[AdapterSpec]) -> dict[str, Columns]:
 
 
 def own_names(columns: Mapping[str, Columns], spec: AdapterSpec) -> list[str]:
-    """Names the leaves of an adapter's targets and kind, sorted."""
+    """Returns the sorted names of the leaves of an adapter's targets and kind."""
     kind = adapter_kind(spec.kind).names
     return sorted(
         name for name, own in columns.items() if name.rsplit(".", 2)[-2] in spec.targets and own.leaf.name in kind
@@ -100,10 +100,10 @@ def place_of(columns: Mapping[str, Columns], specs: Sequence[AdapterSpec], index
 def take(
     leaves: Leaves, columns: Mapping[str, Columns], spec: AdapterSpec, first: Array, *, lead: int = WEIGHTS
 ) -> Leaves:
-    """Cuts one adapter out of the arrays of all: [L, K, r] and so on.
+    """Slices one adapter out of the arrays of all: [L, K, r] and so on.
 
-    The cut is made before anything reads it. Fused into an optimizer's arithmetic it would be rounded by where the
-    adapter lies among others: XLA contracts products and sums of strided arrays in another way.
+    A barrier keeps XLA from fusing the slice into the optimizer's arithmetic. Rounding would then depend on the
+    adapter's position, because XLA contracts products and sums of strided arrays differently.
     """
     own = {}
     for start, name in zip(first, own_names(columns, spec), strict=True):
@@ -114,7 +114,7 @@ def take(
 
 
 def put(leaves: Leaves, columns: Mapping[str, Columns], first: Array, own: Leaves, *, lead: int = WEIGHTS) -> Leaves:
-    """Writes one adapter's arrays back; all other bytes stay what they were."""
+    """Writes one adapter's arrays back. All other bytes stay the same."""
     changed = dict(leaves)
     for start, name in zip(first, sorted(own), strict=True):
         at = columns[name]
@@ -124,30 +124,30 @@ def put(leaves: Leaves, columns: Mapping[str, Columns], first: Array, own: Leave
 
 
 def windows(columns: Mapping[str, Columns], adapters: Array) -> Array:
-    """Where the adapters of a microbatch lie in every leaf.
+    """Returns the columns of a microbatch's adapters in every leaf.
 
     Args:
-        adapters: int32 [P], -1 in a place that is not used.
+        adapters: int32 [P], -1 in unused places.
 
     Returns:
-        First column and width, int32 [leaves, 2, P]; the width is 0 where an adapter does not have the leaf.
+        First column and width, int32 [leaves, 2, P]. The width is 0 if an adapter does not have the leaf.
     """
-    if not columns:  # nobody trains anything
+    if not columns:  # no adapter has a trainable leaf
         return jnp.zeros((0, 2, len(adapters)), jnp.int32)
     table = np.array([[own.first, own.width] for own in columns.values()], np.int32)
     return jnp.where(adapters >= 0, jnp.asarray(table)[:, :, jnp.maximum(adapters, 0)], 0)
 
 
 def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
-    """The adapters of a microbatch in one layer, padded with zeros to the widest adapter: [P, K, R] and so on.
+    """Returns the adapters of a microbatch in one layer, padded with zeros to the widest: [P, K, R] and so on.
 
     Args:
         leaf: [L, ...], of all adapters.
-        window: their part of `windows`, [2, P].
+        window: the leaf's part of `windows`, [2, P].
     """
     first, width = window
     size = (1, *(at.widest if axis == at.axis else n for axis, n in enumerate(leaf.shape[1:])))
-    # A batch of slices, in which every index is given: XLA reads the windows alone and never transposes the leaf.
+    # A batch of slices with all indices given: XLA then reads only the windows and does not transpose the leaf.
     found_P1 = jax.vmap(lambda start: lax.dynamic_slice(leaf, start, size))(
         _starts(leaf.ndim, WEIGHTS, at, layer, first)
     )
@@ -156,9 +156,9 @@ def view(leaf: Array, at: Columns, layer: Array, window: Array) -> Array:
 
 
 def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Array:
-    """Adds what is laid out as in `view` to its place in the sums [1, L, ...] of all adapters.
+    """Adds an array in the form of `view` to the sums [1, L, ...] of all adapters.
 
-    Windows of narrow adapters overlap. Whatever `own` holds, they add zeros to what is not theirs.
+    Windows of narrow adapters overlap columns of others. `own` is masked, so that they add zeros there.
     """
     first, width = window
     own = own if at.has_rank else own[:, None]
@@ -171,7 +171,7 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Ar
 
 
 def joined(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):
-    """Arrays of all adapters, of each adapter's own [L, K, r] and so on; on the host."""
+    """Joins the arrays of each adapter, [L, K, r] and so on, to arrays of all adapters, on the host."""
     arrays = {}
     for name, at in columns.items():
         order = sorted((first, index) for index, first in enumerate(at.first) if at.width[index])
@@ -181,7 +181,7 @@ def joined(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray
 
 
 def apart(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
-    """One adapter's own arrays, the inverse of `joined`."""
+    """Returns one adapter's arrays: the inverse of `joined`."""
     own = {}
     for name, at in columns.items():
         if at.width[index]:
@@ -200,12 +200,12 @@ def _narrow_first(leaf: Leaf, width: Sequence[int]) -> Columns:
 
 
 def _starts(ndim: int, lead: int, at: Columns, layer: Array, first: Array) -> Array:
-    """Where the windows of a layer begin, [P, ndim]."""
+    """Returns the start indices of a layer's windows, [P, ndim]."""
     index = {lead - 1: layer, lead + at.axis: first}
     return jnp.stack([jnp.broadcast_to(index.get(axis, 0), first.shape).astype(jnp.int32) for axis in range(ndim)], 1)
 
 
 def _inside(at: Columns, width: Array, ndim: int) -> Array:
-    """Which columns of the windows are the adapters' own; has the axes of [P, *layer]."""
+    """Returns which columns of the windows belong to their adapters; broadcasts to [P, *layer]."""
     column = jnp.arange(at.widest).reshape([-1 if axis == at.axis else 1 for axis in range(ndim)])
     return column < width.reshape(-1, *(1,) * ndim)

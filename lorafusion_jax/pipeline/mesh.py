@@ -1,7 +1,7 @@
-"""Which devices run which stage and which replica.
+"""Assigns devices to stages and replicas.
 
-One mesh with the axes (stage, data, fsdp). A stage is a row of it, a mesh of its own with the axes (data, fsdp): every
-device of that row is a replica with its own microbatch; along `fsdp` the frozen base is split as well.
+The device grid has the axes (stage, data, fsdp). Each stage has its own mesh with the axes (data, fsdp). Every device
+of a stage is a replica with its own microbatch. The frozen base is split along `fsdp`.
 R replicas = data · fsdp
 """
 
@@ -40,14 +40,14 @@ class StageMesh:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The same on every device."""
+        """Replicated on every device."""
         return NamedSharding(self.mesh, P())
 
     @property
     def by_replica(self) -> NamedSharding:
-        """Leading axis over replicas.
+        """Leading axis split over replicas.
 
-        Axes of one device are left out, as in what programs return: one layout by two names would compile twice.
+        Axes of size one are omitted, as in the outputs of programs: two names for one layout would compile twice.
         """
         axes = tuple(name for name in REPLICAS if self.mesh.shape[name] > 1)
         return NamedSharding(self.mesh, P(axes) if axes else P())
@@ -59,7 +59,7 @@ class StageMesh:
         return [number for number, device in enumerate(self.mesh.devices.flat) if device.process_index == mine]
 
     def weight(self, shape: Sequence[int]) -> NamedSharding:
-        """Where a frozen tensor lies: split over fsdp along its first axis that divides, else whole."""
+        """Sharding of a frozen tensor: split over fsdp along its first divisible axis, otherwise replicated."""
         return NamedSharding(self.mesh, P(*self.split(shape)))
 
     def split(self, shape: Sequence[int]) -> tuple[str | None, ...]:
@@ -70,10 +70,10 @@ class StageMesh:
 
 
 def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMesh]:
-    """Takes the first stages · data · fsdp devices; with several processes, each keeps all stages of its replicas.
+    """Uses the first stages · data · fsdp devices. With several processes, each has all stages of its replicas.
 
     Raises:
-        ConfigError: `mesh.devices`, fewer devices; `mesh.processes`, replicas cannot be shared out evenly.
+        ConfigError: `mesh.devices`, there are fewer devices; `mesh.processes`, replicas do not divide evenly.
     """
     processes, needed = jax.process_count(), stages * data * fsdp
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

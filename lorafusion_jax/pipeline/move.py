@@ -1,4 +1,4 @@
-"""Arrays onto a stage and from one stage to the next."""
+"""Moves arrays to a stage, and from one stage to another."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def replicate(host: Any, stage: StageMesh) -> Any:
 
 
 def transfer(arrays: Any, stage: StageMesh) -> Any:
-    """Moves arrays to another stage, each replica's part to the same replica; returns at once.
+    """Moves arrays to another stage, each replica's part to the same replica. Returns at once.
 
-    Parts stay inside their process, so no process has to meet another one here.
+    Parts stay inside their process, so this is not a collective.
     """
     if jax.process_count() == 1:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, _like(leaf, stage)), arrays)
@@ -62,7 +62,7 @@ def _key(index: Any) -> tuple:
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """The whole array on the host, also if other processes hold parts of it (then all of them must call this)."""
+    """Returns the whole array on the host. Collective if other processes hold parts of it."""
     if array.is_fully_addressable:
         return np.asarray(array)
     if array.is_fully_replicated:
@@ -73,5 +73,5 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def to_local(array: jax.Array) -> np.ndarray:
-    """A replicated array's value, read from this process's own copy."""
+    """Returns the value of a replicated array, from this process's copy."""
     return np.asarray(array.addressable_shards[0].data)

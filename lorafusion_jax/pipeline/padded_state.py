@@ -1,4 +1,4 @@
-"""Checkpoints of runs begun when all adapters were padded to one rank: read once, then saved as `state` has them.
+"""Reads checkpoints of earlier versions, which padded all adapters to one rank. Later saves use the form of `state`.
 
 Their leaves are [L, A, K, R] with the largest rank R of a projection, their sums [replicas, L, A, K, R].
 """
@@ -21,7 +21,7 @@ from lorafusion_jax.pipeline.state import like
 
 
 def like_padded(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
-    """Shapes and dtypes of such a checkpoint, written with that many replicas."""
+    """Returns shapes and dtypes of such a checkpoint, written with this number of replicas."""
     parts = stages[0].parts
     lora = {
         f"{LAYERS}{linear.path}.{leaf.name}": (
@@ -40,7 +40,7 @@ def like_padded(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 
 
 def unpadded(stages: Sequence[Stage], arrays: dict[str, Any]) -> dict[str, Any]:
-    """The same state as `state.scatter` takes it: every adapter at its own rank and targets."""
+    """Converts to the form of `state.scatter`: every adapter at its own rank and targets."""
     parts = stages[0].parts
 
     def own(leaves: dict[str, Any], axis: int) -> dict[str, dict[str, np.ndarray]]:

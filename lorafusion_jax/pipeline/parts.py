@@ -1,6 +1,6 @@
-"""The decoder in the pieces that a pipeline runs: embedding, layers one by one, final norm and head.
+"""The decoder in pieces for a pipeline: embedding, single layers, final norm and head.
 
-Pure functions over plain dictionaries of arrays; what they compute are the pieces of `models.forward`.
+Pure functions of dictionaries of arrays, which call the pieces of `models.forward`.
 T packed tokens · D model width · V vocabulary · A adapters · P places for the adapters of a microbatch
 """
 
@@ -42,7 +42,7 @@ class StageWeights:
 
     Attributes:
         extent: its layers.
-        pieces: by name, for each of its layers or halves of them.
+        pieces: weights by name, for each of its layers or half layers.
         embed: [V, D], on the first stage.
         norm, head: final norm [D] and [V, D] table, on the last stage.
     """
@@ -58,13 +58,13 @@ class StageWeights:
 
 
 class Inputs(NamedTuple):
-    """What all layers share of a microbatch.
+    """Inputs of a microbatch that all layers share.
 
     Attributes:
-        layers: for the modules; adapters are numbered by their places.
-        windows: where the adapters in its places lie, [leaves, 2, P], see `leaves.windows`. The second of the two are
-            their widths: of `lora_a`, the rank in each place.
-        kinds: number of the adapter kind in each place [P]; None: there is only one kind.
+        layers: inputs of the modules; adapters are numbered by their places.
+        windows: columns of the adapters in their places, [leaves, 2, P], see `leaves.windows`. `windows[:, 1]` are the
+            widths; that of `lora_a` is the rank in each place.
+        kinds: index of the adapter kind in each place [P] (None: there is only one kind).
     """
 
     layers: LayerInputs
@@ -74,14 +74,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the pieces of one model compute.
+    """The pieces of one model.
 
     Args:
         model: shapes and arithmetic.
         specs: the adapters, in stacking order.
         settings: implementations and loss chunk.
-        objectives: of the adapters; empty: supervised fine-tuning for all.
-        quantize: how the kernels are stored, see `weights.table`.
+        objectives: objectives of the adapters (empty: supervised fine-tuning for all).
+        quantize: storage of the kernels, see `weights.table`.
     """
 
     model: ModelConfig
@@ -95,7 +95,9 @@ class Parts:
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
-        plain = tuple(replace(spec, kind="lora") for spec in self.specs)  # modules get A and B, of any kind
+        plain = tuple(
+            replace(spec, kind="lora") for spec in self.specs
+        )  # kinds convert their leaves to A and B for the modules
         modules = {
             half: nnx.split(
                 nnx.eval_shape(
@@ -111,7 +113,7 @@ class Parts:
         object.__setattr__(self, "columns", all_columns(self.specs))
 
     def lora_shapes(self, num_layers: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trainable leaves of that many layers: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
+        """Returns the shapes of the trainable leaves: "layers.self_attn.q_proj.lora_a" → (L, K, C)."""
         shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
         return {
             name: (num_layers, *own.shape(*shapes[name.removeprefix(LAYERS).rpartition(".")[0]]))
@@ -119,7 +121,7 @@ class Parts:
         }
 
     def own_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of each adapter's own leaves in all layers: name → leaf → (L, K, r) and so on."""
+        """Returns the shapes of each adapter's leaves in all layers: name → leaf → (L, K, r) and so on."""
         shapes = {linear.path: linear.shape(self.model) for linear in LAYER.linears}
         return {
             spec.name: {
@@ -133,11 +135,11 @@ class Parts:
         }
 
     def frozen_shapes(self, half: Half | None = None) -> dict[str, tuple[int, ...]]:
-        """Shapes of the frozen tensors of one layer, or of half of it."""
+        """Returns the shapes of the frozen tensors of a layer, or of a half layer."""
         return LAYER.frozen_shapes(self.model, half)
 
     def stored_shapes(self, half: Half | None = None) -> dict[str, Any]:
-        """The same as they are stored: for a quantised kernel, shapes by the names of its arrays."""
+        """Like `frozen_shapes`, as stored: for a quantised kernel, shapes by the names of its arrays."""
         kind, shapes = stored_kind(self.quantize), self.frozen_shapes(half)
         if kind is None:
             return dict(shapes)
@@ -147,12 +149,12 @@ class Parts:
 
     @property
     def dequantises(self) -> bool:
-        """Whether kernels become arrays of `dtype` before they multiply."""
+        """Whether kernels are dequantised to `dtype` before their products."""
         kind = stored_kind(self.quantize)
         return kind is not None and kind.operand is None
 
     def usable(self, stored: StoredWeights) -> Weights:
-        """Weights of a layer, or of a part of it, as its ops take them."""
+        """Converts stored weights of a layer or half layer to the form that its ops take."""
         kind = stored_kind(self.quantize)
 
         def used(weight: Weight) -> FrozenWeight:
@@ -164,11 +166,11 @@ class Parts:
         return {name: used(weight) for name, weight in stored.items()}
 
     def half(self, frozen: Mapping[str, Any]) -> Half | None:
-        """Which half of a layer these tensors are; None: a whole one."""
+        """Returns the half of a layer that has these tensors; None for a whole layer."""
         return next(half for half in (None, *HALVES) if frozen.keys() == self.frozen_shapes(half).keys())
 
     def first_lora(self) -> dict[str, dict[str, Any]]:
-        """Initial weights of each adapter in all layers, numpy float32: name → leaf → [L, K, r] and so on."""
+        """Returns the initial weights of each adapter, numpy float32: name → leaf → [L, K, r] and so on."""
         shapes = {f"{LAYERS}{linear.path}": linear.shape(self.model) for linear in LAYER.linears}
         return {
             spec.name: {
@@ -181,7 +183,7 @@ class Parts:
         }
 
     def inputs(self, batch: Any, *, dropout: bool) -> Inputs:  # a Microbatch of tracers
-        """What all layers share: rotary tables, segments, adapters and where they lie, dropout keys."""
+        """Computes what all layers share: rotary tables, segments, adapters and their columns, dropout keys."""
         row_key = batch.row_key if dropout and any(spec.dropout for spec in self.specs) else None
         segments = Segments(ids=batch.segment_ids, offsets=batch.segment_offsets, lengths=batch.segment_lengths)
         lora = LoRAContext.of(
@@ -198,12 +200,12 @@ class Parts:
         return Inputs(layers, windows(self.columns, batch.adapters), kinds)
 
     def layer(self, frozen: Weights, lora: Weights, x_TD: Array, inputs: Inputs, number: Array) -> Array:
-        """Runs one layer, or the half of it whose tensors are given.
+        """Runs one layer, or the half layer whose tensors are given.
 
         Args:
-            frozen: its tensors by name.
-            lora: trainable leaves by name of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
-            number: of the layer in the model; dropout depends on it.
+            frozen: tensors by name.
+            lora: trainable leaves by name, of the adapters in the microbatch's places, [P, K, R], [P, R, N] and so on.
+            number: index of the layer in the model; dropout depends on it.
         """
         graph, lora_state, frozen_state = self._modules[self.half(frozen)]
         module = nnx.merge(
@@ -212,7 +214,7 @@ class Parts:
         return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
 
     def _low_rank(self, lora: Weights, kinds: Array | None) -> Weights:
-        """A and B of every projection, which the adapters' kinds make of their leaves."""
+        """Computes A and B of every projection from the leaves of the adapters' kinds."""
         made: Weights = {}
         for path in dict.fromkeys(name.rpartition(".")[0] for name in lora):
             own = {name.rpartition(".")[2]: leaf for name, leaf in lora.items() if name.rpartition(".")[0] == path}
@@ -225,7 +227,7 @@ class Parts:
         return self.objectives or (SFT,) * len(self.specs)
 
     def totals(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> dict[str, Array]:  # Microbatch of tracers
-        """Sums of loss and metrics of each adapter, float32 [A]."""
+        """Computes sums of loss and metrics of each adapter, float32 [A]."""
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = token_losses(hidden, head.T, batch.targets, weights, chunk=self.settings.loss_chunk)
@@ -233,7 +235,7 @@ class Parts:
 
 
 def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeights]:
-    """Gives each stage its part of the weights that `load_frozen` read; tied embeddings serve both ends."""
+    """Splits the weights from `load_frozen` by stage. A tied embedding goes to the first and the last stage."""
     last = len(stages) - 1
     embed = frozen["embed_tokens.weight"]
     head = frozen.get("lm_head.weight", embed)

@@ -1,4 +1,4 @@
-"""What several processes of one run must decide together."""
+"""Joins the processes of a run, lets them agree, and ends them together."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from contextlib import contextmanager, suppress
 from itertools import count as counting
 
 import jax
-from jax._src import distributed  # no public way to its client; tests with several processes hold it in place
+from jax._src import distributed  # its client has no public access; tests with several processes check it
 
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.coordinator import LostCoordinator
 
-LEAVE_S = 60  # one that fails waits so long for the others at its end; then all of them end (jax: 5 minutes)
-SILENT_S = 5  # then a process says that it waits for the others
+LEAVE_S = 60  # how long a process waits for the others at its end, before all of them end (jax: 5 minutes)
+SILENT_S = 5  # after this time a process says that it waits for the others
 PATIENCE_MS = 30 * 60 * 1000  # another process may still be compiling
 _PREFIX = "lorafusion/any"
 _LEFT, _FAILED = "lorafusion/left", "lorafusion/failed"
-GRACE_S = 5  # so long the first process, if it fails, waits for others that fail alike
+GRACE_S = 5  # how long the first process, if it fails, waits for others that fail in the same way
 _questions = counting()
-_lost: list[LostCoordinator] = []  # of this process, if it is not the first
+_lost: list[LostCoordinator] = []  # handler of this process, if it is not the first
 
 
 def join(
     devices: int, *, coordinator: str | None = None, num_processes: int | None = None, process: int | None = None
 ) -> None:
-    """Makes this process one of a run; before anything touches a device.
+    """Joins this process to the others of a run. Call it before any use of a device.
 
     Args:
-        devices: of the whole run.
+        devices: number of devices of the whole run.
         coordinator: host:port of the first process.
-        num_processes, process: how many there are, number of this one; where absent, jax asks SLURM or Open MPI.
+        num_processes, process: number of processes and index of this one (None: jax asks SLURM or Open MPI).
 
     Raises:
-        RunError: `processes.join`, nobody tells where the others are, or they do not come.
+        RunError: `processes.join`, the other processes are unknown or do not arrive.
     """
     try:
         if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
@@ -58,20 +58,20 @@ def join(
         _lost.append(LostCoordinator(str(state.coordinator_address)))
         _lost[-1].watch()
     if devices > state.num_processes:
-        # Under SLURM and MPI jax takes one GPU per process, which is right where a process has one stage. One with
-        # several owns all that its launcher lets it see: one process per host, or --gpus-per-task.
+        # Under SLURM and MPI jax takes one GPU per process, which is right for one stage. With several stages a process
+        # uses all GPUs that its launcher shows it: one process per host, or --gpus-per-task.
         jax.config.update("jax_cuda_visible_devices", "all")
 
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """Tells of a long wait, and lets signals end it: jax waits five minutes in C++, where no handler of Python runs."""
+    """Reports a long wait, and lets signals end it: jax waits in C++ for 5 minutes, where no Python handler runs."""
     note = threading.Timer(
         SILENT_S, print, ["waiting for the other processes, 5 minutes at most …"], {"file": sys.stderr}
     )
     note.daemon = True
     note.start()
-    in_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+    in_main = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
     numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -83,10 +83,10 @@ def _waiting() -> Iterator[None]:
 
 
 def any_process(flag: bool) -> bool:
-    """True on every process if it is true on any; all processes must call it equally often.
+    """Returns True on every process if the flag is True on any. Collective: call it equally often on all processes.
 
-    Hosts ask each other through jax's coordination service. A collective on the devices would queue behind the
-    microbatches under way and drain the pipeline with every question.
+    It uses jax's coordination service. A collective on the devices would queue after the microbatches in flight, and
+    every call would drain the pipeline.
     """
     if is_alone():
         return flag
@@ -99,38 +99,39 @@ def any_process(flag: bool) -> bool:
 
 
 def is_alone() -> bool:
-    """Whether the run has this process only; starts no backend if so."""
+    """Whether this is the only process of the run. Does not start a backend if so."""
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
 def is_first() -> bool:
-    """Whether this process writes the run folder; starts no backend where it is the only one."""
+    """Whether this process writes the run folder. Does not start a backend if it is the only process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def exit_after_peer_loss(code: int) -> None:
-    """At its end this process will not wait for the others, of which one is lost.
+    """Exits without JAX's shutdown barrier, after another process was lost.
 
-    jax would wait `LEAVE_S` for the lost one and then abort: another code, and its stack trace after our message. The
-    first process, without which jax ends the others at once, stays until they have left, for `LEAVE_S` at most.
+    JAX would wait `LEAVE_S` for the lost process and then abort, with another exit code and a stack trace after our
+    message. When the first process ends, JAX ends the others at once, so it waits until they have exited, for `LEAVE_S`
+    at most.
 
     Args:
-        code: with which the process ends.
+        code: exit code.
     """
     for coordinator in _lost:
         coordinator.told.set()
     if jax.distributed.is_initialized():
-        atexit.register(_exit, code)  # runs before what jax registered
+        atexit.register(_exit, code)  # runs before jax's exit handlers
 
 
 def exit_after_failure(code: int) -> None:
-    """At its end this process, which failed, will not wait for the others.
+    """Exits without JAX's shutdown barrier, after this process failed.
 
-    They are in the middle of something that wants it. Once it is gone their transport says so, and they know; waiting
-    for them as jax does would be in vain, for `LEAVE_S`, and then all abort without a word of what happened.
+    Peers are blocked in a collective with this process. Closing the connection wakes them with an error, while waiting
+    would abort all processes after `LEAVE_S` without a message.
 
     Args:
-        code: with which the process ends.
+        code: exit code.
     """
     if jax.distributed.is_initialized():
         atexit.register(_exit, code, failed=True)
@@ -154,7 +155,7 @@ def _exit(code: int, *, failed: bool = False) -> None:
 
 
 def _still_leaving(failed: bool) -> int:
-    """How many others say that they leave: all, but one that was killed says nothing."""
+    """Returns how many other processes will report that they exit: all, or all but one that was killed."""
     state = distributed.global_state
     assert state.client is not None
     return (state.num_processes or 1) - (1 if failed or state.client.key_value_dir_get(_FAILED) else 2)

@@ -1,4 +1,4 @@
-"""Measures what the passes of each stage take on this machine: the cost model that `plan` and `simulate` use."""
+"""Measures the passes of each stage on this machine, and fits the cost model for `plan` and `simulate`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lorafusion_jax.pipeline.stage import Stage
 from scheduling import CostModel
 from scheduling.cost_model import Measurement, fit_cost_model
 
-WARM_S = 2.0  # of work before anything counts, on GPUs: at its power limit one loses its first clock within that time
+WARM_S = 2.0  # warm-up on GPUs: at its power limit a GPU lowers its clock within this time
 
 
 class Load(NamedTuple):
-    """A microbatch to time, and what its cost depends on."""
+    """A microbatch to time, with the sizes that determine its cost."""
 
     rows: Microbatch
     tokens: int
@@ -30,18 +30,18 @@ class Load(NamedTuple):
 def profile_stages(stages: Sequence[Stage], loads: Sequence[Load], *, repeats: int = 3, source: str = "") -> CostModel:
     """Times forward and backward of every stage, an optimizer step and a transfer.
 
-    Stages run side by side, as in a pipeline that never waits: alone, a GPU whose neighbours rest keeps a higher clock
-    (70B on four H200s took 2 to 4 % longer than stages that were timed in turn foretold). Weights of the adapters stay
-    as they are; their sums and optimizers do not: call `Stage.start` before training.
+    Stages run concurrently, as in a pipeline without waiting. A GPU with idle neighbours would keep a higher clock: for
+    70B on four H200s, predictions from stages timed in turn were 2 to 4 % too low. Weights of adapters do not change,
+    but their sums and optimizers do: call `Stage.start` before training.
 
     Args:
-        loads: microbatches of different Σ length²; more of them make a better fit.
-        repeats: measurements of each, after one that is not counted.
+        loads: microbatches with different Σ length²; more of them improve the fit.
+        repeats: measurements of each, after one warm-up.
 
     Raises:
         RunError: `train.out-of-memory` or `train.stage-failed`, with the stage.
     """
-    threads = 1 if jax.process_count() > 1 else len(stages)  # processes must offer programs in one order
+    threads = 1 if jax.process_count() > 1 else len(stages)  # processes must dispatch programs in one order
     with ThreadPoolExecutor(threads, "profile") as pool:
         under_way = [pool.submit(_passes, number, stage, loads, repeats) for number, stage in enumerate(stages)]
         times = [each for number, passes in enumerate(under_way) for each in _result(number, passes)]
@@ -64,7 +64,7 @@ def _result(number: int, passes: Future[list[Measurement]]) -> list[Measurement]
 
 def _passes(number: int, stage: Stage, loads: Sequence[Load], repeats: int) -> list[Measurement]:
     batches = [to_stage(load.rows, stage.mesh) for load in loads]
-    # By the clock, several processes would not offer programs equally often.
+    # With a time limit, several processes would not dispatch programs equally often.
     warm_s = 0.0 if jax.default_backend() == "cpu" or jax.process_count() > 1 else WARM_S
     until = time.perf_counter() + warm_s
     while time.perf_counter() < until:

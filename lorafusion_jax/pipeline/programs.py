@@ -1,9 +1,9 @@
 """The compiled programs of one stage. Shapes are the same in every slot of a capacity: each compiles once for it.
 
-A program runs one block: one or a few layers, or half of one. Compiling one layer and calling it 32 times costs as much
-host time as the device has to spare, where an unrolled 8B model compiles for minutes and a scanned one copies every
-layer's weights.
-Every array of a microbatch has a leading axis of replicas; inside a program each device sees its own row.
+A program runs one block: one or a few layers, or half a layer. Large models use one layer per program: the host can
+dispatch 32 calls without delaying the device, while an unrolled 8B model compiles for minutes and a scanned one copies
+every layer's weights.
+Every array of a microbatch has a leading replica axis. Inside a program each device sees its own row.
 A adapters · L layers of the stage · R replicas · P places for the adapters of a microbatch
 """
 
@@ -40,16 +40,16 @@ OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 class BatchSummary(NamedTuple):
-    """What a stage knows of an adapter's finished global batch; float32 scalars."""
+    """Summary of an adapter's closed global batch on one stage; float32 scalars."""
 
     squares: Array  # Σ gradient² over the stage
-    finite: Array  # 1 where every gradient is, and no step of the adapter was refused here before
+    finite: Array  # 1 if all gradients are finite and no earlier step of the adapter was refused here
     loss: Array  # on the last stage; 0 elsewhere
-    metrics: dict[str, Array]  # of any objective of the run, on the last stage; empty elsewhere
+    metrics: dict[str, Array]  # metrics of all objectives, on the last stage; empty elsewhere
 
     @property
     def without_metrics(self) -> BatchSummary:
-        """What a step looks at; the same on every stage."""
+        """The part that a step needs; it has the same structure on every stage."""
         return self._replace(metrics={})
 
 
@@ -57,10 +57,10 @@ class StagePrograms:
     """Jitted functions of one stage.
 
     Args:
-        parts: what the model computes.
-        stage: where.
-        extent: the layers that it has.
-        remat: what forward leaves for backward.
+        parts: pieces of the model.
+        stage: devices of the stage.
+        extent: its layers.
+        remat: rematerialisation policy.
     """
 
     def __init__(self, parts: Parts, stage: StageMesh, extent: Extent, remat: RematPolicy):
@@ -76,7 +76,7 @@ class StagePrograms:
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
-        block = ([weights], WHOLE, WHOLE, ROWS, ROWS)  # a list: the same for each piece of the block
+        block = ([weights], WHOLE, WHOLE, ROWS, ROWS)  # a list: the same specs for each piece of the block
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
@@ -89,7 +89,7 @@ class StagePrograms:
         self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
 
     def close_batch(self, spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
-        """Takes an adapter's gradient out of the sums, added up over replicas: its own columns, nobody else's.
+        """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
 
         Returns:
             (gradient, BatchSummary, finite per leaf in order of names, sums and totals with the adapter's part cleared)
@@ -108,11 +108,11 @@ class StagePrograms:
         self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves, gradient: Leaves, optimizer: Any,
         alive: Array, summaries: Sequence[BatchSummary], numbers: Hyper,
     ):  # fmt: skip
-        """Steps one adapter; no other adapter is touched.
+        """Steps one adapter. Other adapters do not change.
 
-        The step is refused, now and later, if a gradient, the loss or the norm is not finite on any stage, or if this
-        stage would write a number that is not finite. What other stages would write is not known here: with several
-        stages, the arrays from before the step are left to the caller, see `put_back`.
+        This step and all later ones are refused if a gradient, the loss or the norm is not finite on any stage, or if
+        this stage would write a number that is not finite. What other stages would write is not known here. So with
+        several stages the caller also gets the arrays from before the step, see `put_back`.
 
         Returns:
             (lora, optimizer, alive, finite per written leaf in order of names and for the optimizer state, the
@@ -124,14 +124,14 @@ class StagePrograms:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
                 partial(_step, self._columns, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
-            )  # `alive` is a few bytes, and what others wait for to know that the step is done
+            )  # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
         return self._steps[kind](place, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
     def take(self, spec: AdapterSpec, place: Place, lora: Leaves) -> Leaves:
-        """A copy of one adapter's weights.
+        """Copies one adapter's weights.
 
-        One program for all leaves and adapters of a shape: slicing leaf by leaf compiled 45 for four adapters on two
-        stages.
+        One program serves all leaves, and all adapters of a shape. Slicing leaf by leaf compiled 45 programs for four
+        adapters on two stages.
         """
         kind = ("take", spec.kind, spec.rank, spec.targets)
         if kind not in self._steps:
@@ -142,7 +142,7 @@ class StagePrograms:
         return self._steps[kind](place, lora)
 
     def put_back(self, place: Place, lora: Leaves, own: Leaves, alive: Array):
-        """Gives an adapter earlier weights, and takes its life: no later step of it counts.
+        """Restores earlier weights of an adapter and marks it as not alive, so that later steps are refused.
 
         Returns:
             (lora, alive)
@@ -154,7 +154,7 @@ class StagePrograms:
         return self._steps[kind](place, lora, own, alive)
 
     def init_optimizer(self, spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves) -> Any:
-        """State of one adapter's optimizer at its first step."""
+        """Returns the initial optimizer state of one adapter."""
         return transformation(optim, zero_hyper(optim)).init(lv.take(lora, self._columns, spec, place.first))
 
     def _jit(
@@ -169,7 +169,7 @@ class StagePrograms:
                 tuple({name: spec[0][name] for name in piece} for piece in operand) if isinstance(spec, list) else spec
                 for spec, operand in zip(in_specs, operands, strict=True)
             )
-            # Checks of varying axes off: sums and losses differ by replica, and that is how they are declared.
+            # check_vma is off: sums and losses differ by replica, as their specs declare.
             local = jax.shard_map(function, mesh=self._stage.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return local(*operands)
 
@@ -226,8 +226,10 @@ class StagePrograms:
         return self._splits.setdefault(kind, Split(self._layer, self._remat))
 
     def _at(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
-        """Trainable leaves of the microbatch's adapters in one layer, or in the half of it whose frozen tensors these
-        are, under its own names."""
+        """Returns the trainable leaves of the microbatch's adapters in the layer or half layer of `weights`.
+
+        Names are relative to the layer.
+        """
         half = self._parts.half(weights)
         return {
             name.removeprefix(LAYERS): lv.view(leaf, *self._where(name, number, inputs))
@@ -236,7 +238,7 @@ class StagePrograms:
         }
 
     def _where(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
-        """Where the microbatch's adapters lie in a leaf: its columns, the layer's place on this stage, the windows."""
+        """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
         layer = number - self._extent.layers_of(name).start
         return self._columns[name], layer, inputs.windows[self._rows[name]]
 
@@ -259,10 +261,10 @@ class StagePrograms:
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
     def _whole(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
-        """Weights of a layer, or of half of it, as they are used.
+        """Returns the weights of a layer or half layer in the form that its ops use.
 
-        What devices gather are the stored arrays. A layer that is dequantised waits for its input x (in backward: the
-        gradient of its output): a program of several layers would be free to dequantise them all at once.
+        Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient
+        of its output). Otherwise XLA could dequantise all layers of a program at once.
         """
         specs = {name: self._frozen_specs[name] for name in stored}
         stored = jax.tree.map(lambda leaf, spec: _gathered(leaf, _axis(spec)), stored, specs)
@@ -272,7 +274,7 @@ class StagePrograms:
 
 
 def hidden_gathers(fsdp: int) -> dict[str, bool]:
-    """What XLA is told where a base is split: to gather weights beside computing. What XLA_FLAGS says of that stays."""
+    """Returns the XLA option that overlaps gathering weights with compute, with fsdp. XLA_FLAGS takes precedence."""
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
 
 
@@ -299,7 +301,7 @@ def _step(
     healthy = alive[place.index]
     for summary in summaries:
         healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
-    if optim.clip > 0:  # by the norm over all stages; one that overflows would make every gradient zero
+    if optim.clip > 0:  # by the norm over all stages; an infinite norm would make every gradient zero
         norm = jnp.sqrt(sum(summary.squares for summary in summaries))
         healthy &= jnp.isfinite(norm)
         gradient = clipped(gradient, norm, numbers.clip)

@@ -1,4 +1,4 @@
-"""A base model that arrives on its devices while the stages compile."""
+"""Reads a base model onto its devices while the stages compile."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import jax
 from lorafusion_jax.pipeline.base import Base
 from lorafusion_jax.pipeline.parts import StageWeights
 
-Times = tuple[float, float]  # begin and end by `time.perf_counter`
-BASE = "base"  # name of reading it among what a start consists of
+Times = tuple[float, float]  # start and end by `time.perf_counter`
+BASE = "base"  # name of this part of a start
 
 
 class _Cancelled(Exception):
-    """Nobody wants the weights any more."""
+    """Reading was cancelled."""
 
 
 class Reading:
-    """Begins to read at once; `finish` gives the stages their weights.
+    """Starts to read at once. `finish` gives the stages their weights.
 
-    Where devices lack the room to compile beside it, or several processes have to keep one order, it is through before
-    this returns.
+    If devices lack the memory to compile meanwhile, or there are several processes, which must keep one order, the
+    constructor waits until all is read.
 
     Attributes:
-        times: None until it is through.
+        times: start and end; None until all is read.
     """
 
     def __init__(self, base: Base):
@@ -49,15 +49,15 @@ class Reading:
         """Waits for the weights.
 
         Raises:
-            CheckpointError: a file that is broken.
+            CheckpointError: a file is broken.
         """
         if self._weights is not None:
             self._base.give(self._weights.result())
-            self._weights = None  # stages hold them, and may exchange them
+            self._weights = None  # stages hold the weights, and may replace them
             self._thread.shutdown()
 
     def cancel(self) -> None:
-        """Reads no further tensor."""
+        """Stops reading after the current tensor."""
         self._cancelled.set()
         self._thread.shutdown()
 

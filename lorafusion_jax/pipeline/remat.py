@@ -1,7 +1,7 @@
-"""What a layer's forward pass leaves for its backward pass, chosen for a base that is frozen.
+"""Rematerialisation: splits a layer into forward and backward programs and chooses the residuals between them.
 
 `jax.vjp` inside a jitted forward would return the frozen weights among its residuals, and jit would copy them for every
-microbatch in flight. Here residuals that are inputs of the layer are dropped in forward and put back in backward.
+microbatch in flight. Here forward drops residuals that are inputs of the layer, and backward inserts them again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lorafusion_jax.layout.layer import LAYER, RematPolicy
 
 
 class Split:
-    """A differentiable function taken apart into a forward and a backward pass that run in different programs.
+    """Splits a differentiable function into a forward and a backward pass that run in different programs.
 
     Args:
         function: (given, lora, x) → y; differentiated with respect to lora and x.
-        remat: "everything" a derivative wants; "gemm_inputs": the named tensors, elementwise work is repeated;
-            "nothing": forward runs again.
+        remat: "everything": save all residuals; "gemm_inputs": save the named tensors and recompute elementwise work;
+            "nothing": recompute forward.
 
     `forward(given, lora, x)` → (y, kept) and `backward(given, lora, x, kept, dy)` → (dlora, dx) are called inside
     traced functions, forward before backward.
@@ -36,7 +36,7 @@ class Split:
                 function, policy=jax.checkpoint_policies.save_only_these_names(*LAYER.checkpoints)
             )
         self._structure: Any = None
-        self._sources: list[Any] = []  # per residual: number n of an input, ~n of a kept array, or a constant itself
+        self._sources: list[Any] = []  # per residual: n for input n, ~n for kept array n, or the constant
 
     def forward(self, given: Any, lora: Any, x: Array) -> tuple[Array, tuple[Array, ...]]:
         if self._remat == "nothing":

@@ -1,7 +1,7 @@
 """A session: a base model on the devices of a job, its compiled programs, and a place for each adapter.
 
-Only the session and what it is made of know devices. A run keeps a folder; a loop executes a plan. Adapters may join
-while others train; one that has ended keeps its place, so that it can go on from there.
+Only the session and its parts use devices. A run manages the folder, and a loop executes the plan. Adapters may join
+while others train. An adapter that has ended keeps its place, so that it can continue later.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lorafusion_jax.report.format import count
 
 
 class Session:
-    """Adapters in their places on stages; `open` it, then `start` it or `load_state`, then `finish_loading`.
+    """Adapters on the stages of a pipeline. Call `open`, then `start` or `load_state`, then `finish_loading`.
 
-    `add` gives more adapters a place, `read` reads one; an adapter that no microbatch names stays as it is.
+    `add` adds adapters, and `read` reads one. Adapters that are not in a microbatch do not change.
 
     Attributes:
         executor: runs the events of a plan.
-        spans: when they ran.
+        spans: records when they ran.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Session:
         specs: Sequence[AdapterSpec] | None = None,
         later: JobConfig | None = None,
     ) -> Session:
-        """Checks the base model of a job and begins to read it onto its devices.
+        """Checks the base model of a job and starts to read it onto its devices.
 
         Args:
-            specs: the adapters, where they are not those of the job file.
-            later: with all adapters that are known to join later.
+            specs: the adapters (None: those of the job).
+            later: the job with all adapters that will join later.
 
         Raises:
             LoraFusionError: see `open_base`.
@@ -93,18 +93,18 @@ class Session:
     def finish_loading(
         self, rows: Sequence[Microbatch] = (), news: Callable[[str], None] = lambda text: None
     ) -> dict[str, Times]:
-        """Waits for the base model, and compiles meanwhile.
+        """Waits for the base model and compiles meanwhile.
 
         Args:
             rows: a microbatch of padding of each capacity, as training will have them; none: nothing is compiled.
             news: told what goes on, whenever that changes.
 
         Returns:
-            Begin and end, by `time.perf_counter`, of reading the base ("base") and of what was compiled.
+            Start and end, by `time.perf_counter`, of reading the base ("base") and of each compilation.
 
         Raises:
-            CheckpointError: a file of the model that is broken.
-            RunError: a stage that fails.
+            CheckpointError: a file of the model is broken.
+            RunError: a stage failed.
         """
         reading = f"reading {count(self._reading.num_bytes)}B"
 
@@ -122,10 +122,10 @@ class Session:
         return {BASE: self._reading.times, **times}
 
     def start(self, weights: Mapping[int, Arrays]) -> None:
-        """Begins every place anew: with an adapter's initial weights, or with those given here.
+        """Starts every adapter from its initial weights, or from those given here.
 
         Args:
-            weights: of some adapters by place, as `read_warm_starts` gives them.
+            weights: weights of some adapters by place, from `read_warm_starts`.
         """
         lora = start_from(self._stages[0].first_lora(), weights)
         for stage in self._stages:
@@ -133,18 +133,18 @@ class Session:
 
     @property
     def names(self) -> list[str]:
-        """The adapters that have a place, in stacking order."""
+        """Names of the adapters, in stacking order."""
         return list(self._places)
 
     def add(self, config: JobConfig, prepared: Prepared, weights: Mapping[int, Arrays]) -> None:
-        """Gives the last adapters of a job a place, and lets them begin; every process must call it.
+        """Adds the last adapters of a job and starts them. Collective over processes.
 
-        What the others have stays, bit for bit. Nothing may be under way. Every program compiles again, because the
-        arrays of all adapters have other shapes.
+        The state of the others stays bitwise equal. No work may be in flight. Every program compiles again, because the
+        arrays of all adapters change their shapes.
 
         Args:
-            config, prepared: of all adapters, those with a place first.
-            weights: with which new adapters begin, by place, as for `start`.
+            config, prepared: of all adapters, the present ones first.
+            weights: weights of new adapters by place, as in `start`.
         """
         assert [adapter.name for adapter in config.adapters][: len(self._places)] == self.names
         self.executor.wait_dispatched()
@@ -154,23 +154,23 @@ class Session:
         self._take(config, prepared, stages, specs)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
-        """What is missing where the devices cannot hold the adapters of a job; None: nothing, or nobody can tell."""
+        """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
         return memory_warning(config, self._model, self.remat)
 
     def compile_reads(self) -> None:
-        """Compiles `read` and `snapshot`, which come in the middle of the run: 0.3 to 0.7 s on a CPU."""
+        """Compiles `read` and `snapshot`, so that they do not delay the run: 0.3 to 0.7 s on a CPU."""
         with self.executor.blaming(None, None):
             self._snapshots.compile()
             for part in self.executor.read(lambda stage: [stage.adapter(one) for one in stage.one_of_every_kind()]):
                 part.result()
 
     def read(self, name: str) -> Callable[[], dict[str, np.ndarray]]:
-        """An adapter's weights after all that was issued so far; calling the result waits for them."""
+        """Reads an adapter's weights after all work issued so far. Calling the result waits for them."""
         place = self._places[name]
         collect = partial(_collect, self.executor.read(lambda stage: stage.adapter(place)))
         if jax.process_count() == 1:
             return collect
-        own = collect()  # processes may have to meet for it: in one order, so not in the background
+        own = collect()  # may be collective over processes, so it cannot run in the background
         return lambda: own
 
     def evaluate(self, name: str) -> Evaluation:
@@ -178,21 +178,21 @@ class Session:
         return self._evaluator(name)
 
     def snapshot(self, names: Sequence[str]) -> Snapshot:
-        """All that training changes as it is now, and the weights of some adapters; every process must call it.
+        """Copies the current trainable state, and the weights of some adapters. Collective over processes.
 
-        Training may go on at once: what it overwrites or gives away has been copied.
+        Training may continue at once: arrays that it overwrites or donates are copied.
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
             return self._snapshots.take({name: self._places[name] for name in names})
 
     def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool = False) -> None:
-        """Goes on from the state of a `snapshot`, on this or another layout.
+        """Continues from the state of a `snapshot`, on this or another layout.
 
         Args:
-            restore: reads arrays of the shapes and dtypes that it is given.
-            replicas: of the layout that they were saved on.
-            padded: they are of an earlier version, see `padded_state`.
+            restore: reads arrays of the given shapes and dtypes.
+            replicas: number of replicas when they were saved.
+            padded: whether an earlier version wrote them, see `padded_state`.
         """
         if padded:
             arrays = unpadded(self._stages, restore(like_padded(self._stages, replicas)))
@@ -207,28 +207,28 @@ class Session:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the state of a `snapshot`, all copies counted."""
+        """Size of the state of a `snapshot`, with the copies of all replicas."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.changing() for stage in self._stages]))
 
     @property
     def num_trainable(self) -> int:
-        """The adapters' own parameters."""
+        """Number of parameters of the adapters."""
         own = self._stages[0].parts.own_shapes().values()
         return sum(math.prod(shape) for leaves in own for shape in leaves.values())
 
     @property
     def stored(self) -> dict[str, int]:
-        """Numbers that are held on the devices, every replica's own counted once: weights, gradients, moments."""
+        """Elements stored on the devices of one replica: weights, gradients, moments."""
         held = [stage.held() for stage in self._stages]
         return {what: sum(each[what] for each in held) for what in held[0]}
 
     @property
     def num_frozen(self) -> int:
-        return self._model.num_parameters  # a tied table lies on two stages
+        return self._model.num_parameters  # not a sum over stages: a tied table is on two of them
 
     @property
     def layers(self) -> list[float]:
-        """Layers of each stage."""
+        """Number of layers of each stage."""
         return [stage.extent.count for stage in self._stages]
 
     @property
@@ -241,13 +241,13 @@ class Session:
 
     @property
     def device(self) -> dict[str, str]:
-        """Kind and platform, as run.json notes them."""
+        """Kind and platform for run.json."""
         device = jax.devices()[0]
         return {"device": device.device_kind, "platform": device.platform}
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most device memory that was in use; None where the backend does not say (CPU)."""
+        """Peak memory in use on a device; None if the backend does not report it (CPU)."""
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
     @property

@@ -1,7 +1,7 @@
-"""What training changes, as it was at one moment, for reading while training goes on.
+"""Snapshots of the trainable state, which can be read while training continues.
 
-The devices copy it, which takes milliseconds; the copy comes to the host later. A device without room for the copy
-sends its arrays to the host while training waits.
+The devices copy the state, which takes milliseconds, and the copy is transferred to the host later. If a device lacks
+memory for the copy, the state is transferred while training waits.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, gather
 
 CHANGING = ("lora", "sums", "optimizers", "totals", "alive")  # attributes of a stage
-SPARE = 0.03  # of a device's memory that stays free beside the copy: the allocator cannot use every gap
+SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Functions that wait for the copy and return it on the host; any thread may call them, in any order.
+    """Functions that wait for the copy and return it on the host. Any thread may call them, in any order.
 
     Attributes:
-        state: see `state.gather`; it gives up the copy of what only it returns, so call it once.
+        state: see `state.gather`. Call it once: it frees the copies of sums and optimizers.
         adapters: weights by adapter, see `state.adapter_arrays`.
-        on_devices: whether the devices hold the copy; else it is on the host already.
+        on_devices: whether the copy is on the devices; otherwise it is on the host.
     """
 
     state: Callable[[], dict[str, Any]]
@@ -41,9 +41,9 @@ class Snapshot:
 
 
 class Snapshots:
-    """Copies stages that have finished everything they were given.
+    """Copies the state of stages whose work is all dispatched.
 
-    Whether the devices have room is judged by the most memory that training has used before the first copy.
+    The free memory of a device is its limit minus the peak that training has used before the first copy.
     """
 
     def __init__(self, stages: Sequence[Stage]):
@@ -52,15 +52,15 @@ class Snapshots:
         self._free: list[float] | None = None  # bytes by stage
 
     def compile(self) -> None:
-        """Compiles the copies, so that the first snapshot is as quick as the next."""
+        """Compiles the copies, so that the first snapshot is as fast as later ones."""
         for stage in self._stages:
             self._program(_changing(stage))
 
     def take(self, places: Mapping[str, int]) -> Snapshot:
-        """Copies everything; of the adapters in `places`, name → place, the weights can be read by themselves.
+        """Copies the state. The weights of the adapters in `places` (name → place) can be read separately.
 
-        Processes of one run may have to meet to read an array, in one order: there the copy is read before this
-        returns, and all of them must call it.
+        With several processes, reading an array may be a collective, which needs one order. Then the copy is read
+        before this returns, and all processes must call it.
         """
         roomy = self._have_room()
         stages = [self._copied(stage) for stage in self._stages] if roomy else self._stages
@@ -68,7 +68,7 @@ class Snapshots:
         adapters = {name: partial(_adapter, stages, place) for name, place in places.items()}
         if roomy and jax.process_count() == 1:
             return Snapshot(state=state, adapters=adapters, on_devices=True)
-        own = {name: read() for name, read in adapters.items()}  # before `state`, which gives up the copy
+        own = {name: read() for name, read in adapters.items()}  # before `state`, which frees the copy
         held = state()
         return Snapshot(
             state=lambda: held,
@@ -120,12 +120,12 @@ def _adapter(stages: Sequence[Stage], place: int) -> dict[str, np.ndarray]:
 
 
 def _device_bytes(arrays: Any) -> int:
-    """What one device holds of them."""
+    """Returns the bytes of the arrays on one device."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 def _unused(device: Any) -> float:
-    """Bytes of a device that training has never used; no bound where it does not tell (CPU)."""
+    """Returns the bytes of a device that training has never used; infinity if unknown (CPU)."""
     memory = device.memory_stats() or {}
     if "bytes_limit" not in memory:
         return float("inf")

@@ -1,9 +1,9 @@
-"""When each event ran on its stage, measured without slowing it: a thread per stage waits for results in order.
+"""Measures when each event ran on its stage: a thread per stage waits for results in order, without slowing training.
 
-An adapter has two updates of a slot on each stage: one closes its global batch there, the other is its step.
+An adapter has two updates per slot and stage: one closes its global batch, the other is its step.
 
-Wall-clock seconds since the first event. A stage works on one event at a time, so an event starts when it was issued,
-when its input was there or when the event before it ended, whichever came last.
+Times are wall-clock seconds since the start. A stage runs one event at a time, so an event starts when it was issued,
+when its input was ready or when the previous event ended, whichever is last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scheduling.pipeline import Event
 from scheduling.spans import Pause, Span
 from scheduling.timeline import Timeline
 
-MOST = 200_000  # events kept: about 40 MB; later ones are not recorded
+MOST = 200_000  # recorded events, about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure
 RECENT = 50  # slots
 
@@ -34,12 +34,12 @@ class Issued(NamedTuple):
 
 
 class Spans:
-    """Recorder of one sitting; close it to end its threads."""
+    """Recorder of one process of a run. Close it to end its threads."""
 
     def __init__(self, num_stages: int):
         self._began = time.perf_counter()
-        self._ends: dict[tuple[str, int, int], float] = {}  # of passes, for their neighbours
-        self._closed: dict[tuple[int, tuple[str, ...]], float] = {}  # (slot, adapter) -> by the last stage so far
+        self._ends: dict[tuple[str, int, int], float] = {}  # ends of passes, for the next stage
+        self._closed: dict[tuple[int, tuple[str, ...]], float] = {}  # (slot, adapter) -> latest close of any stage
         self._pauses: list[Pause] = []
         self._spans: list[Span] = []
         self._host: list[Span] = []
@@ -56,16 +56,16 @@ class Spans:
             thread.start()
 
     def issued(self, event: Event, *, stepping: bool = False) -> Issued:
-        """Notes that the host begins to dispatch an event.
+        """Records that the host starts to dispatch an event.
 
         Args:
-            stepping: the step of an adapter, which waits for all stages to close its batch.
+            stepping: whether it is the step of an adapter, which waits until all stages have closed its batch.
         """
         return Issued(event, self._now(), stepping)
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        """Training waits for what is done inside, and it for everything issued before: no bubble of the pipeline."""
+        """Records the body as a pause of training, which does not count as a bubble of the pipeline."""
         start = self._now()
         try:
             yield
@@ -74,21 +74,21 @@ class Spans:
                 self._pauses.append(Pause(start, self._now(), what))
 
     def follow(self, issued: Issued, result: Array) -> None:
-        """Watches for the end of an event; `result` must not be donated to anybody."""
+        """Records the end of an event when its result is ready. `result` must not be donated."""
         event, kept = issued.event, len(self._host) < MOST
         if kept:
             self._host.append(Span(event.kind, event.stage, event.slot, issued.at, self._now(), event.adapters))
-        self._queues[event.stage].put((issued, result, kept))  # all: the first failure is to be known at any length
+        self._queues[event.stage].put((issued, result, kept))  # all events, so that the first failure is always known
 
     def stop(self) -> None:
         """Ends the threads."""
         self._join()
 
     def close(self, plan: Plan) -> Timeline:
-        """Ends the threads; returns what was measured of a plan's run."""
+        """Ends the threads and returns the measured timeline of a plan."""
         self._join()
         lengths = {job.name: job.sample_tokens for job in plan.jobs}
-        # A slot that ended early, because a stage failed or there was no more room here, is none to compare.
+        # Skip incomplete slots, after which a stage failed or recording ended.
         seen = {span.slot for span in self._spans if span.kind == "backward" and span.stage == 0}
         names = {slot: tuple(dict.fromkeys(ref.adapter for ref in plan.slots[slot].samples)) for slot in seen}
         timeline = Timeline(
@@ -102,10 +102,10 @@ class Spans:
         return timeline.with_pauses(self._pauses)
 
     def bubble_share(self) -> float | None:
-        """Idle share of the stages over the recent slots, without fill, drain and pauses.
+        """Returns the idle share of the stages over the recent slots, without fill, drain and pauses.
 
-        None while those are fewer than twice the stages, with one stage, when nothing is recorded any more, and when
-        pauses leave no steady state between them.
+        None with one stage, with too few slots (at most twice the stages), after recording has ended, and if there is
+        no steady state between pauses.
         """
         with self._lock:
             spans, pauses = tuple(self._spans[-2 * RECENT * self._num_stages :]), tuple(self._pauses)
@@ -116,9 +116,10 @@ class Spans:
         return recent.bubble_share if any(recent.steady_s) else None
 
     def first_failure(self) -> Event | None:
-        """The event that failed first in order of issue; to be asked after something failed and nothing more is issued.
+        """Returns the failed event that was issued first; events that depend on it fail, too.
 
-        What depends on it fails, too. Waits some seconds at most: another process may be gone.
+        Call it after a failure, when no more events are issued. Waits at most some seconds, because another process may
+        be lost.
         """
         self._join(PATIENCE_S)
         first = min(self._failed, key=lambda issued: issued.at, default=None)
@@ -143,7 +144,7 @@ class Spans:
             event = issued.event
             try:
                 result.block_until_ready()
-            except Exception:  # the thread that issues events meets the same error and asks for the first
+            except Exception:  # the issuing thread gets the same error and calls `first_failure`
                 self._failed.append(issued)
                 continue
             del result, item
@@ -161,7 +162,7 @@ class Spans:
         if event.kind != "update":
             self._ends[event.kind, event.stage, event.slot] = end
         elif not issued.stepping:
-            self._closed[event.slot, event.adapters] = end  # threads note ends in order of time, nearly
+            self._closed[event.slot, event.adapters] = end  # threads record ends nearly in order of time
 
     def _input_ready(self, issued: Issued) -> float:
         event = issued.event

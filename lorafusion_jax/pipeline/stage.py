@@ -1,4 +1,4 @@
-"""One stage at work: its arrays, and what an event of the plan does to them."""
+"""One stage of the pipeline: its arrays, and the effect of each event on them."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from lorafusion_jax.pipeline.move import replicate
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms, Totals
 
-NO_SLOT = -1  # the slot of a pass that belongs to no plan
+NO_SLOT = -1  # slot of a pass outside of a plan
 
 
 class _Live(NamedTuple):
-    """What a stage holds of a microbatch between its forward and its backward pass."""
+    """Arrays of a microbatch between its forward and its backward pass on a stage."""
 
     inputs: Any
     xs: list[Array]  # input of each block
     kept: list[Any]
-    dy: Array | None  # on the last stage, made by the head
+    dy: Array | None  # on the last stage, from the head
 
 
 class Stepped(NamedTuple):
-    """What a stage did with the step of an adapter."""
+    """Result of an adapter's step on one stage."""
 
-    alive: Array  # [A], whether the adapter's last step was taken; it is there when the step is done
-    finite: Array  # of what was to be written: per leaf in order of `leaf_names`, then the optimizer state
+    alive: Array  # [A], whether each adapter's last step was taken; ready when the step is done
+    finite: Array  # whether the new values are finite: per leaf in order of `leaf_names`, then the optimizer state
     before: tuple[Leaves, Any] | None  # weights and optimizer state before the step; None with one stage
 
 
 class Stage:
-    """One stage of the pipeline; every method dispatches and returns at once.
+    """One stage of the pipeline. Methods dispatch and return at once unless their docstring says that they wait.
 
     Args:
-        parts: what the model computes.
-        weights: frozen arrays, on this stage's devices; `take_base` exchanges them.
-        mesh: those devices.
-        adapters: their settings, in stacking order.
-        remat: what forward leaves for backward.
+        parts: pieces of the model.
+        weights: frozen arrays on this stage's devices; `take_base` replaces them.
+        mesh: its devices.
+        adapters: settings of the adapters, in stacking order.
+        remat: rematerialisation policy.
         block: layers per program.
     """
 
@@ -74,7 +74,7 @@ class Stage:
         self._groups = _groups(weights.extent.pieces, block)
         self.take_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
-        self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # of each block's first layer
+        self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # first layer of each block
         self._places = [
             replicate(lv.place_of(parts.columns, parts.specs, index), mesh) for index in range(len(adapters))
         ]
@@ -88,7 +88,7 @@ class Stage:
         self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
 
     def take_base(self, weights: StageWeights) -> None:
-        """Computes with these frozen arrays from here on: those that it was made with may have stood in for them."""
+        """Replaces the frozen arrays, which may have been placeholders."""
         self.weights = weights
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in self._groups]
 
@@ -102,18 +102,18 @@ class Stage:
 
     @property
     def names(self) -> list[str]:
-        """Of the adapters, in stacking order."""
+        """Names of the adapters, in stacking order."""
         return [spec.name for spec in self._specs]
 
     def first_lora(self) -> dict[str, dict[str, np.ndarray]]:
-        """Initial weights of each adapter in all layers of the model."""
+        """Returns the initial weights of each adapter in all layers of the model."""
         return self._parts.first_lora()
 
     def spec(self, index: int) -> AdapterSpec:
         return self._specs[index]
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Takes each adapter's initial weights in all layers of the model; everything else is as new, too."""
+        """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
         self._live, self._gradients = {}, {}
         self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
         self.take_weights(lora)
@@ -130,16 +130,16 @@ class Stage:
         self.optimizers = self._new_optimizers()
 
     def take_weights(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Takes each adapter's weights in all layers of the model."""
+        """Sets each adapter's weights, given for all layers of the model."""
         own = [
             {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
         ]
-        self.lora = {  # leaf by leaf: the host never holds all of them twice
+        self.lora = {  # leaf by leaf, so that the host does not hold all of them twice
             name: replicate(lv.joined({name: at}, own)[name], self.mesh) for name, at in self._parts.columns.items()
         }
 
     def _new_optimizers(self) -> dict[str, Any]:
-        """First states of all optimizers, by a program that makes one of every kind in each call."""
+        """Creates the initial states of all optimizers, with a program that makes one of each kind per call."""
         kinds = list(self._of_a_kind().values())
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
@@ -150,13 +150,13 @@ class Stage:
 
         program, states = jax.jit(new, out_shardings=self.mesh.everywhere), {}
         for turn in range(max(map(len, kinds))):
-            chosen = [own[min(turn, len(own) - 1)] for own in kinds]  # where a kind has no more: once again, for nobody
+            chosen = [own[min(turn, len(own) - 1)] for own in kinds]  # a kind with fewer adapters repeats its last
             made = program([self._places[index] for index in chosen], self.lora)
             states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
         return {spec.name: states[spec.name] for spec in self._specs}
 
     def _of_a_kind(self) -> dict[tuple, list[int]]:
-        """Adapters whose optimizer steps are one program."""
+        """Groups adapters whose optimizer steps share one program."""
         kinds: dict[tuple, list[int]] = {}
         for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
             kind = (spec.kind, spec.rank, spec.targets, settings.optim.name, settings.optim.clip > 0)
@@ -164,15 +164,15 @@ class Stage:
         return kinds
 
     def one_of_every_kind(self) -> list[int]:
-        """Adapters that together use every program which belongs to adapters."""
+        """Returns adapters that together use all programs of adapters."""
         return [own[0] for own in self._of_a_kind().values()]
 
     def changing(self) -> list[Any]:
-        """All arrays that training changes."""
+        """Returns all arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
 
     def held(self) -> dict[str, int]:
-        """Numbers that are held for training, those of one replica: weights, gradients, moments."""
+        """Counts the elements stored for training on one replica: weights, gradients, moments."""
         moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
         return {
             "weights": sum(leaf.size for leaf in self.lora.values()),
@@ -204,11 +204,11 @@ class Stage:
         return losses
 
     def backward(self, slot: int, dy: Array | None) -> Array:
-        """Adds a microbatch's gradients to the sums; returns the gradient of its input."""
+        """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
         inputs, xs, kept, own = self._live.pop(slot)
         gradient: Any = own if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
-        del own  # given away below
+        del own  # donated below
         for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
             gradient, self.sums = self.programs.backward(
                 block, self.lora, number, xs.pop(), inputs, kept.pop(), gradient, self.sums
@@ -216,7 +216,7 @@ class Stage:
         return gradient
 
     def close_batch(self, index: int) -> tuple[BatchSummary, Array]:
-        """Closes an adapter's global batch: its gradient leaves the sums and waits for `step`.
+        """Closes an adapter's global batch: moves its gradient from the sums to where `step` takes it.
 
         Returns:
             (BatchSummary, finite per leaf in order of `leaf_names`)
@@ -244,22 +244,23 @@ class Stage:
         return Stepped(self.alive, finite, None if own is None else (own, state))
 
     def put_back(self, index: int, before: tuple[Leaves, Any]) -> None:
-        """Undoes a step that another stage refused, and whatever the adapter did after it."""
+        """Undoes a step that another stage refused, and all later steps of the adapter."""
         own, self.optimizers[self._specs[index].name] = before
         self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, own, self.alive)
 
     def still(self, index: int) -> Hyper:
-        """Numbers with which `step` leaves an adapter's weights as they are, for timing it."""
+        """Returns hyperparameters with which `step` does not change the weights, for timing it."""
         return still(self._adapters[index].optim)
 
     def time_passes(self, batch: Microbatch) -> tuple[float, float]:
-        """Runs forward and backward without the other stages, on random numbers where they would send something.
+        """Runs forward and backward without the other stages, with random inputs, and waits for them.
 
-        Not on zeros: products of zeros draw so little power that an H200 keeps a higher clock. Stages of a 70B model
-        looked 15 % faster than they were. Nor with a rest before a pass: a GPU that waits cools and clocks higher then.
+        The inputs are not zeros: products of zeros draw so little power that an H200 keeps a higher clock, and stages
+        of a 70B model seemed 15 % faster than they were. There is no pause before a pass, because an idle GPU cools and
+        then runs at a higher clock.
 
         Returns:
-            Seconds of either, waited for.
+            Seconds of forward and of backward.
         """
         sent = None if self.weights.embed is not None else self.noise(batch)
         received = None if self.weights.head is not None else self.noise(batch)
@@ -272,10 +273,10 @@ class Stage:
         return forward_s, time.perf_counter() - began
 
     def compile_steps(self, num_stages: int) -> None:
-        """Compiles the optimizer steps of all adapters by running them on copies that are thrown away.
+        """Compiles the optimizer steps of all adapters by running them on temporary copies, and waits for them.
 
-        Waits for them: nothing later depends on these copies, so a real all-reduce could start on one process while
-        another still runs one of these, and the two would meet.
+        Waiting is necessary: later work does not depend on these copies, so one process could start a real all-reduce
+        while another still runs one of these, and the two would be matched.
         """
         optimizers = {index: self.optimizers[self._specs[index].name] for index in self.one_of_every_kind()}
         lora, sums, totals, alive, optimizers = _copied((self.lora, self.sums, self.totals, self.alive, optimizers))
@@ -289,16 +290,16 @@ class Stage:
         jax.block_until_ready((lora, sums, totals, alive))
 
     def try_evaluation(self, batch: Microbatch) -> None:
-        """Runs an evaluation without the other stages, to compile it; waits for it."""
+        """Compiles an evaluation by running it without the other stages, and waits for it."""
         sent = None if self.weights.embed is not None else self.noise(batch)
         jax.block_until_ready(self.evaluate(batch, sent))
 
     def noise(self, batch: Microbatch) -> Array:
-        """Activations of a microbatch, normally distributed."""
+        """Returns random, normally distributed activations of a microbatch."""
         return self._normal((*batch.tokens.shape, self._parts.model.hidden_size), self._parts.dtype)
 
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
-        """Runs a held-out microbatch, dropout off; the last stage returns sums [A] over all replicas."""
+        """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
@@ -308,16 +309,16 @@ class Stage:
         return here if weights.head is None else programs.totals(weights.norm, weights.head, here, batch)
 
     def adapter(self, index: int) -> Leaves:
-        """A copy of one adapter's weights; later steps leave it alone."""
+        """Copies one adapter's weights. Later steps do not change the copy."""
         return self.programs.take(self._specs[index], self._places[index], self.lora)
 
     def leaf_names(self, spec: AdapterSpec) -> list[str]:
-        """Leaves of one adapter in the order in which `close_batch` reports them."""
+        """Returns the leaves of one adapter in the order in which `close_batch` reports them."""
         return lv.own_names(self._parts.columns, spec)
 
 
 def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:
-    """Places of the pieces that run in one program: so many layers, or a half alone."""
+    """Groups the pieces by program: up to `block` layers, or one half layer."""
     groups: list[list[int]] = []
     for place, piece in enumerate(pieces):
         joins = groups and piece.half is None and pieces[groups[-1][0]].half is None and len(groups[-1]) < block

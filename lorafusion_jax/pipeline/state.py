@@ -1,6 +1,7 @@
-"""The changing arrays of a pipeline as host arrays of the whole model: what a checkpoint holds, whatever the layout.
+"""Gathers the trainable state of a pipeline to host arrays of the whole model, and scatters it onto any layout.
 
-Every adapter's arrays are its own, at its rank and targets: who else trains does not show in them.
+This is the content of a checkpoint. Each adapter has separate arrays at its own rank and targets, independent of the
+other adapters.
 L layers · A adapters · R replicas · r an adapter's rank
 """
 
@@ -23,11 +24,11 @@ type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
 
 
 def gather(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Collects weights, sums and optimizers of all stages; every process must call it.
+    """Collects weights, sums and optimizers of all stages. Collective over processes.
 
     Returns:
         By adapter: lora [L, K, r] and sums [R, L, K, r] by leaf, and optimizers; loss [R, A], alive [A]; metrics [R, A]
-        by name where an objective has any.
+        by name, if an objective has any.
     """
     last = stages[-1]
     assert last.totals is not None
@@ -43,9 +44,9 @@ def gather(stages: Sequence[Stage]) -> dict[str, Any]:
 
 
 def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
-    """Gives the stages what `gather` collected, on this or another layout.
+    """Gives the stages the result of `gather`, on this or another layout.
 
-    With another number of replicas, sums that are under way start on the first of them.
+    With another number of replicas, partial sums are added up on the first replica.
     """
     replicas = stages[0].mesh.replicas
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
@@ -66,7 +67,7 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
 
 
 def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
-    """Shapes and dtypes of what `gather` returns, for a checkpoint written with that many replicas."""
+    """Returns shapes and dtypes of the result of `gather` with this number of replicas."""
 
     def joined(trees: list[Any]) -> Any:
         def join(*leaves: Any) -> Any:
@@ -93,7 +94,7 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 
 
 def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
-    """An adapter's parts of all stages (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+    """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
     return _joined(list(parts))
 
 
@@ -115,12 +116,12 @@ def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -
 
 
 def _apart(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss, which every checkpoint has, and what objectives measure besides."""
+    """Returns the loss, which every checkpoint has, and the metrics of objectives."""
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
 
 def _of_stage(extent: Extent, tree: Any) -> Any:
-    """Cuts a stage's layers out of every array, whose path names its leaf; scalars count steps."""
+    """Slices a stage's layers out of every array. The array's path names its leaf; scalars are step counts."""
 
     def own(path: tuple, leaf: Any) -> np.ndarray:
         if not np.ndim(leaf):

@@ -1,4 +1,4 @@
-"""From a job to trained adapters: programs, loop, run folder."""
+"""Trains the adapters of a job: the loop, its run folder, saves and exports."""
 
 from lorafusion_jax.checkpoint.folder import RunFolder as RunFolder
 from lorafusion_jax.config.specs import adapter_specs as adapter_specs

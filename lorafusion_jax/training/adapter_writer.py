@@ -1,4 +1,4 @@
-"""Adapter folders of a run: PEFT files, tokenizer, model card and a complete record of how the adapter was made."""
+"""Writes the adapter folders of a run: PEFT files, tokenizer, model card and a record of how it was trained."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 class AdapterWriter:
     """Writes `adapters/<name>/step-…` folders of a run.
 
-    A sitting that crashed may have left folders of the step at which this one begins, and of later ones; on another
-    layout they differ from what this one computes by rounding.
+    A process that crashed may have left folders of the step at which this one starts, and of later steps. They are
+    written again, because on another layout the results differ by rounding.
 
     Args:
-        progress: where the sitting begins.
+        progress: progress at the start of this process.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class AdapterWriter:
         self._written: set[Path] = set()
 
     def write(self, name: str, step: int, own: Mapping[str, np.ndarray], *, failure: str = "") -> Path:
-        """Writes one adapter, unless its folder is there already from this sitting or before it; returns the folder.
+        """Writes one adapter and returns its folder. Keeps a folder from this process or of an earlier step.
 
         Args:
             own: its weights, "layers.self_attn.q_proj.lora_a" → [L, K, r], and other leaves.
-            failure: why the adapter takes no step after this one; its folder says so.
+            failure: why the adapter failed after this step (empty: it did not); recorded in the folder.
         """
         target = self._folder.adapter_step(name, step)
         if target.exists() and not failure and (step < self._since.get(name, 0) or target in self._written):

@@ -1,6 +1,6 @@
-"""More adapters, or more samples of one: the job that follows from a request, or why there is none.
+"""Adds adapters, or samples of an adapter, to the job of a run.
 
-Everything is read and checked before anything of the run changes.
+All new data is read and checked before the run changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LacksMemory = Callable[[JobConfig], str | None]  # `Session.lacks_memory`
 
 
 def with_request(job: Job, request: Request, lacks_memory: LacksMemory) -> Job:
-    """The job with what a request adds, its plan as it was.
+    """Returns the job with what a request adds, and with its old plan.
 
     Raises:
-        LoraFusionError, PlanError: it cannot be added.
+        LoraFusionError, PlanError: the request cannot be fulfilled.
     """
     if request.action == "add":
         return with_adapters(job, request.settings, lacks_memory)
@@ -39,12 +39,12 @@ def with_request(job: Job, request: Request, lacks_memory: LacksMemory) -> Job:
 
 
 def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: LacksMemory) -> Job:
-    """The job with more adapters.
+    """Returns the job with additional adapters.
 
     Raises:
-        LoraFusionError: names that are taken, data that cannot be read, a folder that none can begin with, samples that
-            the base computes differently; `add.memory`.
-        PlanError: samples that do not fit into a microbatch.
+        LoraFusionError: a name is taken, data or a warm start cannot be read, samples are too long for the base, or
+            memory does not suffice (`add.memory`).
+        PlanError: a sample does not fit into a microbatch.
     """
     check_names(adapters, job.config)
     new = job.config.model_copy(update={"adapters": tuple(adapters)})
@@ -66,7 +66,7 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
 
 
 def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> Job:
-    """The job with more samples of an adapter, from where its stream ends now.
+    """Returns the job with more samples of an adapter, after the current end of its stream.
 
     Raises:
         ConfigError: `config.too-many-samples`.
@@ -85,7 +85,7 @@ def extended(job: Job, name: str, *, epochs: int | None, steps: int | None) -> J
 
 
 def reread(config: JobConfig, prepared: Prepared) -> Prepared:
-    """The data of a configuration to which another process has added something.
+    """Returns the data of a configuration that the first process has extended.
 
     Raises:
         LoraFusionError: this process cannot read the data of a new adapter.
@@ -101,7 +101,7 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
 
 
 def noted(job: Job, record: dict[str, Any]) -> dict[str, Any]:
-    """What run.json notes of adapters that the job's plan does not know yet, beside their configuration."""
+    """Returns the entries of run.json about adapters that the job's plan does not have yet."""
     new = only(job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of])
     names = {adapter.name for adapter in new.adapters}
     found = {

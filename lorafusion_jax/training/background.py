@@ -9,7 +9,7 @@ from typing import Any
 
 
 class BackgroundQueue:
-    """Runs one piece of work after the other on its own thread; after one that fails, no other.
+    """Runs work on its own thread, in order. After a failure it runs no more work.
 
     >>> queue = BackgroundQueue("example")
     >>> queue.submit(lambda: 1 + 1, print)
@@ -24,21 +24,21 @@ class BackgroundQueue:
         self._failed = False
 
     def submit[T](self, work: Callable[[], T], on_done: Callable[[T], None]) -> None:
-        """Queues work; a later `poll` calls `on_done` with its result."""
+        """Queues work. A later `poll` calls `on_done` with its result."""
         self._pending.append((self._thread.submit(self._run, work), on_done))
 
     def poll(self, *, wait: bool = False) -> None:
-        """Calls back for finished work, in order, or raises its exception; waits for all work if asked."""
+        """Runs the callbacks of finished work in order, or raises its exception. With `wait`, waits for all work."""
         while self._pending and (wait or self._pending[0][0].done()):
             done, on_done = self._pending.popleft()
             on_done(done.result())
 
     def close(self) -> None:
-        """Waits for work that was queued. Pending callbacks are dropped."""
+        """Waits for queued work. Pending callbacks are dropped."""
         self._thread.shutdown(wait=True)
 
     def _run[T](self, work: Callable[[], T]) -> T | None:
-        if self._failed:  # the error before this one is what `poll` raises
+        if self._failed:  # `poll` raises the first error
             return None
         try:
             return work()

@@ -1,8 +1,7 @@
-"""Changes of a run's plan while it goes on: an adapter is cancelled, finished early, paused, continued, weighed anew,
-added or extended.
+"""Changes of a running plan: cancel, finish, pause, continue, reweight, add or extend an adapter.
 
-A change holds from a slot on, at which the pipeline is empty. run.json notes it with the plan that follows from it, so
-a run that goes on from an earlier checkpoint comes to the same changes at the same slots.
+A change takes effect at a slot at which the pipeline is empty. run.json records it with the new plan, so a run that is
+resumed from an earlier checkpoint makes the same changes at the same slots.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from scheduling import Plan, replan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What becomes of an adapter from a slot on.
+    """A change of an adapter from a slot on.
 
     Attributes:
-        action: "free" gives the slots of a failed adapter to the others.
-        request: name of the file that asked for it; empty: nobody did.
-        weight: the new one, of `weight`.
-        steps: with which the adapter ends, of `finish`, `extend` and `add`.
-        reason: why it failed, of `free`.
+        action: as in a request; "free" gives the slots of a failed adapter to the others.
+        request: name of the request's file; empty if there was none.
+        weight: new weight, for `weight`.
+        steps: new total of steps, for `finish`, `extend` and `add`.
+        reason: why the adapter failed, for `free`.
     """
 
     slot: int
@@ -42,12 +41,12 @@ class Change:
     reason: str = ""
 
     def row(self) -> dict[str, Any]:
-        """As run.json has it."""
+        """Returns the entry of run.json."""
         return {key: value for key, value in asdict(self).items() if value not in ("", None)}
 
 
 def recorded_changes(folder: RunFolder) -> list[Change]:
-    """All changes of a run that came into force, in order."""
+    """Returns all changes of a run that took effect, in order."""
     return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
 
 
@@ -57,7 +56,7 @@ def until(changes: Iterable[Change], slot: int) -> list[Change]:
 
 
 def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:
-    """Adapters that a plan leaves out from some slot on, and no change does: dropped when the run was resumed."""
+    """Returns adapters that the plan stops without a change: those dropped when the run was resumed."""
     changed: set[str] = set()
     for change in changes:
         if change.action in ("cancel", "pause", "finish", "free"):
@@ -68,7 +67,7 @@ def stopped_otherwise(plan: Plan, changes: Sequence[Change]) -> list[tuple[str, 
 
 
 def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> None:
-    """Makes sure that something can be done with an adapter of a run, as it stands.
+    """Checks that an action is possible for an adapter of a run.
 
     Args:
         adapters: name → status.
@@ -90,13 +89,13 @@ def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> Non
 
 
 def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:
-    """Plans what is left again with some changes, at most one for an adapter.
+    """Replans the rest of a job with changes, at most one per adapter.
 
     Args:
-        job: with its plan as it was, and with the settings and data that follow from the changes.
+        job: with the old plan, and with settings and data after the changes.
 
     Returns:
-        (plan, the changes with the steps that follow from it)
+        (plan, the changes with their steps set)
 
     Raises:
         PlanError: see `scheduling.replan`.
@@ -123,12 +122,12 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
 
 
 def apply(change: Change, progress: Progress) -> AdapterEvent | None:
-    """Carries a change out on the progress of a run; returns the news, None where it holds already."""
+    """Applies a change to the progress of a run. Returns the event, or None if nothing changed."""
     if change.action == "add" and change.adapter not in progress.adapters:
         assert change.steps is not None
         adapter = AdapterProgress(name=change.adapter, num_steps=change.steps)
         progress.adapters[change.adapter] = adapter
-        return _news(change, adapter)
+        return _changed(change, adapter)
     adapter = progress.adapters[change.adapter]
     before = adapter.status, adapter.num_steps
     if adapter.status == "running" and change.action == "free":
@@ -137,14 +136,14 @@ def apply(change: Change, progress: Progress) -> AdapterEvent | None:
             slot=change.slot, adapter=adapter.name, step=adapter.step, reason=change.reason, kept_step=adapter.step
         )
     goes_on = change.action == "extend" and adapter.status == "done" and adapter.step < (change.steps or 0)
-    if adapter.status in ("running", "paused") or goes_on:  # the others are at their end
+    if adapter.status in ("running", "paused") or goes_on:  # other adapters have ended
         _carry_out(change, adapter)
     if (adapter.status, adapter.num_steps) == before and change.action != "weight":
         return None
-    return _news(change, adapter)
+    return _changed(change, adapter)
 
 
-def _news(change: Change, adapter: AdapterProgress) -> AdapterChanged:
+def _changed(change: Change, adapter: AdapterProgress) -> AdapterChanged:
     return AdapterChanged(
         slot=change.slot,
         adapter=adapter.name,

@@ -1,6 +1,6 @@
-"""Trains one adapter of a run for a few steps twice, with the others and alone, and compares every tensor.
+"""Trains one adapter of a run for a few steps twice, jointly and alone, and compares every tensor.
 
-Both start anew from the run's own settings and data; the joint one follows the run's plan. Nothing is written.
+Both start from the run's settings and data. The joint training follows the run's plan. Nothing is written.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lorafusion_jax.training.start import checked_base
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
 
-# Relative to the tensor, as in CONTRIBUTING.md. float32: sums in another order, carried through optimizer steps;
-# bfloat16: activations are rounded to 8 bits, and rows lie elsewhere.
+# Relative to the tensor, as in CONTRIBUTING.md. float32: sums have another order, and optimizer steps carry the
+# difference on. bfloat16: activations are rounded to 8 bits, at other rows.
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
 
 
@@ -43,12 +43,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """An adapter trained with the others of its run and alone.
+    """Comparison of an adapter trained jointly and alone.
 
     Attributes:
-        others: adapters that had rows in the joint slots.
-        differences: of all tensors, largest first.
-        bound: that none may pass.
+        others: number of other adapters with rows in the joint slots.
+        differences: differences of all tensors, largest first.
+        bound: largest allowed difference.
     """
 
     adapter: str
@@ -59,15 +59,15 @@ class Comparison:
 
     @property
     def good(self) -> bool:
-        return all(one.value <= self.bound for one in self.differences)  # a NaN is above every bound
+        return all(one.value <= self.bound for one in self.differences)  # False for NaN
 
 
 def compare_alone(run: Path, name: str, steps: int) -> Comparison:
-    """Trains an adapter for a few steps with the others of its run and alone.
+    """Trains an adapter of a run for a few steps, jointly and alone, and compares its weights.
 
     Raises:
         ConfigError: `verify.adapter`, the run has no such adapter.
-        LoraFusionError: no run, or its plan, data or base model changed since.
+        LoraFusionError: there is no run, or its plan, data or base model changed since.
     """
     folder = RunFolder(run)
     plan, record, config = folder.read_plan(), folder.read_record(), folder.read_config()
@@ -97,7 +97,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
 
 
 def first_steps(plan: Plan, name: str, steps: int) -> Plan:
-    """The slots of a plan, on its first layout, in which an adapter takes its first steps."""
+    """Returns the plan cut after the slot in which an adapter takes its last of `steps`, on its first layout."""
     last = next(slot for slot, adapter, batch in plan.batches_ending() if (adapter, batch) == (name, steps - 1))
     first = plan.layouts[0]
     end = min(last + 1, first.end)
@@ -107,12 +107,12 @@ def first_steps(plan: Plan, name: str, steps: int) -> Plan:
         num_stages=first.num_stages,
         data_parallel=first.data_parallel,
         earlier=(),
-        stopped=tuple((job.name, end) for job in plan.jobs),  # a batch that is cut off takes no step
+        stopped=tuple((job.name, end) for job in plan.jobs),  # incomplete batches take no step
     )
 
 
 def compare(joint: Arrays, alone: Arrays) -> tuple[Difference, ...]:
-    """The difference of every tensor, largest first.
+    """Returns the difference of every tensor, largest first.
 
     >>> one = {"q_proj": (np.ones((2, 1)), np.zeros((1, 2)))}
     >>> compare(one, one)[0].value
@@ -132,7 +132,7 @@ def _relative(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _on_layout_of(config: JobConfig, plan: Plan) -> JobConfig:
-    """The job on the mesh that its run began on."""
+    """Returns the job with the mesh on which its run began."""
     first = plan.layouts[0]
     if not plan.earlier:
         return config

@@ -15,8 +15,8 @@ def fail_together() -> Iterator[None]:
     """Raises on every process if the body raises on any. Collective: every process must enter it equally often.
 
     Raises:
-        LoraFusionError: what this process found.
-        CheckpointError: `run.refused`, where it was another process.
+        LoraFusionError: the error of this process.
+        CheckpointError: `run.refused`, if another process raised.
     """
     refused: LoraFusionError | None = None
     try:
@@ -31,10 +31,10 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def exclusive_run(folder: RunFolder) -> Iterator[None]:
-    """Keeps other processes from training this run; what killed ones left in its folder is removed first.
+    """Prevents other processes from training this run, and removes temporary files of killed processes.
 
     Raises:
-        CheckpointError: `run.in-use`, in all processes of this run; there is no run (`run.missing`).
+        CheckpointError: `run.in-use` or `run.missing` (there is no run), on all processes of this run.
     """
     with ExitStack() as held:
         with fail_together():

@@ -1,5 +1,6 @@
-"""Exports adapters of a run: writes their folders in the background. A folder that cannot be written costs its own
-adapter only; a full disk ends the run.
+"""Exports adapters of a run in the background.
+
+If a folder cannot be written, only its adapter fails. A full disk ends the run.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from lorafusion_jax.training.state import AdapterProgress
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Problem = LoraFusionError | OSError
-Weights = Callable[[], dict[str, np.ndarray]]  # waits for them
+Weights = Callable[[], dict[str, np.ndarray]]  # waits for the weights
 Read = Callable[[str], Weights]  # `Session.read`
 
 
 class ExportQueue:
-    """Writes folders of adapters, one after the other, on the thread of `queue`."""
+    """Writes folders of adapters on the thread of `queue`, in order."""
 
     def __init__(self, writer: AdapterWriter, read: Read, listener: Listener, queue: BackgroundQueue):
         self._writer, self._read, self._listener, self._queue = writer, read, listener, queue
 
     def submit_running(self, adapter: AdapterProgress, slots_done: int, own: Weights | None = None) -> None:
-        """Queues the folder of an adapter as it is now; only a folder that cannot be written is reported.
+        """Queues the folder of an adapter that still trains. Only errors are reported.
 
         Args:
-            own: reads its weights; those that it has now when absent.
+            own: reads its weights (None: reads the current weights).
         """
         name, step, failure = adapter.name, adapter.step, adapter.failure
         read = self._read(name) if own is None else own
@@ -46,7 +47,7 @@ class ExportQueue:
         self._queue.submit(lambda: self._attempt(name, step, read, failure), on_done)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
-        """Queues the folder of an adapter that trains no more; `poll` tells when it is complete."""
+        """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
         name, step, failure = adapter.name, adapter.step, adapter.failure
         own = self._read(name)
 
@@ -72,7 +73,7 @@ class ExportQueue:
 
     def _refused(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
         self._tell_refusal(adapter.name, adapter.step, slots_done, problem)
-        if adapter.status == "done":  # its last weights are in the checkpoint: resume writes the folder
+        if adapter.status == "done":  # the checkpoint has its last weights: resume writes the folder again
             adapter.status, adapter.reason = "failed", f"its folder could not be written: {_described(problem)['what']}"
             self._listener(
                 AdapterFailed(

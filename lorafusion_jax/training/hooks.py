@@ -1,4 +1,4 @@
-"""What a loop does besides training: the run around it says how."""
+"""The loop's callbacks into its run: saves, evaluations, exports and new plans."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Hooks:
     """Called by the loop.
 
     Attributes:
-        save: begins a checkpoint of the state, and waits until it is written if told so.
-        evaluate: (adapter, step, slots done) → held-out loss is measured and reported.
-        finish: (adapter, slots done); an adapter took its last step, and what follows may go on while others train.
-        add: (new adapters, slots done) → they have a place and their first weights; all programs compile again.
-        finished: tells what came of it, and of saves, meanwhile.
-        wants_revision: whether a user asks for another plan; looked at before every slot.
-        revise: gives the job another plan from the drained slot `progress.slot` on and returns what changes with it;
-            None: it stays. All processes ask together.
-        bubble_share: measured idle share of the recent slots, pauses left out; None: nothing to say.
-        evaluation_s: seconds of an adapter's evaluation, by those so far; None: nobody knows.
+        save: (wait) starts a checkpoint, and waits until it is written if `wait` is set.
+        evaluate: (adapter, step, slots done) measures and reports the held-out loss.
+        finish: (adapter, slots done) exports an adapter that has ended, possibly in the background.
+        add: (new adapters, slots done) gives new adapters a place and initial weights. All programs compile again.
+        finished: reports exports and saves that were completed in the background.
+        wants_revision: whether a request for another plan is pending. Called before every slot.
+        revise: gives the job another plan from the drained slot `progress.slot` on and returns its changes; None if the
+            plan stays. Collective over processes.
+        bubble_share: measured idle share of the recent slots without pauses; None if unknown.
+        evaluation_s: expected seconds of an adapter's evaluation; None if unknown.
     """
 
     save: Callable[[bool], None]

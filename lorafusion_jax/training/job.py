@@ -1,4 +1,4 @@
-"""What a run trains at the moment: settings, data and plan, which change together at a drained slot."""
+"""The current settings, data and plan of a run. They change together, at a drained slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduling import Plan
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Shared by everything that works on one run; only `Revisions` changes it."""
+    """Shared by all parts of a run. Only `Revisions` changes it."""
 
     config: JobConfig
     prepared: Prepared
@@ -22,15 +22,15 @@ class Job:
 
 
 def first_steps(adapter: AdapterConfig, data: AdapterData) -> int:
-    """Optimizer steps of an adapter before it was extended."""
+    """Returns the number of optimizer steps of an adapter before extensions."""
     return _steps(adapter, len(data.order if data.first is None else data.first))
 
 
 def step_rates(adapter: AdapterConfig, data: AdapterData) -> np.ndarray:
-    """Learning rate of each step of an adapter, float32.
+    """Returns the learning rate of each step of an adapter, float32.
 
-    Each extension has a schedule of its own, warm-up included; so a rate never depends on when somebody asked for one.
-    A stretch that was ended early keeps the schedule of all that was planned of it.
+    Each extension has its own schedule, warm-up included, so a rate does not depend on when the extension was
+    requested. A part that was ended early keeps the schedule of its planned length.
     """
     first = data.order if data.first is None else data.first
     planned = [len(first), *(each.samples for each in adapter.extended)]

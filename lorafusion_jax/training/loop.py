@@ -1,9 +1,9 @@
-"""Executes a plan: issues its events in order, steps the adapters whose global batch is complete, saves.
+"""Executes a plan: issues its events in order, steps adapters whose global batch is complete, and saves.
 
-The devices always have the next microbatch queued. The rows of an adapter that failed become padding where they stand,
-so the others compute what they would have computed, and a slot of such rows only is skipped. Once all adapters have
-stopped, the rest of the plan is left out. To save, no further slot is let in until those in the pipeline are through.
-At such a drain point another plan may take the place of what is left, and adapters may join.
+The devices always have the next microbatch queued. The rows of a failed adapter become padding in place, so results of
+the others do not change. A slot with only such rows is skipped. Once all adapters have stopped, the rest of the plan is
+skipped. Before a save the pipeline is drained: no slot enters until those in the pipeline are done. At such a drain
+point the rest of the plan may be replaced, and adapters may join.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from scheduling import issue_order
 from scheduling import pipeline as schedule
 
 LOG_EVERY_S = 2.0
-ASK_EVERY = 8  # slots between two questions among processes whether to pause
+ASK_EVERY = 8  # slots between two agreements of the processes on whether to pause
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved its state."""
+    """The run was stopped by a signal and has saved its state."""
 
 
 class Loop:
-    """One run over the plan of a job, from `progress.slot` to the end; changes `progress` in place.
+    """Runs the plan of a job from `progress.slot` to the end. Updates `progress` in place.
 
     Args:
-        program: events per stage; None: 1F1B.
-        changes: that the plan knows and `progress` does not yet, in order of slots.
+        program: events per stage (None: 1F1B).
+        changes: changes that the plan contains but `progress` does not yet, in order of slots.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Loop:
     ):
         self._job, self._executor, self._progress, self._emit, self._hooks = job, executor, progress, emit, hooks
         self._program, self._changes = program, deque(changes)
-        self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it was let in
+        self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it entered
         self._tables = PlanTables(job, executor.local_replicas)
         self._meter = Meter([], [], {}, progress.slot)
         self._steps = Steps(job, self._tables, executor, progress, self._meter, emit, hooks)
         self._take_plan()
-        self._seconds_before = progress.seconds  # of earlier sittings
+        self._seconds_before = progress.seconds  # of earlier processes of this run
         self._saved_at, self._logged_at = time.monotonic(), 0.0
         self._stop = threading.Event()  # set by a signal
 
@@ -72,8 +72,8 @@ class Loop:
         """Trains to the end of the plan.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came; the state is saved.
-            RunError: a device failed; the last checkpoint stands.
+            Interrupted: SIGINT or SIGTERM was received. The state is saved.
+            RunError: a device failed. The last checkpoint is intact.
         """
         with deferred_stop() as self._stop, self._executor.blaming(None, None):
             todo, stopped = self._settle(self._events_left()), False
@@ -98,7 +98,7 @@ class Loop:
         return [event for event in issue_order(program, plan.num_stages) if event.slot >= self._progress.slot]
 
     def _settle(self, todo: list[schedule.Event], *, revise: bool = True) -> list[schedule.Event]:
-        """Carries out at a drained slot what is to change there; returns the events that are left then."""
+        """Applies the changes at a drained slot. Returns the remaining events."""
         self._carry_out_changes()
         while revise and (changes := self._hooks.revise()) is not None:
             self._changes = deque([*until(self._changes, self._progress.slot), *changes])
@@ -112,7 +112,7 @@ class Loop:
         return []
 
     def _take_plan(self) -> None:
-        """Goes on with the job's plan, which is equal to the one before in all slots that are done."""
+        """Continues with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
         self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
         for name in self._failed():
@@ -122,9 +122,9 @@ class Loop:
         added: list[str] = []
         while self._changes and self._changes[0].slot <= self._progress.slot:
             change = self._changes.popleft()
-            news = apply(change, self._progress)
-            if news is not None:
-                self._emit(news)
+            event = apply(change, self._progress)
+            if event is not None:
+                self._emit(event)
                 self._follow(self._progress.adapters[change.adapter])
                 added += [change.adapter] if change.action == "add" else []
         if added:
@@ -132,16 +132,18 @@ class Loop:
             self._compile()
 
     def _follow(self, adapter: AdapterProgress) -> None:
-        """Does what becomes of an adapter that a change has ended or paused."""
+        """Evaluates and exports an adapter that a change has ended or paused."""
         every = self._job.config.train.eval_every_steps
-        if adapter.status == "done" and not (every and adapter.step % every == 0):  # else that has been done
+        if adapter.status == "done" and not (
+            every and adapter.step % every == 0
+        ):  # otherwise it was evaluated after its step
             self._steps.evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)
             self._hooks.finish(adapter.name, self._progress.slot)
 
     def _issue(self, todo: list[schedule.Event]) -> list[schedule.Event]:
-        """Issues events in order until a pause is due; returns those of slots that were not let in."""
+        """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
         slots = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
         batches = prefetch(self._tables.batches.of, slots)
         later: list[schedule.Event] = []
@@ -159,7 +161,7 @@ class Loop:
 
     def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
         enters = event.kind == "forward" and event.stage == 0
-        if enters:  # all events of a slot know the same adapters as failed, in every process
+        if enters:  # fixed per slot: all its events, on every process, leave out the same adapters
             self._left_out[event.slot] = self._failed()
         failed, tokens = self._left_out[event.slot], self._tables.slot_tokens[event.slot]
         if event.kind == "update":
@@ -179,7 +181,7 @@ class Loop:
         return frozenset(name for name, adapter in self._progress.adapters.items() if adapter.status == "failed")
 
     def _notice(self, slots: list[int]) -> None:
-        """Counts slots that are through and reads the results of steps that came with them."""
+        """Counts finished slots and reads the results of their steps."""
         self._meter.slots_done(slots)
         for slot in slots:
             self._steps.look_until(slot + 1)
@@ -206,7 +208,7 @@ class Loop:
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
 
     def _evaluations_left_s(self) -> float | None:
-        """What evaluations to come will take by those so far; None: nobody knows."""
+        """Estimates the time of future evaluations from those so far. None if unknown."""
         every, left_s = self._job.config.train.eval_every_steps, 0.0
         for name, adapter in self._progress.adapters.items():
             if adapter.status != "running" or self._job.prepared.adapters[name].eval is None:
@@ -218,7 +220,7 @@ class Loop:
         return left_s
 
     def _anybody_left(self) -> bool:
-        """Whether an adapter still trains, or will again; processes find that out at the same slot."""
+        """Whether an adapter still trains, or will again. All processes see the same at the same slot."""
         return bool(self._changes) or any(a.status == "running" for a in self._progress.adapters.values())
 
     def _pause_due(self, slot: int) -> bool:

@@ -1,4 +1,4 @@
-"""Throughput and time left, from wall time: slots and what training waits for between them."""
+"""Measures throughput and remaining time from the wall time of slots and pauses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-WARM_UP = 5  # first slots compile, fill caches and clocks: they would spoil the estimate
+WARM_UP = 5  # first slots are slower: they compile, fill caches and raise clocks
 WINDOW = 50
-EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # what training waits for
+EVALUATING, SAVING, COMPILING = "evaluating", "saving", "compiling"  # kinds of pauses
 
 
 class Meter:
-    """Measures a sitting. Every second after the first slots belongs to a slot or to a pause, and all of them count.
+    """Measures one process of a run. After the first slots, all time counts: as part of a slot or as a pause.
 
     A row takes the mean time of the rows of recent slots, slow ones included. Pauses come now and then, so what a slot
     has to bear of them is their share of all time after the first slots. What goes before, loading, compiling and the
@@ -25,10 +25,10 @@ class Meter:
         slot_tokens: adapter → real tokens, for each slot of the plan.
         slot_rows: rows that each slot computes, padding included.
         last_slot: slot after which each adapter is done.
-        done: slots that a resumed run has done.
+        done: number of slots that a resumed run has done.
 
     Attributes:
-        seconds: of all slots, first ones included.
+        seconds: time of all slots, including the first.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Meter:
         self._busy = _busy_rows(self._tokens, self._rows)
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds, slot
         self._seen, self._at, self._before_pause = 0, time.perf_counter(), 0.0
-        self._busy_s = 0.0  # after the first slots, as is:
-        self._paused_s: dict[str, float] = {}
+        self._busy_s = 0.0  # time of slots after the first ones
+        self._paused_s: dict[str, float] = {}  # time of pauses after the first slots
         self.seconds = 0.0
 
     def drop(self, name: str, from_slot: int) -> None:
-        """Leaves an adapter out of all slots from `from_slot` on: it has failed."""
+        """Removes an adapter that has ended from all slots from `from_slot` on."""
         rest = [{other: n for other, n in slot.items() if other != name} for slot in self._tokens[from_slot:]]
         self._tokens[from_slot:] = rest
         self._last[name] = -1
@@ -61,7 +61,7 @@ class Meter:
         self._busy = _busy_rows(self._tokens, self._rows)
 
     def slots_done(self, slots: Sequence[int]) -> None:
-        """Notes that these slots (from 0) have been found finished, the last of them just now."""
+        """Records that these slots (from 0) are done, the last of them just now."""
         if not slots:
             return
         now = time.perf_counter()
@@ -72,13 +72,13 @@ class Meter:
         if self._seen > WARM_UP:
             self._busy_s += took
             self._recent.extend((took / len(slots), slot) for slot in slots)
-        if slots[-1] + 1 == len(self._tokens) and not self._recent:  # so short a run is measured as a whole
+        if slots[-1] + 1 == len(self._tokens) and not self._recent:  # measure a very short run as a whole
             self._busy_s = self.seconds
             self._recent.append((self.seconds / self._seen, slots[-1]))
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Counts what is done inside as time in which training waits. Slots that run meanwhile take none of it."""
+        """Counts the time of the body as a pause, not as time of slots."""
         began = time.perf_counter()
         self._before_pause += began - self._at
         try:
@@ -89,10 +89,10 @@ class Meter:
                 self._paused_s[what] = self._paused_s.get(what, 0.0) + self._at - began
 
     def snapshot(self, slots_done: int, evaluations_left_s: float | None = 0.0) -> dict:
-        """Rates and times left; None while there is nothing to measure yet.
+        """Returns rates and remaining times; None where nothing is measured yet.
 
         Args:
-            evaluations_left_s: None: nobody knows yet.
+            evaluations_left_s: expected time of future evaluations (None: unknown).
         """
         if not self._recent:
             return {

@@ -1,4 +1,4 @@
-"""What the loop looks up in a plan while it executes it."""
+"""Lookup tables of a plan for the loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scheduling import Plan
 
 
 class PlanTables:
-    """Tables of the plan that a job has now; `renew` after it got another one.
+    """Tables of the job's current plan. Call `renew` after the plan was replaced.
 
     Attributes:
-        batches: microbatches of its slots.
+        batches: microbatches of the slots.
         index: place of each adapter in the stack.
         batch_of: (slot, adapter) → the global batch that ends there.
         slot_tokens: real tokens of every adapter in every slot.
@@ -31,7 +31,7 @@ class PlanTables:
         self.renew()
 
     def renew(self) -> None:
-        """Takes what the job has now; microbatches keep their shape where there is room in it."""
+        """Rebuilds the tables from the job. Microbatches keep their shape if the new samples fit into it."""
         config, prepared, plan = self._job.config, self._job.prepared, self._job.plan
         self.batches.take(config, prepared, plan)
         ends = list(plan.batches_ending())
@@ -46,7 +46,7 @@ class PlanTables:
 
 
 def slot_tokens(plan: Plan, prepared: Prepared) -> list[dict[str, int]]:
-    """Real tokens of every adapter in every slot."""
+    """Counts the real tokens of every adapter in every slot."""
     lengths: Mapping[str, np.ndarray] = {name: data.stream_tokens() for name, data in prepared.adapters.items()}
     result: list[dict[str, int]] = []
     for slot in plan.slots:

@@ -6,13 +6,13 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
 
-DEPTH = 3  # microbatches ready ahead; assembly takes about 1 ms, a step at least 10
+DEPTH = 3  # microbatches prepared ahead; assembly takes about 1 ms, a step at least 10
 
 
 def prefetch[In, Out](make: Callable[[In], Out], items: Iterable[In], depth: int = DEPTH) -> Generator[Out]:
     """Yields `make(item)` in order, computed ahead on another thread.
 
-    An exception of `make` is raised where its result would have been. Closing the iterator ends the thread.
+    An exception of `make` is raised in place of its result. Closing the iterator ends the thread.
 
     >>> list(prefetch(lambda n: n * n, [1, 2, 3]))
     [1, 4, 9]

@@ -1,4 +1,4 @@
-"""Times the passes of a job's stages on this machine, for predictions that hold on it."""
+"""Times the passes of a job's stages on this machine, as a basis for predictions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from scheduling import CostModel, Plan, StageCost
 
 
 class Profile(NamedTuple):
-    """What was measured of a job on this machine.
+    """Measurements of a job on this machine.
 
     Args:
-        better: where layers should lie by these times; None: where they do.
+        better: a faster assignment of layers to stages by these times; None if there is none.
     """
 
     costs: CostModel
@@ -41,11 +41,11 @@ def profile(config: JobConfig, *, repeats: int = 3, listeners: Sequence[Listener
     """Loads the base model, runs a few of the plan's microbatches on every stage and fits a cost model to the times.
 
     Args:
-        config: from `load_config`; its mesh decides the stages.
+        config: from `load_config`; its mesh determines the stages.
         repeats: measurements of each pass.
 
     Raises:
-        LoraFusionError: as `train`.
+        LoraFusionError: as in `train`.
     """
 
     def phase(text: str) -> None:

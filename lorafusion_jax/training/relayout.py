@@ -1,4 +1,4 @@
-"""What a begun run may change when it goes on: its devices and who still trains, never what an adapter computes."""
+"""Settings that may change when a run is resumed: its devices and its adapters, never what an adapter computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACES = ("directory", "base.model", "base.revision", "report.", "train.log_ever
 
 
 def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
-    """Applies `key=value` settings to the configuration of a begun run.
+    """Applies `key=value` settings to the configuration of an existing run.
 
     Raises:
         ConfigError, ErrorList: `resume.fixed`, or a setting that does not exist.
@@ -43,7 +43,7 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
 
 
 def check_settings(before: JobConfig | None, now: JobConfig) -> None:
-    """Makes sure that nobody edited the settings of a begun run; None: an earlier version did not note them.
+    """Checks that the settings of an existing run were not edited. `before` is None for runs of earlier versions.
 
     Raises:
         ConfigError: `run.config-changed`.
@@ -61,14 +61,14 @@ def check_settings(before: JobConfig | None, now: JobConfig) -> None:
 
 
 def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
-    """Makes sure that adapters can be left out of what is left of a run.
+    """Checks that adapters can be dropped from the rest of a run.
 
     Args:
         adapters: name → status.
 
     Raises:
-        ConfigError, ErrorList: `resume.unknown-adapter`, or `resume.done` for one that has nothing left to train,
-            `resume.paused`, `resume.to-join`.
+        ConfigError, ErrorList: `resume.unknown-adapter`, `resume.done` (it has nothing left to train),
+            `resume.paused`, `resume.to-join` (it joins later).
     """
     errors = []
     for name in names:
@@ -92,16 +92,15 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
 def plan_for_mesh(
     plan: Plan, config: JobConfig, slot: int, *, drop: Sequence[str] = (), failed: Sequence[str] = ()
 ) -> Plan:
-    """The plan with which a run goes on from a slot, on the mesh of its configuration.
+    """Returns the plan with which a run continues from a slot, on the mesh of its configuration.
 
-    It is the same plan if nothing is dropped and every slot that is left has a microbatch for each replica and keeps
-    the distance of that many stages. Otherwise the slots before stay, so that every checkpoint up to `slot` is one of
-    the new plan, too, and what is left is planned again.
+    The plan stays if nothing is dropped and all remaining slots were planned for this mesh. Otherwise the remaining
+    slots are planned again. Earlier slots stay, so checkpoints up to `slot` fit the new plan, too.
 
     Args:
-        drop: adapters that are left out from here on.
-        failed: adapters that train no more. Their samples keep their places in the same plan, which keeps the numbers
-            of the others bitwise; a new plan leaves them out.
+        drop: adapters that are dropped from this slot on.
+        failed: adapters that have failed. If the plan stays, so do their samples, which keeps the results of the others
+            bitwise equal. A new plan omits them.
     """
     there = (config.mesh.stages, config.mesh.replicas)
     stays = all(layout[1:] == there for layout in plan.layouts if layout.end > slot)
@@ -121,7 +120,7 @@ def plan_for_mesh(
 
 
 def _may_differ(key: str) -> bool:
-    """Settings that say where things lie have digests of what lies there."""
+    """Whether a setting may differ from the recorded one. Paths may: the content at each path has a digest."""
     return (
         _may_change(key)
         or key.startswith(PLACES)
@@ -130,7 +129,7 @@ def _may_differ(key: str) -> bool:
 
 
 def _may_change(key: str) -> bool:
-    return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has an error of its own
+    return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has its own error
 
 
 def _fixed(key: str) -> ConfigError:

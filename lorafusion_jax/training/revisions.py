@@ -1,4 +1,4 @@
-"""Other plans for a run that goes on: what users ask for in its folder, and the slots of failed adapters."""
+"""Revises the plan of a running run: for requests in its folder, and to free the slots of failed adapters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scheduling import Plan, PlanError
 
 
 class Revisions:
-    """Decides at drained slots what is planned again; the first process writes it into the folder.
+    """Decides at drained slots whether to plan again. The first process writes the new plan into the folder.
 
     Args:
-        job: what is trained now; gets every new plan.
+        job: the current job; every new plan is stored in it.
         recorded: changes of the run so far.
-        lacks_memory: of the session.
+        lacks_memory: `Session.lacks_memory`.
     """
 
     def __init__(
@@ -41,12 +41,14 @@ class Revisions:
         self._postponed: set[str] = set()  # requests about adapters that join at a later slot
 
     def asked(self) -> bool:
-        """Whether a request waits; one look at a folder."""
+        """Whether a request is pending. Lists one folder."""
         return is_first() and any(file.name not in self._postponed for file in request_files(self._folder.path))
 
     def revise(self) -> Sequence[Change] | None:
-        """Gives the job another plan from the drained slot `progress.slot` on; None: it stays. All processes ask
-        together."""
+        """Replaces the plan from the drained slot `progress.slot` on. Returns the changes, or None if the plan stays.
+
+        Collective over processes.
+        """
         before, slot = self._job.plan, self._progress.slot
         changes = self._decide(slot) if is_first() else None
         if not any_process(changes is not None):
@@ -72,7 +74,7 @@ class Revisions:
         after = self._job
         self._postponed = set()
         for request in self._requests():
-            if not changes.keys().isdisjoint(request.adapters):  # it comes with the next revision
+            if not changes.keys().isdisjoint(request.adapters):  # left to the next revision
                 continue
             if (following := self._asked_for(after, request)) is None:
                 continue
@@ -103,7 +105,7 @@ class Revisions:
         self._remove(change.request for change in changes)
 
     def _follow(self) -> list[Change]:
-        """Takes what the first process has written."""
+        """Reads what the first process has written."""
         job = self._job
         job.plan = self._folder.read_plan()
         job.config = in_force(self._folder.read_config(), job.plan)
@@ -111,7 +113,7 @@ class Revisions:
         return [change for change in recorded_changes(self._folder) if change not in self._recorded]
 
     def _freed(self, slot: int) -> list[Change]:
-        """Failed adapters whose slots the others may have."""
+        """Returns changes that give the slots of failed adapters to the others."""
         if self._job.config.train.on_failed == "keep":
             return []
         stopped = dict(self._job.plan.stopped)
@@ -122,10 +124,10 @@ class Revisions:
         ]
 
     def _requests(self) -> Iterator[Request]:
-        """Those that wait, oldest first; a file that holds none is told of."""
+        """Yields pending requests, oldest first. Reports and removes invalid files."""
         known = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
-            if file.name in known:  # a kill left the file of one that was carried out
+            if file.name in known:  # executed before the process was killed
                 self._remove([file.name])
                 continue
             try:
@@ -134,7 +136,7 @@ class Revisions:
                 self._refuse(file.name, f"{file.name} is no request: {problem}")
 
     def _asked_for(self, job: Job, request: Request) -> Job | None:
-        """The job that follows from a request; None: it is postponed, or refused and told of."""
+        """Returns the job after a request; None if the request is postponed or rejected."""
         try:
             if request.action != "add":
                 status = {own.name: own.status for own in self._progress.adapters.values()}
@@ -158,7 +160,7 @@ class Revisions:
 
 
 def _in_short(problem: LoraFusionError | PlanError) -> str:
-    """What is wrong, in one line."""
+    """Describes an error in one line."""
     errors = problem.errors if isinstance(problem, ErrorList) else (problem,)
     more = [*errors[0].problems[:1]] if isinstance(errors[0], PlanError) else []
     told = " ".join(filter(None, (errors[0].what, errors[0].why, *more)))

@@ -1,4 +1,4 @@
-"""One sitting of a run: its folder, events, checkpoints and exported adapters around a session and a loop."""
+"""One process of a run: its folder, events, checkpoints and exports around a session and a loop."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from scheduling import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        seconds: time spent in slots, over all sittings.
+        seconds: time spent in slots, over all processes of the run.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class RunResult:
     def event(
         self, peak_bytes: int | None = None, *, evaluation_s: float | None = None, saving_s: float | None = None
     ) -> RunFinished:
-        """The news of it."""
+        """Returns the event that reports this result."""
         return RunFinished(
             slot=len(self.plan.slots),
             exit_code=self.exit_code,
@@ -80,10 +80,10 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """How loading and compiling went, told when the run has begun.
+    """Events of loading and compiling, reported once the run folder exists.
 
     Attributes:
-        failure: of a stage.
+        failure: error of a stage.
     """
 
     news: Sequence[RunEvent] = ()
@@ -91,15 +91,15 @@ class StartUp:
 
 
 class Run:
-    """Trains from `progress` to the end of the plan; all processes make one when the folder is there.
+    """Trains from `progress` to the end of the plan. All processes create one, after the folder exists.
 
     Args:
-        job: its plan is that of the folder.
-        store: of checkpoints.
-        session: its adapters stand where `progress` says.
-        listener: gets every `RunEvent`.
-        resumed: from a checkpoint.
-        start_up: what went before.
+        job: with the plan of the folder.
+        store: store of checkpoints.
+        session: a session whose adapters are at `progress`.
+        listener: called with every `RunEvent`.
+        resumed: whether the run continues from a checkpoint.
+        start_up: events of loading and compiling.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Run:
         self._saver = Saver(store, session, self._exports, self._queue, folder.state, listener)
 
     def execute(self) -> RunResult:
-        """Trains; notes in the folder how the sitting ended.
+        """Trains, and records in the folder how training ended.
 
         Raises:
-            Interrupted: by a signal; the state is saved.
-            RunError: a device failed or the disk is full; the last checkpoint stands.
+            Interrupted: a signal was received. The state is saved.
+            RunError: a device failed or the disk is full. The last checkpoint is intact.
         """
         with ExitStack() as held, self._recording_its_end():
             self._store.check_space(self._session.state_bytes)
@@ -183,7 +183,7 @@ class Run:
         )
 
     def _tell(self, event: RunEvent) -> None:
-        if isinstance(event, AdapterChanged):  # a resumed run comes to changes of its checkpoint's slot again
+        if isinstance(event, AdapterChanged):  # a resumed run repeats the changes at its checkpoint's slot
             key = event.slot, event.adapter, event.action, event.num_steps
             if key in self._told:
                 return
@@ -192,26 +192,26 @@ class Run:
 
     @contextmanager
     def _recording_its_end(self) -> Iterator[None]:
-        """Notes in the run folder how a sitting ended that did not come to the end of its plan."""
+        """Records in the run folder why training stopped before the end of its plan."""
         try:
             yield
         except Interrupted:
             self._tell(RunInterrupted(slot=self._progress.slot))
             raise
         except BaseException as problem:
-            with suppress(OSError):  # a full disk cannot take the note either
+            with suppress(OSError):  # the disk may be full
                 self._tell(RunStopped(slot=self._progress.slot, code=_code(problem), what=_what(problem)))
             raise
 
     def _begin(self) -> None:
-        """What comes before the first microbatch."""
+        """Runs what precedes the first microbatch: first evaluations, missing exports, drops."""
         self._session.compile_reads()
         if not self._resumed:
             for adapter in only(self._job.config, self._session.names).adapters:
                 self._evaluate(adapter.name, 0, self._progress.slot)
             return
         slot, unwritten = self._progress.slot, self._progress.unwritten
-        for name, adapter in self._progress.adapters.items():  # a kill came between checkpoint and export
+        for name, adapter in self._progress.adapters.items():  # killed between checkpoint and export
             if adapter in unwritten or not adapter.step:
                 continue
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
@@ -223,7 +223,7 @@ class Run:
             self._finish(adapter.name, slot)
 
     def _drop(self, slot: int) -> None:
-        """Ends adapters that were left out when a sitting began."""
+        """Ends adapters that were dropped when the run was resumed."""
         for adapter in self._progress.drop(stopped_otherwise(self._job.plan, self._recorded)):
             self._tell(
                 AdapterFailed(
@@ -285,7 +285,7 @@ class Run:
         )
 
     def _evaluation_s(self, name: str) -> float | None:
-        """By the quickest token so far: the first evaluation compiles."""
+        """Estimates by the fastest time per token so far, because the first evaluation compiles."""
         held_out = self._job.prepared.adapters[name].eval
         if held_out is None or len(self._evaluations) < 2:
             return None
@@ -313,7 +313,7 @@ class Run:
     def _write_timeline(self) -> None:
         timeline = self._session.spans.close(self._job.plan)
         if timeline.spans and is_first():
-            with suppress(OSError):  # a full disk has its own error
+            with suppress(OSError):  # a full disk is reported elsewhere
                 self._folder.write_timeline(timeline.to_json())
 
 
@@ -328,7 +328,7 @@ def _code(problem: BaseException) -> str:
 
 
 def _what(problem: BaseException) -> str:
-    """Why a sitting ended, in one line."""
+    """Describes in one line why training stopped."""
     if isinstance(problem, LoraFusionError):
         return problem.what
     if isinstance(problem, KeyboardInterrupt):  # a second signal, or one before the first microbatch

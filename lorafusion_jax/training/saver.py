@@ -1,7 +1,7 @@
-"""Checkpoints of a run, written while it trains on: what blocks is the copy of the state and the save before.
+"""Writes checkpoints of a run in the background. Training waits only for the copy of the state and for the last save.
 
-A thread of our own rather than orbax's asynchronous checkpointer: a checkpoint counts once it has its digests and its
-name, which comes after orbax is done, and the adapters' folders follow in the same order.
+We use our own thread rather than orbax's asynchronous checkpointer: a checkpoint is complete only after its digests are
+written and its folder is renamed, when orbax is done, and the adapters' folders must follow in order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Saver:
     """Saves the state of a session and the folders of its running adapters.
 
     Args:
-        directory: `state` folder, for the news.
-        queue: writes, in order; `poll` it for news and errors of saves under way.
+        directory: `state` folder, for events.
+        queue: queue that writes in order. `poll` it for events and errors of running saves.
 
     Attributes:
-        paused_s: in which nothing was trained, of all saves.
+        paused_s: total time in which training waited for saves.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Saver:
         self.paused_s = 0.0
 
     def save(self, progress: Progress, *, wait: bool) -> None:
-        """Begins a checkpoint of a drained session; every process must call it.
+        """Starts a checkpoint of a drained session. Collective over processes.
 
         Args:
-            wait: until it is on the disk.
+            wait: wait until it is on disk.
 
         Raises:
-            RunError: `save.no-space` or `save.failed`, of the save before or, with `wait`, of this one; a later `poll`
-                of the queue raises that of this one otherwise.
+            RunError: `save.no-space` or `save.failed`, from the previous save or, with `wait`, from this one. Without
+                `wait`, a later `poll` of the queue raises the error of this save.
         """
         self._listener(PhaseBegun(text="saving"))
         began = time.perf_counter()
         with self._session.spans.pause("saving"):
-            self._queue.poll(wait=True)  # saves never pile up, and an adapter that is called done has its folder
+            self._queue.poll(wait=True)  # at most one save runs, and the folder of a done adapter exists
             self._begin(progress, began)
             if wait:
                 self._queue.poll(wait=True)

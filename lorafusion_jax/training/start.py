@@ -1,4 +1,4 @@
-"""Trains a job file from the first slot, or a run folder from its last checkpoint, to finished adapters."""
+"""Starts a run from a job, or resumes a run folder from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def train(
     listeners: Sequence[Listener] = (),
     verify_base: bool = False,
 ) -> RunResult:
-    """Trains all adapters of a job and leaves a run folder.
+    """Trains all adapters of a job into a new run folder.
 
     Args:
         config: from `load_config`.
-        out: run folder, new.
-        plan: executed exactly; made here when absent.
+        out: new run folder.
+        plan: plan to execute (None: plan the job here).
         listeners: called with every `RunEvent`.
-        verify_base: notes a digest of every byte of the base model, also of a large one.
+        verify_base: record digests of every byte of the base model, even of a large one.
 
     Raises:
         LoraFusionError: bad data, a plan for other data, a model that does not load, no space.
-        Interrupted: stopped by a signal; the state is saved.
+        Interrupted: stopped by a signal. The state is saved.
     """
     folder = RunFolder(Path(out))
     _check_start(config, folder)
@@ -93,7 +93,7 @@ def train(
         raise_all(weight_problems(base_directory(config)))
         base_files = base_digests(base_directory(config), every_byte=verify_base)
         record = make_record(config, prepared, plan, base_files, warm_start_digests(config))
-    barrier("no folder yet")  # before the first process makes it
+    barrier("no folder yet")  # all processes have checked the folder before the first creates it
     return _execute(config, prepared, plan, folder, record, _heard(listeners, lambda: Recorder(folder.path)))
 
 
@@ -105,20 +105,20 @@ def resume(
     listeners: Sequence[Listener] = (),
     verify_base: bool = False,
 ) -> RunResult:
-    """Continues a run folder from its newest checkpoint, or from its start, bitwise as if it had never stopped.
+    """Continues a run from its newest checkpoint, or from its start. Results are bitwise those of an unbroken run.
 
     Args:
         out: run folder.
-        overrides: `key=value` settings that say where the run goes on, e.g. `mesh.stages=2`; see `relayout`. On another
-            layout what is left is planned again and sums come in another order, so results are equal to rounding.
-        drop: adapters to leave out of what is left, e.g. failed ones. The rest is planned again without them, so
-            the results of the others are equal to rounding. An adapter that still trained counts as failed.
+        overrides: `key=value` settings that may change, e.g. `mesh.stages=2`; see `relayout`. On another layout the
+            rest is planned again and sums have another order, so results are equal up to rounding.
+        drop: adapters to drop from the rest, e.g. failed ones. The rest is planned again without them, so the results
+            of the others are equal up to rounding. An adapter that still trained counts as failed.
         listeners: called with every `RunEvent`.
-        verify_base: compares every byte of the base model, also of a large one.
+        verify_base: compare every byte of the base model, even of a large one.
 
     Raises:
-        CheckpointError: no run folder, another process trains it, or plan, data or base model changed since.
-        ConfigError: a setting that a begun run cannot change, or an adapter that cannot be dropped.
+        CheckpointError: there is no run folder, another process trains it, or its plan, data or base model changed.
+        ConfigError: a setting cannot change, or an adapter cannot be dropped.
     """
     folder = RunFolder(Path(out))
     with exclusive_run(folder):
@@ -146,7 +146,7 @@ def _go_on(
     if nothing_left and not (progress := Progress.of(found.position)).unwritten:
         changes = recorded_changes(folder)
         for change in changes:
-            if change.slot >= progress.slot:  # the last may be newer than the checkpoint
+            if change.slot >= progress.slot:  # changes may be newer than the checkpoint
                 apply(change, progress)
         progress.drop(stopped_otherwise(before, changes))
         return _finished(folder, before, progress, listeners)
@@ -159,21 +159,21 @@ def _go_on(
         check_settings(None if recorded is None else in_force(recorded, before), written)
         base_files = checked_base(record, config, verify_base)
         if found.slot is None:
-            read_warm_starts(config)  # names a folder that is not there any more
+            read_warm_starts(config)  # reports a missing folder
             check_warm_starts(record.get("warm_starts", {}), config)
         folder.check_record_file()
         failed = [name for name, what in status.items() if what == "failed"]
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
-    after = -1 if found.slot is None else found.slot  # -1: not even the first losses stay
+    after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot
     heard = _heard(listeners, lambda: Recorder(folder.path, resume_slot=after))
     for notice in _notices(folder, found, record, spoilt):
         _fan_out(heard)(notice)
-    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not note them
+    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not record them
     return _execute(config, prepared, plan, folder, record, heard, found=found, before=before)
 
 
 def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
-    """Compares the base model with the run's; returns all digests that are known of it now."""
+    """Compares the base model with that of the run. Returns all known digests."""
     directory, before = base_directory(config), record.get("base_files")
     now = base_digests(directory, every_byte=every_byte)
     if before is not None:
@@ -204,16 +204,16 @@ def _notices(folder: RunFolder, found: Found, record: dict, spoilt: Sequence[Dam
 
 
 def _finished(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
-    """What a run came to that has nothing left to do; neither data nor model are read."""
+    """Returns the result of a run that is complete. Reads neither data nor model."""
     result = RunResult(folder=folder.path, adapters=progress.adapters, seconds=progress.seconds, plan=plan)
     told = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:]
-    if told != ["finished"]:  # it was cut off between its last checkpoint and the news of it
+    if told != ["finished"]:  # it was killed between its last checkpoint and this event
         _fan_out(_heard(listeners, lambda: Recorder(folder.path)))(result.event())
     return result
 
 
 def _check_start(config: JobConfig, folder: RunFolder) -> None:
-    """What can be wrong before any data are read."""
+    """Checks all that can be checked before data is read."""
     with fail_together():
         must_hold_no_run(folder, config)
         if is_first():
@@ -245,7 +245,7 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
 
 
 def _heard(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:
-    """One process of a run writes and shows what happens."""
+    """Returns the listeners of this process: only the first process records and shows events."""
     return [recorder(), *listeners] if is_first() else []
 
 
@@ -268,11 +268,11 @@ def _execute(
     found: Found | None = None,
     before: Plan | None = None,
 ) -> RunResult:
-    """Runs to the end, from the checkpoint found; `before` is the plan that the folder holds, if there is one."""
+    """Runs to the end, from the checkpoint found. `before` is the plan in the folder, if there is one."""
     slot, tell = None if found is None else found.slot, _fan_out(listeners)
     store = StateStore(folder.state, config.save.keep, slot)
     now = only(config, _present(config, found, [] if before is None else recorded_changes(folder)))
-    weights = {} if slot is not None else read_warm_starts(now)  # the checkpoint has gone on from them
+    weights = {} if slot is not None else read_warm_starts(now)  # a checkpoint holds later weights
     tell(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as held:
         began = time.perf_counter()
@@ -290,14 +290,14 @@ def _execute(
             rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
         start_up = _finish_loading(session, rows, began, progress.slot, tell)
         stop_if_asked()
-        if is_first():  # not before the model has loaded: a failed start leaves everything as it was
+        if is_first():  # after the model has loaded, so that a failed start changes nothing
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(run_lock(folder.path))
             _write(folder, config, record, plan, before, progress.slot, tell)
         barrier("folder is there")
         if not is_first():
-            plan = folder.read_plan()  # a search that the clock cut short may have ended elsewhere
+            plan = folder.read_plan()  # a search with a time limit may have found another plan here
         run = Run(
             Job(config=config, prepared=prepared, plan=plan),
             folder,
@@ -317,7 +317,7 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
         with CompileCounter() as programs:
             times = session.finish_loading(rows, lambda text: tell(PhaseBegun(text=text)))
     except RunError as problem:
-        if not is_alone():  # the others wait for this one in the middle of a program
+        if not is_alone():  # other processes are blocked in a program that needs this one
             raise
         return StartUp(failure=problem)
     parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
@@ -336,12 +336,12 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
 
 
 def _steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
-    """Optimizer steps of each adapter, before it was extended."""
+    """Returns the number of optimizer steps of each adapter before extensions."""
     return {adapter.name: first_steps(adapter, prepared.adapters[adapter.name]) for adapter in config.adapters}
 
 
 def _present(config: JobConfig, found: Found | None, changes: Sequence[Change]) -> list[str]:
-    """Adapters that are there where a run goes on; others may join later."""
+    """Returns the adapters present at the start of this process; others may join later."""
     if found is not None and found.slot is not None:
         return list(found.position["adapters"])
     added = {change.adapter for change in changes if change.action == "add"}
@@ -351,7 +351,7 @@ def _present(config: JobConfig, found: Found | None, changes: Sequence[Change]) 
 def _write(
     folder: RunFolder, config: JobConfig, record: dict, plan: Plan, before: Plan | None, slot: int, tell: Listener
 ) -> None:
-    """Begins a run folder, or notes what a run goes on with."""
+    """Creates the run folder, or records the current settings and plan in it."""
     if before is None:
         folder.create(config, plan, record)
         return

@@ -1,4 +1,4 @@
-"""How far a run is; with the pipeline's arrays it is what a checkpoint holds."""
+"""Progress of a run. With the pipeline's arrays it is the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 
-FORM = 2  # of a checkpoint's arrays; 1, of earlier versions, pads all adapters to the largest rank
+FORM = 2  # format of a checkpoint's arrays; in form 1, of earlier versions, all adapters have the largest rank
 Status = Literal["running", "paused", "done", "cancelled", "failed"]
 
 
 @dataclass(slots=True, kw_only=True)
 class AdapterProgress:
-    """Where one adapter stands.
+    """Progress of one adapter.
 
     Attributes:
-        step: optimizer steps taken.
-        num_steps: steps of the plan.
+        step: number of optimizer steps taken.
+        num_steps: number of steps in the plan.
         reason: why it failed or was cancelled.
     """
 
@@ -30,7 +30,7 @@ class AdapterProgress:
 
     @property
     def failure(self) -> str:
-        """Why it failed; empty if it did not."""
+        """Why the adapter failed; empty if it did not."""
         return self.reason if self.status == "failed" else ""
 
 
@@ -39,9 +39,9 @@ class Progress:
     """Everything besides arrays that a resumed run needs to continue bitwise.
 
     Attributes:
-        slot: slots of the plan that are done.
-        plan: its digest.
-        replicas: of the layout that ran; sums under way are kept per replica.
+        slot: number of slots done.
+        plan: digest of the plan.
+        replicas: number of replicas; partial gradient sums are per replica.
     """
 
     adapters: dict[str, AdapterProgress]
@@ -52,15 +52,15 @@ class Progress:
 
     @property
     def unwritten(self) -> list[AdapterProgress]:
-        """Adapters that took their last step and have no folder: writing it failed."""
+        """Adapters that took their last step but whose folder could not be written."""
         return [own for own in self.adapters.values() if own.status == "failed" and own.step == own.num_steps]
 
     def drop(self, stopped: Iterable[tuple[str, int]]) -> list[AdapterProgress]:
-        """Marks the adapters as failed that the plan leaves out from some slot on; returns those that still trained."""
+        """Marks running adapters that the plan stops as failed, and returns them."""
         dropped = [
             (own, slot)
             for own, slot in ((self.adapters.get(name), slot) for name, slot in stopped)
-            if own is not None and own.status == "running"  # one that joins later is dropped when it does
+            if own is not None and own.status == "running"  # an adapter that joins later is dropped then
         ]
         for own, slot in dropped:
             own.status, own.reason = "failed", f"dropped by hand at slot {slot}"
@@ -68,21 +68,21 @@ class Progress:
 
     @staticmethod
     def first(steps: Mapping[str, int], *, replicas: int, plan: str) -> Progress:
-        """Where a run begins.
+        """Returns the progress at the start of a run.
 
         Args:
-            steps: of each adapter.
+            steps: number of steps of each adapter.
         """
         adapters = {name: AdapterProgress(name=name, num_steps=count) for name, count in steps.items()}
         return Progress(adapters=adapters, replicas=replicas, plan=plan)
 
     def position(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Returns the progress as a checkpoint stores it."""
         return {"form": FORM} | asdict(self)
 
     @staticmethod
     def of(position: dict[str, Any]) -> Progress:
-        """Reads what `position` wrote.
+        """Inverse of `position`.
 
         Raises:
             CheckpointError: `run.bad-state`, keys are missing or unknown; `run.later-version`.
@@ -108,5 +108,5 @@ class Progress:
 
 
 def is_padded(position: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is of a version that padded all adapters to the largest rank."""
+    """Whether an earlier version wrote the checkpoint, with all adapters padded to the largest rank."""
     return position.get("form", 1) == 1

@@ -1,7 +1,7 @@
-"""Optimizer steps: issued as soon as a global batch is complete, looked at when its slot is through.
+"""Takes optimizer steps: issues them once a global batch is complete, and reads their results when its slot is done.
 
-Until then the devices compute the next microbatches. A step that would not be finite changed nothing on them: its
-adapter keeps its last good weights and stops.
+Meanwhile the devices compute the next microbatches. A step that is not finite changes nothing: the adapter stops with
+its last good weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lorafusion_jax.training.state import AdapterProgress, Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """An optimizer step that was issued and not looked at yet."""
+    """An optimizer step that was issued and whose result was not read yet."""
 
     adapter: str
     step: int
@@ -32,10 +32,10 @@ class Taken:
 
 
 class Steps:
-    """Takes the optimizer steps of a run and tells what came of them; changes `progress` in place.
+    """Takes the optimizer steps of a run and reports their results. Updates `progress` in place.
 
     Attributes:
-        since_save: how many were issued since somebody set it to 0.
+        since_save: number of steps issued since the last save; the loop resets it.
     """
 
     def __init__(
@@ -69,28 +69,30 @@ class Steps:
         )
         self._taken.append(taken)
         last = number + 1 == self._progress.adapters[name].num_steps
-        if self._evaluated(name, number + 1) and not last:  # needs the weights of exactly this step; the last ones stay
+        if (
+            self._evaluated(name, number + 1) and not last
+        ):  # needs the weights of this step; those of the last step stay
             self.look_at_all()
 
     def look_until(self, slots_done: int) -> None:
-        """Reads the results of steps that came with the first so many slots, which are through."""
+        """Reads the results of the steps in the first `slots_done` slots, which are done."""
         while self._taken and self._taken[0].slots_done <= slots_done:
             self._look()
 
     def look_at_all(self) -> None:
-        """Reads the results of all steps; waits for them."""
+        """Waits for all steps and reads their results."""
         while self._taken:
             self._look()
 
     def evaluate(self, name: str, step: int, slots_done: int) -> None:
-        """Evaluates an adapter; what that takes is no time of a slot."""
+        """Evaluates an adapter. The meter counts the time as a pause."""
         with self._meter.paused(EVALUATING):
             self._hooks.evaluate(name, step, slots_done)
 
     def _look(self) -> None:
         step = self._taken.popleft()
         adapter = self._progress.adapters[step.adapter]
-        if adapter.status == "failed":  # the devices had dropped it already
+        if adapter.status == "failed":  # the devices have refused this step, too
             return
         with self._executor.blaming(None, step.slots_done - 1, [step.adapter]):
             loss, norm, metrics = step.result.loss, step.result.grad_norm, step.result.metrics
@@ -134,7 +136,7 @@ class Steps:
         self._hooks.finish(step.adapter, step.slots_done)
 
     def _evaluated(self, name: str, step: int) -> bool:
-        """Tells whether the adapter is evaluated after this step."""
+        """Whether the adapter is evaluated after this step."""
         every = self._job.config.train.eval_every_steps
         last = step == self._progress.adapters[name].num_steps
         return self._job.prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))

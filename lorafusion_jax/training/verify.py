@@ -1,4 +1,4 @@
-"""Reads the exported adapters of a finished run back and evaluates them on a freshly loaded base."""
+"""Reads the exported adapters of a finished run back and evaluates them on a newly loaded base."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lorafusion_jax.report.summary import final_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Held-out loss at the end of training beside that of the exported folder.
+    """Held-out loss at the end of training and of the exported folder.
 
     Attributes:
-        delta: |loss of the folder - loss in the run|.
+        delta: absolute difference of the two.
     """
 
     trained: float
@@ -34,11 +34,11 @@ class Check:
 
 
 def verify_exports(run: Path) -> dict[str, Check]:
-    """Evaluates every exported adapter that has held-out data; key: adapter."""
+    """Evaluates every exported adapter that has held-out data. Returns adapter → check."""
     folder = RunFolder(run)
     config = folder.read_config()
     prepared = prepare(config)
-    specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # what a PEFT folder holds
+    specs = [replace(spec, kind="lora") for spec in adapter_specs(config)]  # a PEFT folder holds plain LoRA
     session = Session.open(config, prepared, specs)
     exported = {place: folder.latest(spec.name) for place, spec in enumerate(specs)}
     losses = {name: row["after"] for name, row in final_rows(run).items() if "after" in row}
