@@ -95,9 +95,8 @@ class Parts:
     _modules: dict[Half | None, tuple] = field(init=False, repr=False)
 
     def __post_init__(self):
-        plain = tuple(
-            replace(spec, kind="lora") for spec in self.specs
-        )  # kinds convert their leaves to A and B for the modules
+        # Kinds convert their leaves to A and B for the modules.
+        plain = tuple(replace(spec, kind="lora") for spec in self.specs)
         modules = {
             half: nnx.split(
                 nnx.eval_shape(
