@@ -31,7 +31,7 @@ def init_adapter(spec: AdapterSpec, path: str, in_features: int, out_features: i
     Returns:
         Leaf → float32 array; for LoRA "lora_a" [K, r] and "lora_b" [r, N].
 
-     own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
+    >>> own = init_adapter(AdapterSpec(name="law", rank=2, alpha=4), "layers.0.self_attn.q_proj", 64, 32)
     >>> own["lora_a"].shape, own["lora_b"].shape, bool(abs(own["lora_a"]).max() <= 1 / 8), own["lora_b"].any().item()
     ((64, 2), (2, 32), True, False)
     """

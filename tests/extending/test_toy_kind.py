@@ -73,7 +73,7 @@ def test_trains_with_lora_to_equivalent_peft_folders(job, tmp_path, capsys):
         assert check.delta < 1e-5 * check.trained  # B times the column's scale, rounded once more
 
 
-@pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}])
+@pytest.mark.parametrize("mesh", [pytest.param({}, marks=pytest.mark.nightly), {"stages": 2, "data": 2}])
 def test_joint_equals_separate_training(job, tmp_path, mesh):
     """Another packing, so sums come in another order."""
     joint, alone = tmp_path / "joint", tmp_path / "alone"

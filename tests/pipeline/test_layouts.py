@@ -21,6 +21,8 @@ LAYOUTS = {  # tied embeddings, mesh, train, capacity
     "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {}, 128),
 }
 
+NIGHTLY = ("2 data x 2 fsdp", "2 stages x 2 data")  # the last has every axis
+
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory, deep_base, kept_programs):
@@ -39,7 +41,9 @@ def one_device(tmp_path_factory, deep_base, kept_programs):
     return trained
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in LAYOUTS]
+)
 def test_a_layout_does_not_change_the_run(layout, one_device, mixed_job, tmp_path):
     tied, mesh, settings, capacity = LAYOUTS[layout]
     names = FEWER if "stages" in mesh else tuple(ADAPTERS)

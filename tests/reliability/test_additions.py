@@ -104,7 +104,9 @@ def assert_bitwise(run, expected, names):
             np.testing.assert_array_equal(array, weights_of(expected, name)[key], err_msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("mesh", [ONE_DEVICE, TWO_BY_TWO], ids=["one device", "two by two"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(ONE_DEVICE, marks=pytest.mark.nightly), TWO_BY_TWO], ids=["one device", "two by two"]
+)
 def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, alone, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(mesh), run, listeners=[asks(run, ("law", 1, tax, "add"))])

@@ -17,7 +17,7 @@ def test_an_adapter_of_a_run_is_what_it_is_alone(whole_run, capsys):
     assert lorafusion(["verify", str(whole_run.run), "law", "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["steps"], found["others"], found["bound"], found["good"]) == (2, 1, 1e-5, True)
-    assert len(found["differences"]) == 28, "A and B of seven projections in two layers"
+    assert len(found["differences"]) == 8, "A and B of two projections in two layers"
     assert sorted(whole_run.run.rglob("*")) == before
 
 
