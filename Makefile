@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOCK := requirements.lock
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
 
-.PHONY: demo test test-oldest lint format docs tables gpu-test ptxas lock clean
+.PHONY: demo test test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 
 demo: .venv/.ready
 	@$(BIN)/lorafusion demo
@@ -33,6 +33,10 @@ tables: .venv/.ready
 # The suite on the oldest version of every direct dependency, in an environment of its own.
 test-oldest: .venv-oldest/.ready
 	@.venv-oldest/bin/python -m pytest $(PARALLEL)
+
+# Every case, and 10 000 new ones of every property: takes hours.
+test-nightly: .venv/.ready
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --hypothesis-profile nightly
 
 # Needs an NVIDIA GPU and a CUDA build of jax in the active environment.
 gpu-test:
