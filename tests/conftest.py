@@ -77,7 +77,7 @@ def quick_compiles(tmp_path_factory):
         folder = folder.parent
     shared = {
         "jax_compilation_cache_dir": str(folder / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,  # of small programs, writing costs more than it saves
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")  # on a GPU: as users have it
     with pytest.MonkeyPatch.context() as patch:
