@@ -59,7 +59,7 @@ def _resumed() -> Iterator[str]:
             counts["MISSED" if row["result"].startswith("MISSED") else row["result"]] += int(row["count"])
     if counts:
         named, refused = counts["named, same adapters"], counts["refused by name"]
-        result = f"{named} named and mended, {refused} refused by name, {counts['same adapters']} not needed"
+        result = f"{named} named and repaired, {refused} refused by name, {counts['same adapters']} not needed"
         yield f"| flips and cuts, then `resume` | {counts.total():,} | {result}, {counts['MISSED']} missed |"
 
 

@@ -35,7 +35,7 @@ from lorafusion_jax.cli.main import run as lorafusion
 from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.log_file import read_rows
 
-WORDS = (
+WORDS = [
     "adapter",
     "base",
     "batch",
@@ -49,7 +49,7 @@ WORDS = (
     "model",
     "plan",
     "row",
-)
+]
 SAMPLES = 64
 SLOTS_A_STEP = 0.62  # of these rows and this capacity, with what is cancelled on the way; measured
 CYCLE = ("pause", "cancel", "SIGKILL", "weight", "continue", "add", "finish", "SIGTERM", "extend")

@@ -134,9 +134,8 @@ class Loop:
     def _follow(self, adapter: AdapterProgress) -> None:
         """Evaluates and exports an adapter that a change has ended or paused."""
         every = self._job.config.train.eval_every_steps
-        if adapter.status == "done" and not (
-            every and adapter.step % every == 0
-        ):  # otherwise it was evaluated after its step
+        # Otherwise it was evaluated after its step.
+        if adapter.status == "done" and not (every and adapter.step % every == 0):
             self._steps.evaluate(adapter.name, adapter.step, self._progress.slot)
         if adapter.status != "running":
             self._meter.drop(adapter.name, self._progress.slot)

@@ -69,9 +69,8 @@ class Steps:
         )
         self._taken.append(taken)
         last = number + 1 == self._progress.adapters[name].num_steps
-        if (
-            self._evaluated(name, number + 1) and not last
-        ):  # needs the weights of this step; those of the last step stay
+        # An evaluation needs the weights of this step; those of the last step stay.
+        if self._evaluated(name, number + 1) and not last:
             self.look_at_all()
 
     def look_until(self, slots_done: int) -> None:

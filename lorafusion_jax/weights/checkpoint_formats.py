@@ -143,23 +143,21 @@ def _fp8_blocks(tensors: Tensors, in_features: int, out_features: int) -> dict[s
     return {"scales": tensors[".weight_scale_inv"].astype(np.float32)}
 
 
+def _nf4_format(kind: str, small: Callable[[Tensors, int, int], dict[str, np.ndarray]], *, double: bool):
+    """bitsandbytes' nf4, with double quantisation or without."""
+    return CheckpointFormat(
+        kind=kind,
+        tensors=lambda k, n: _nf4_tensors(k, n, double=double),
+        bulk="codes",
+        bulk_dtype="U8",
+        bulk_shape=lambda k, n: (n * k // 2, 1),
+        small=small,
+    )
+
+
 FORMATS: Mapping[str, CheckpointFormat] = {
-    "bitsandbytes-nf4": CheckpointFormat(
-        kind="nf4",
-        tensors=lambda k, n: _nf4_tensors(k, n, double=True),
-        bulk="codes",
-        bulk_dtype="U8",
-        bulk_shape=lambda k, n: (n * k // 2, 1),
-        small=_nf4,
-    ),
-    "bitsandbytes-nf4-single": CheckpointFormat(
-        kind="nf4_single",
-        tensors=lambda k, n: _nf4_tensors(k, n, double=False),
-        bulk="codes",
-        bulk_dtype="U8",
-        bulk_shape=lambda k, n: (n * k // 2, 1),
-        small=_nf4_single,
-    ),
+    "bitsandbytes-nf4": _nf4_format("nf4", _nf4, double=True),
+    "bitsandbytes-nf4-single": _nf4_format("nf4_single", _nf4_single, double=False),
     "bitsandbytes-int8": CheckpointFormat(
         kind="int8",
         tensors=lambda k, n: {
