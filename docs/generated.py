@@ -42,6 +42,7 @@ def benchmarks() -> str:
     """The tables of benchmarks/README.md, from its second heading on; links lead to the repository."""
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     body = text[text.index("## Whole training runs") :]
+    body = re.sub(r"!\[[^\]]+\]\([^)]+\)\n", "", body)  # plots are in the repository
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]+\)", r"\1", body)
 
 
