@@ -10,11 +10,10 @@ A job file can only name installed extensions; it never contains a path or an im
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, did_you_mean
 
 
 def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
@@ -29,8 +28,8 @@ def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | Non
     names = known_names(group, builtin)
     if name in names:
         return None
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"one of {', '.join(names)}, not '{name}'" + (f"; did you mean '{near[0]}'?" if near else "")
+    near = did_you_mean(name, names)
+    return f"one of {', '.join(names)}, not '{name}'" + (f"; {near}" if near else "")
 
 
 def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lorafusion_jax.data.formats import Chat, Example, Pair, Text
+from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.sources import Rows
 from lorafusion_jax.data.template import REASONING, ChatTemplate, Rendered, TemplateLimit, TemplateProblem
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
