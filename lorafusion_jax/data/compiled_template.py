@@ -9,7 +9,8 @@ from typing import Any
 
 from jinja2 import Template, TemplateError
 
-from lorafusion_jax.data.sandbox import LimitError, Sandbox
+from lorafusion_jax.data.sandbox import Sandbox
+from lorafusion_jax.data.template_budget import LimitError
 
 BRACKETS = re.compile(r"[()\[\]{}]")
 DEEPEST = 1000  # brackets; real templates nest a few dozen

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafusion_jax.data.compiled_template import TemplateProblem, compile_template, render
-from lorafusion_jax.data.sandbox import RESERVED
+from lorafusion_jax.data.template_hooks import RESERVED
 from lorafusion_jax.data.template_marks import Marked, Span, read_marks, spans_by_message
 
 PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
