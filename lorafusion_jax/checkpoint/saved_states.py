@@ -17,7 +17,7 @@ UNCHECKED = "_CHECKPOINT_METADATA"  # checkpoints of earlier versions hold this 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """The newest good checkpoint of a run.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found:
     unchecked: bool = False
 
 
-def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Found:
+def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> FoundCheckpoint:
     """Finds the newest undamaged checkpoint and reads its position.
 
     Args:
@@ -48,7 +48,7 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
         damage = checkpoint_damage(directory / str(slot))
         if not agree(bool(damage)):
             folder = directory / str(slot)
-            return Found(
+            return FoundCheckpoint(
                 slot=slot,
                 position=_position(folder),
                 damaged=tuple(damaged),
@@ -63,7 +63,7 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
             why="; ".join(map(str, damaged[:4])),
             fix=f"bring one back from a copy, or remove {directory} to begin anew",
         )
-    return Found(position={})
+    return FoundCheckpoint(position={})
 
 
 def checkpoint_damage(folder: Path) -> list[Damage]:

@@ -24,7 +24,7 @@ from lorafusion_jax.report.record import check_record
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Loop
-from lorafusion_jax.training.start import checked_base
+from lorafusion_jax.training.resume_run import checked_base
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
 
