@@ -100,7 +100,7 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
     return replace(prepared, adapters=in_new_order)
 
 
-def noted(job: Job, record: dict[str, Any]) -> dict[str, Any]:
+def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of run.json about adapters that the job's plan does not have yet."""
     new = only(job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of])
     names = {adapter.name for adapter in new.adapters}

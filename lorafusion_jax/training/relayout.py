@@ -35,7 +35,7 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
     if not overrides:
         return config
     keys = [text.partition("=")[0] for text in overrides]
-    raise_all([_fixed(key) for key in keys if not _may_change(key)])
+    raise_all([_not_changeable(key) for key in keys if not _may_change(key)])
     changed = override_resolved(config, overrides)
     if changed.mesh.stages != config.mesh.stages and "mesh.layers" not in keys:
         changed = changed.model_copy(update={"mesh": changed.mesh.model_copy(update={"layers": None})})
@@ -132,7 +132,7 @@ def _may_change(key: str) -> bool:
     return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has its own error
 
 
-def _fixed(key: str) -> ConfigError:
+def _not_changeable(key: str) -> ConfigError:
     return ConfigError(
         "resume.fixed",
         f"{key} cannot change while a run is under way.",

@@ -133,7 +133,7 @@ class Run:
             finish=self._export,
             add=self._add_adapters,
             finished=self._queue.poll,
-            wants_revision=self._revisions.asked,
+            wants_revision=self._revisions.has_requests,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
             evaluation_s=self._evaluations.expected_s,
