@@ -28,7 +28,7 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.base import memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.growth import grown
+from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
@@ -59,9 +59,9 @@ class Session:
     ):
         self._reading, self.spans = reading, Spans(len(stages))
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
-        self._take(config, prepared, stages, specs)
+        self._set_adapters(config, prepared, stages, specs)
 
-    def _take(
+    def _set_adapters(
         self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]
     ) -> None:
         self._config, self._stages = config, tuple(stages)
@@ -91,13 +91,13 @@ class Session:
         return cls(config, prepared, base.stages, specs, Reading(base))
 
     def finish_loading(
-        self, rows: Sequence[Microbatch] = (), news: Callable[[str], None] = lambda text: None
+        self, rows: Sequence[Microbatch] = (), on_progress: Callable[[str], None] = lambda text: None
     ) -> dict[str, Times]:
         """Waits for the base model and compiles meanwhile.
 
         Args:
             rows: a microbatch of padding of each capacity, as training will have them; none: nothing is compiled.
-            news: told what goes on, whenever that changes.
+            on_progress: called with what is running, whenever that changes.
 
         Returns:
             Start and end, by `time.perf_counter`, of reading the base ("base") and of each compilation.
@@ -108,14 +108,14 @@ class Session:
         """
         reading = f"reading {count(self._reading.num_bytes)}B"
 
-        def tell(left: Sequence[str]) -> None:
+        def report(left: Sequence[str]) -> None:
             compiling = [f"compiling {', '.join(left)}"] if left else []
-            under_way = [*compiling, *([] if self._reading.done else [reading])]
-            if under_way:
-                news("  ·  ".join(under_way))
+            running = [*compiling, *([] if self._reading.done else [reading])]
+            if running:
+                on_progress("  ·  ".join(running))
 
         try:
-            times = self.executor.warm_up(rows, self._evaluator.empty(), tell) if rows else {}
+            times = self.executor.warm_up(rows, self._evaluator.empty(), report) if rows else {}
         finally:  # also where a stage fails: a model that cannot be read is worse
             self._reading.finish()
         assert self._reading.times is not None
@@ -149,9 +149,9 @@ class Session:
         assert [adapter.name for adapter in config.adapters][: len(self._places)] == self.names
         self.executor.wait_dispatched()
         specs = adapter_specs(config)
-        stages = grown(self._stages, config, specs, weights)
-        self.executor.take_stages(stages, [spec.name for spec in specs])
-        self._take(config, prepared, stages, specs)
+        stages = grow_stages(self._stages, config, specs, weights)
+        self.executor.replace_stages(stages, [spec.name for spec in specs])
+        self._set_adapters(config, prepared, stages, specs)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""

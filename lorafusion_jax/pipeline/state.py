@@ -38,7 +38,7 @@ def gather(stages: Sequence[Stage]) -> dict[str, Any]:
         "sums": _own_arrays(stages, [stage.sums for stage in stages], lead=lv.SUMS),
         "loss": to_host(loss),
         "alive": to_host(stages[0].alive),
-        "optimizers": _joined([stage.optimizers for stage in stages]),
+        "optimizers": _concatenate([stage.optimizers for stage in stages]),
     }
     return arrays | ({"metrics": jax.tree.map(to_host, metrics)} if metrics else {})
 
@@ -50,12 +50,12 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     """
     replicas = stages[0].mesh.replicas
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
-    totals = {name: _for_replicas(leaf, replicas) for name, leaf in totals.items()}
+    totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
         mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
         sums = [
-            {name: _for_replicas(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
+            {name: _spread_rows(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
             for own in (arrays["sums"][name] for name in stage.names)
         ]
         stage.take_weights(arrays["lora"])
@@ -95,7 +95,7 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 
 def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
     """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return _joined(list(parts))
+    return _concatenate(list(parts))
 
 
 def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], *, lead: int) -> Own:
@@ -132,7 +132,7 @@ def _of_stage(extent: Extent, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _joined(trees: list[Any]) -> Any:
+def _concatenate(trees: list[Any]) -> Any:
     def join(*leaves: jax.Array) -> np.ndarray:
         held = [to_host(leaf) for leaf in leaves]
         return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
@@ -140,7 +140,7 @@ def _joined(trees: list[Any]) -> Any:
     return jax.tree.map(join, *trees)
 
 
-def _for_replicas(rows: Any, replicas: int) -> np.ndarray:
+def _spread_rows(rows: Any, replicas: int) -> np.ndarray:
     rows = np.asarray(rows)
     if rows.shape[0] == replicas:
         return rows
