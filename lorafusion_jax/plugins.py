@@ -55,7 +55,7 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     if not isinstance(found, kind):
         raise ConfigError(
             "plugin.broken",
-            f"'{name}' of {group} is no {kind.__name__}.",
+            f"'{name}' of {group} is not of type {kind.__name__}.",
             where=_where(point),
             why=f"it is a {type(found).__name__}",
         )

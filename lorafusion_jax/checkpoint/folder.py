@@ -88,7 +88,7 @@ class RunFolder:
                     "run.other-plan",
                     f"{self.path} holds a run of another plan.",
                     why=f"its plan is {other}, this one is {plan.digest}",
-                    fix="choose another --out, or lorafusion resume to go on with that run",
+                    fix="choose another --out, or continue that run with lorafusion resume",
                 )
             raise CheckpointError(
                 "run.exists",
@@ -116,9 +116,9 @@ class RunFolder:
         if found:
             raise CheckpointError(
                 "run.no-plan",
-                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is gone.",
+                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is missing.",
                 why="without its plan a run cannot continue, and files of another run would mix with its files",
-                fix="bring plan.json back from a copy; or move the folder away, or choose another --out, for a new run",
+                fix="restore plan.json from a copy. For a new run, move the folder away or choose another --out",
             )
 
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
@@ -201,8 +201,8 @@ class RunFolder:
                 "run.plan",
                 f"{self.plan_file} is damaged.",
                 why=str(problem).splitlines()[0],
-                fix="bring it back from a copy; or choose another --out for a new run. Adapters that were exported to "
-                f"{self.path / 'adapters'} are not touched, and lora.init_from can begin with them",
+                fix="restore it from a copy, or choose another --out for a new run. Adapters that were exported to "
+                f"{self.path / 'adapters'} stay as they are, and lora.init_from can start from them",
             ) from None
 
     def read_record(self) -> dict:
@@ -255,8 +255,8 @@ class RunFolder:
             "run.record",
             f"{self.record_file} is damaged.",
             why=why,
-            fix="bring it back from a copy; or choose another --out for a new run, which can begin with the adapters "
-            "that were exported (lora.init_from)",
+            fix="restore it from a copy, or choose another --out for a new run, which can start from the exported "
+            "adapters (lora.init_from)",
         )
 
     def mark_latest(self, name: str, keep: int) -> None:
@@ -279,8 +279,8 @@ class RunFolder:
         if not (self.path / file).is_file():
             raise CheckpointError(
                 "run.missing",
-                f"{self.path} is no run folder: it has no {file}.",
-                fix="lorafusion train jobs.yaml --out runs/NAME starts one",
+                f"{self.path} is not a run folder: it has no {file}.",
+                fix="start a run: lorafusion train jobs.yaml --out runs/NAME",
             )
 
 

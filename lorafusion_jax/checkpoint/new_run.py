@@ -38,7 +38,7 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
         "run.exists",
         f"{folder.path} already holds a run with other settings.",
         why="; ".join(differing[:SHOWN]) + more,
-        fix=f"another --out; lorafusion resume {folder.path} goes on with the settings that it began with",
+        fix=f"another --out; lorafusion resume {folder.path} continues it with its own settings",
     )
 
 

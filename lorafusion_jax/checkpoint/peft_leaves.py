@@ -49,8 +49,8 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in _projections(lora_leaves)})
         raise CheckpointError(
             "peft.no-weights",
-            f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights here are of a layer of that name.",
-            why=f"there are weights of {', '.join(known) or 'no layer'}",
+            f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights belong to a layer of that name.",
+            why=f"the weights belong to {', '.join(known) or 'no layer'}",
             fix="name its targets by the last part of a layer's path, e.g. q_proj",
         )
     return dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
@@ -112,7 +112,7 @@ def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, .
             "peft.other-base",
             "the adapter was made for another base model.",
             where=_some(problems),
-            fix="use the base model that the adapter was trained on, or start it anew",
+            fix="use the base model that the adapter was trained on, or train a new adapter",
         )
 
 

@@ -58,10 +58,10 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
     if damaged:
         raise CheckpointError(
             "run.bad-state",
-            "no checkpoint of this run is good.",
+            "all checkpoints of this run are damaged.",
             where=str(directory),
             why="; ".join(map(str, damaged[:4])),
-            fix=f"bring one back from a copy, or remove {directory} to begin anew",
+            fix=f"restore one from a copy, or remove {directory} to start again",
         )
     return FoundCheckpoint(position={})
 
@@ -111,7 +111,7 @@ def bad_state(directory: Path, slot: int, why: str) -> CheckpointError:
         f"checkpoint {slot} does not fit this run or is damaged.",
         where=str(directory / str(slot)),
         why=why,
-        fix=f"remove {directory / str(slot)} to go on from the checkpoint before"
+        fix=f"remove {directory / str(slot)} to continue from the checkpoint before it"
         if earlier
-        else f"remove {directory} to begin anew: there is no checkpoint before",
+        else f"remove {directory} to start again: there is no earlier checkpoint",
     )

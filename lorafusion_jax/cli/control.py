@@ -135,8 +135,8 @@ def _ask(run: Path, action: Action, adapter: str, value: float | None = None, **
     if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
         raise ConfigError(
             "control.ended",
-            f"{adapter} is {status}: nothing of it is left to train.",
-            fix=f"lorafusion extend {run} {adapter} --epochs 1   lets it go on" if status == "done" else "",
+            f"{adapter} is {status}: it has nothing left to train.",
+            fix=f"lorafusion extend {run} {adapter} --epochs 1   trains it further" if status == "done" else "",
         )
     write_request(run, action, adapter, value, **options)
     if action == "extend":

@@ -50,7 +50,7 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
         taken[adapter.name.casefold()] = adapter.name
     if len(run.adapters) + len(adapters) > MOST_ADAPTERS:
         what = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
-        errors.append(ConfigError("add.too-many", what, fix="another run for them"))
+        errors.append(ConfigError("add.too-many", what, fix="train them in another run"))
     raise_all(errors)
 
 

@@ -337,7 +337,7 @@ def _names_differ(entries: Sequence[_Entry], source: Source) -> list[LoraFusionE
             errors.append(
                 ConfigError(
                     "config.duplicate-name",
-                    same if first == second else f"'{first}' and '{second}' differ in nothing but case.",
+                    same if first == second else f"'{first}' and '{second}' differ only in case.",
                     where=source.where(keys),
                     fix="give each adapter its own name",
                 )

@@ -84,7 +84,7 @@ class ModelConfig:
                 "model.bad-config",
                 "config.json cannot be used: " + _sentence(malformed),
                 where=where,
-                fix="take the file from the model's source again",
+                fix="download the file again",
             )
         raise CheckpointError(
             "model.unsupported",

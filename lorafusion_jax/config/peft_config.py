@@ -120,7 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError("peft.missing-file", f"{folder} is no PEFT folder: it has no {CONFIG_FILE}.") from None
+        raise CheckpointError("peft.missing-file", f"{folder} is not a PEFT folder: it has no {CONFIG_FILE}.") from None
     except (OSError, ValueError, RecursionError) as problem:  # also numbers of thousands of digits
         raise CheckpointError(
             "peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file), why=str(problem)
@@ -266,7 +266,7 @@ def _targets(
             "peft.unsupported",
             f"this adapter targets {shortened(name)}, which is not supported.",
             where=where,
-            why=f"only {', '.join(known)} carry LoRA here",
+            why=f"only {', '.join(known)} can have LoRA here",
         )
         for name in others
     ]

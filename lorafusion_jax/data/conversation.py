@@ -167,7 +167,7 @@ class Conversation:
         before = self._prompt(turn)
         if before is None or not text.startswith(before):
             raise TemplateProblem(
-                f"the text before message {turn} is no prefix of the conversation, so the answer "
+                f"the text before message {turn} is not a prefix of the conversation, so the answer "
                 "cannot be separated from its context"
             )
         through, start = self.render(self._messages[: turn + 1]), len(before)

@@ -87,7 +87,7 @@ def _segments(chosen: Chosen, row: Mapping) -> tuple[Segment, ...]:
     assert chosen.objective.segments is not None
     segments, wanted = tuple(chosen.objective.segments(row)), chosen.objective.num_segments
     if len(segments) != wanted:
-        raise ValueError(f"objective {chosen.name} makes {len(segments)} segments of it and declares {wanted}")
+        raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {wanted}")
     return segments
 
 

@@ -94,7 +94,7 @@ def _rows(stored: Stored, rows: slice) -> np.ndarray:
             if not (count := file.readinto(wanted)):
                 raise CheckpointError(
                     "model.broken-file",
-                    "a file of the weights was cut short while it was read.",
+                    "a weight file was truncated while it was read.",
                     where=str(stored.file),
                 )
             wanted = wanted[count:]
@@ -116,7 +116,7 @@ def _sharded(directory: Path) -> dict[str, Stored]:
     if absent:
         raise CheckpointError(
             "model.missing-tensor",
-            f"{len(absent)} tensors of the index are in none of its files: {_some(absent)}.",
+            f"{len(absent)} tensors of the index are missing from its files: {_some(absent)}.",
             where=str(index),
             fix="download the model again",
         )

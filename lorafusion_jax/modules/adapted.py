@@ -180,7 +180,7 @@ def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
         names = ", ".join(spec.name for spec in plan.adapters)
         raise RunError(
             "lora.no-context",
-            f"the model has {len(plan.adapters)} adapters ({names}), and nothing says which one the rows belong to.",
+            f"the model has {len(plan.adapters)} adapters ({names}), and the call does not say whose the rows are.",
             fix=f"with use_adapters(specs, table): …   or use_adapters(specs, only='{plan.adapters[0].name}')",
         )
     spec = next(iter(plan.adapters))

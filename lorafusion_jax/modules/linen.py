@@ -132,7 +132,7 @@ class LinenLoRA:
             raise RunError(
                 "lora.context-unused",
                 "no layer with adapters ran inside `use`.",
-                why=f'a compiled function does not see it; without the collection "{COLLECTION}" there are none',
+                why=f'a compiled function does not see it; and without the collection "{COLLECTION}" there are none',
                 fix="enter it inside the jitted function, around model.apply",
             )
 

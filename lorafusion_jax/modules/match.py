@@ -169,7 +169,7 @@ def _unknown(target: str, paths: list[Path]) -> ConfigError:
     return ConfigError(
         "lora.unknown-target",
         f"target '{target}' matches no linear layer of the model{f'; {near}' if near else '.'}",
-        why="" if names else "it has no linear layer that we know of; is it an NNX module? see register_linear",
+        why="" if names else "it has no linear layer of a known class; is it an NNX module? see register_linear",
         fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
     )
 

@@ -183,7 +183,9 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, BASE)}
     if not layers:
         raise ConfigError(
-            "lora.not-merged", "there is nothing to take back.", fix="merge_adapter(model, name, keep=True) before"
+            "lora.not-merged",
+            "no adapter is merged with keep=True.",
+            fix="call merge_adapter(model, name, keep=True) before",
         )
     for layer in layers.values():
         getattr(layer, layer.lora_plan.linear.weight)[...] = getattr(layer, BASE)[...]

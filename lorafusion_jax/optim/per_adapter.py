@@ -113,7 +113,7 @@ def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
     if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
         wanted = [active] if isinstance(active, str) else list(active)
         if wrong := [name for name in wanted if name not in names]:
-            raise ConfigError("optim.unknown-adapter", f"active names {wrong} and there are {list(names)}.")
+            raise ConfigError("optim.unknown-adapter", f"active names {wrong}, but the adapters are {list(names)}.")
         return jnp.array([name in wanted for name in names])
     mask = jnp.asarray(active)
     if mask.dtype != bool:
@@ -121,7 +121,7 @@ def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
     if mask.shape != (len(names),):
         raise ConfigError(
             "optim.per-adapter",
-            f"active has shape {mask.shape} and there are {len(names)} adapters.",
+            f"active has shape {mask.shape}, but there are {len(names)} adapters.",
             fix="active=active_adapters(table, number of adapters), or their names",
         )
     return mask

@@ -59,8 +59,8 @@ class LostCoordinator:
         """Returns the error to report."""
         return RunError(
             PROCESS_LOST,
-            "the first process of this run went away, or the network to it.",
-            why=f"{self._host}:{self._port}, where it coordinated the others, does not answer",
-            fix="read the end of that process's own output or log for the reason; then lorafusion resume RUN in all "
-            "processes goes on from the last checkpoint, which stands",
+            "the first process of this run is lost, or the network to it.",
+            why=f"its coordinator at {self._host}:{self._port} does not answer",
+            fix="read the end of that process's own output or log for the reason. Then lorafusion resume RUN in all "
+            "processes continues from the last checkpoint, which is intact",
         )

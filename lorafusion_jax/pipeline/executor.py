@@ -269,9 +269,7 @@ class Executor:
                 adapters = first.adapters or self._adapters.get(slot, adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
             if not is_of_devices(cause):
-                cause.add_note(
-                    f"raised{place_of(stage, slot, adapters)}; lorafusion resume continues from the last checkpoint"
-                )
+                cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume RUN continues from before")
                 raise cause from None
             raise stage_failed(
                 cause, stage, slot, adapters, remat=next((each.remat for each in self.stages), None)

@@ -43,7 +43,7 @@ def join(
     """
     try:
         if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
-            raise ValueError(f"{coordinator} names no port")
+            raise ValueError(f"{coordinator} has no port")
         with _announce_wait():
             jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
     except (ValueError, RuntimeError) as problem:

@@ -61,7 +61,7 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
     )
     config = joined(job.config, adapters)
     if (lacking := lacks_memory(config)) is not None:
-        raise RunError("add.memory", "the devices have no memory for more adapters.", why=lacking)
+        raise RunError("add.memory", "the devices lack the memory for more adapters.", why=lacking)
     return replace(job, config=config, prepared=_with_data(job.prepared, prepared))
 
 

@@ -81,11 +81,13 @@ def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> Non
         )
     status = adapters[name]
     if action == "continue" and status != "paused":
-        raise ConfigError("control.not-paused", f"{name} is not paused but {status}.")
+        raise ConfigError(
+            "control.not-paused", f"{name} is {status}, not paused.", fix="only a paused adapter can continue"
+        )
     if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
-        raise ConfigError("control.ended", f"{name} is {status}: nothing of it is left to train.")
+        raise ConfigError("control.ended", f"{name} is {status}: it has nothing left to train.")
     if action in ("pause", "finish", "extend") and status == "paused":
-        raise ConfigError("control.paused", f"{name} is paused.", fix="continue or cancel it")
+        raise ConfigError("control.paused", f"{name} is paused.", fix="continue it first, or cancel it")
 
 
 def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:

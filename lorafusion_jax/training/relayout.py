@@ -53,10 +53,10 @@ def check_settings(before: JobConfig | None, now: JobConfig) -> None:
         more = f"; and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
         raise ConfigError(
             "run.config-changed",
-            "config.yaml is not the one that this run began with.",
+            "config.yaml was edited after this run started.",
             where="; ".join(map(str, edited[:SHOWN])) + more,
-            why="the run goes on with the settings that it began with",
-            fix="put the old values back, or start a new run with lorafusion train",
+            why="a run keeps the settings that it started with",
+            fix="restore the old values, or start a new run with lorafusion train",
         )
 
 
@@ -76,15 +76,15 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
             fix = f"--drop takes one of: {', '.join(adapters)}"
             errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
         elif adapters[name] in ("done", "cancelled"):
-            what = f"{name} is {adapters[name]}: there is nothing left of it to drop."
+            what = f"{name} is {adapters[name]}: it has nothing left to drop."
             errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
         elif adapters[name] == "to join":
-            what = f"{name} joins the run after the checkpoint that it goes on from."
+            what = f"{name} joins the run later than the checkpoint from which it continues."
             errors.append(
                 ConfigError("resume.to-join", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
             )
         elif adapters[name] == "paused":
-            what = f"{name} is paused: its samples are left out already."
+            what = f"{name} is paused, so the plan already leaves out its samples."
             errors.append(ConfigError("resume.paused", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop"))
     raise_all(errors)
 
@@ -135,7 +135,7 @@ def _may_change(key: str) -> bool:
 def _not_changeable(key: str) -> ConfigError:
     return ConfigError(
         "resume.fixed",
-        f"{key} cannot change while a run is under way.",
-        why="the run goes on with the data and adapters that it began with",
-        fix=f"lorafusion train starts a new run; resume takes {', '.join(MAY_CHANGE[:-1])} and save.*",
+        f"{key} cannot change when a run is resumed.",
+        why="a run keeps the data and adapters that it started with",
+        fix=f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*",
     )

@@ -119,7 +119,7 @@ def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
 def _folder_notices(
     folder: RunFolder, found: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
 ) -> list[RunEvent]:
-    """What a user should know of the folder that the run goes on from."""
+    """Returns events for what a user should know about the folder: damage, and checks that were skipped."""
     notices, slot = [], found.slot or 0
     if damaged_exports:
         files = ", ".join(str(damage) for damage in damaged_exports[:SHOWN])
@@ -127,7 +127,7 @@ def _folder_notices(
         notices.append(FilesDamaged(slot=slot, text=text))
     if found.damaged:
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
-        text = f"damaged: {files}. The run goes on from the checkpoint before, {folder.state / str(found.slot)}"
+        text = f"damaged: {files}. The run continues from the checkpoint before it, {folder.state / str(found.slot)}"
         notices.append(FilesDamaged(slot=slot, text=text))
     lacking = unchecked(record)
     if found.unchecked:

@@ -133,7 +133,7 @@ class Revisions:
             try:
                 yield Request.read(file)
             except (OSError, ValueError, TypeError, RecursionError) as problem:
-                self._refuse(file.name, f"{file.name} is no request: {problem}")
+                self._refuse(file.name, f"{file.name} is not a request: {problem}")
 
     def _apply_request(self, job: Job, request: Request) -> Job | None:
         """Returns the job after a request; None if the request is postponed or rejected."""

@@ -86,9 +86,9 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
     except PlanError as problem:
         raise CheckpointError(
             "plan.mismatch",
-            "the plan is not a plan of this job file and its data.",
+            "the plan does not fit this job file and its data.",
             why=str(problem).splitlines()[0],
-            fix="lorafusion plan jobs.yaml -o plan.json",
+            fix="make a new plan: lorafusion plan jobs.yaml -o plan.json",
         ) from None
     of_plan = (plan.sizes, plan.tile_tokens, *(layout[1:] for layout in plan.layouts))
     of_job = (config.batch.sizes, config.batch.tile_tokens, (config.mesh.stages, config.mesh.replicas))
@@ -96,6 +96,6 @@ def _check_plan(plan: Plan, config: JobConfig, prepared: Prepared) -> None:
         raise CheckpointError(
             "plan.mismatch",
             "the plan was made for another capacity, tile or mesh.",
-            why=f"capacity, tile, (stages, replicas) are {of_plan} in the plan, {of_job} in the job file",
-            fix="train with the settings that it was planned with, or lorafusion plan jobs.yaml -o plan.json again",
+            why=f"capacity, tile, (stages, replicas): {of_plan} in the plan, {of_job} in the job file",
+            fix="train with the settings of the plan, or make a new plan: lorafusion plan jobs.yaml -o plan.json",
         )

@@ -53,7 +53,7 @@ def test_template_that_shows_reasoning_of_the_last_answer_only():
 
 def test_template_whose_prefix_is_not_one():
     source = "{{ messages | length }}{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
-    with pytest.raises(TemplateProblem, match="no prefix"):
+    with pytest.raises(TemplateProblem, match="not a prefix"):
         answers(source)
 
 

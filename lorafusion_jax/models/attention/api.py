@@ -54,7 +54,7 @@ def attention(
     """
     implementation = implementation or default_implementation(q, k)
     if implementation not in _KERNELS:
-        raise ValueError(f"implementation={implementation!r} is none of {', '.join(map(repr, _KERNELS))}")
+        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, _KERNELS))}")
     o_TD = _isolated(implementation, q.shape[-1], q, k, v, segments)
     return o_TD if flat else o_TD.reshape(q.shape)
 
