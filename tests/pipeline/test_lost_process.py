@@ -51,7 +51,7 @@ def test_other_failures_are_those_of_a_device(text):
 
 def test_a_lost_connection_is_known_in_whatever_it_comes():
     """Gathering arrays of several processes raises a ValueError with the transport's words."""
-    with pytest.raises(RunError, match=r"train\.process-lost.*noticed between slots"), Executor([], []).blaming(None, None):
+    with pytest.raises(RunError, match=r"process-lost.*noticed between slots"), Executor([], []).blaming(None, None):
         raise ValueError(GLOO)
 
 

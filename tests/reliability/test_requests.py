@@ -222,7 +222,7 @@ def test_a_kill_while_a_request_is_carried_out(left, make_config, healthy, tmp_p
                 if list(filter(None, names)):
                     raise KeyboardInterrupt
 
-            patch.setattr(Revisions, "_remove", killed)
+            patch.setattr(Revisions, "_remove_requests", killed)
         with pytest.raises(KeyboardInterrupt):
             train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
     assert len(request_files(run)) == 1
