@@ -205,7 +205,8 @@ def nothing_read(monkeypatch):
     def read(*arguments, **named):
         raise AssertionError("data are read first")
 
-    monkeypatch.setattr("lorafusion_jax.training.start.prepare", read)
+    for module in ("start", "resume_run"):
+        monkeypatch.setattr(f"lorafusion_jax.training.{module}.prepare", read)
 
 
 def test_folder_of_another_run(lorafusion, job, finished, nothing_read):
