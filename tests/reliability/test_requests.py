@@ -197,7 +197,7 @@ def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, healthy, t
     assert set(statuses(result).values()) == {"done"}
     told = [row["text"] for row in events_of(run, "request-refused")]
     assert len(told) == 3
-    assert "bad is not paused but running" in told[0]
+    assert "bad is running, not paused" in told[0]
     assert "no adapter 'nobody'" in told[1]
     assert "note.json is not a request" in told[2]
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
