@@ -18,7 +18,7 @@ from lorafusion_jax.errors import ConfigError, did_you_mean
 
 def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
     """Lists the names of a group: built-in ones first, then installed ones."""
-    return [*builtin, *sorted(set(_installed(group)) - set(builtin))]
+    return [*builtin, *sorted(set(_entry_points(group)) - set(builtin))]
 
 
 def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | None:
@@ -50,7 +50,7 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     wrong = not_known(group, builtin, name)
     if wrong is not None:
         raise ConfigError("plugin.unknown", f"there is no '{name}' among {group}.", fix=wrong)
-    point = _installed(group)[name]
+    point = _entry_points(group)[name]
     found = _load(point)
     if not isinstance(found, kind):
         raise ConfigError(
@@ -62,7 +62,7 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     return found
 
 
-def _installed(group: str) -> dict[str, EntryPoint]:
+def _entry_points(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 

@@ -78,7 +78,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             where=source.where(keys),
             fix=_example(str(location[-1])),
         )
-    expected, example = _expected(detail), ""
+    expected, example = _expectation(detail), ""
     for n in range(len(keys) - 1):
         if keys[n : n + 2] in LISTS:
             (expected, example), keys = LISTS[keys[n : n + 2]], keys[: n + 2]
@@ -92,7 +92,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     )
 
 
-def _expected(detail) -> str:
+def _expectation(detail) -> str:
     found = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema

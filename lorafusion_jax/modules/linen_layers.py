@@ -70,7 +70,7 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
         layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
-        if jnp.shape(_at(params, path).get(weight)) != w.shape:
+        if jnp.shape(_subtree(params, path).get(weight)) != w.shape:
             why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
             raise unsupported_linear(layer.name, why, fix)
         found[path, weight] = layer
@@ -133,10 +133,10 @@ def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
 
 def _is_of(params: Any, module: nn.Module) -> bool:
     """Whether a module's parameters are in the tree. A head applied to shared weights has none there."""
-    return bool(_at(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
+    return bool(_subtree(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
 
 
-def _at(params: Any, path: tuple[str, ...]) -> Any:
+def _subtree(params: Any, path: tuple[str, ...]) -> Any:
     for part in path:
         params = params.get(part, {})
     return params

@@ -124,12 +124,12 @@ class _Run:
             return [self._multiply(eqn, operands, weights)], {}
         order = weights.get(0)
         if order is None or len(eqn.outvars) != 1:
-            raise self._refused(name)
+            raise self._unsupported(name)
         if name == "transpose":
             return _bind(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
         if name in _SAME_AXES:
             return _bind(jaxpr, eqn, operands), {0: order}
-        raise self._refused(name)
+        raise self._unsupported(name)
 
     def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]) -> Array:
         ((place, order),) = weights.items()
@@ -155,7 +155,7 @@ class _Run:
         numbers = list(range(len(rows)))
         return jnp.transpose(y, [*back, *numbers] if place == 0 else [*numbers, *back])
 
-    def _refused(self, primitive: str) -> ConfigError:
+    def _unsupported(self, primitive: str) -> ConfigError:
         return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
 
 

@@ -115,7 +115,7 @@ def _room(config: JobConfig, parts: Sequence[Sequence[str]]) -> _Room:
     return _Room(*places(config, parts), adapter_places(together, len(config.adapters)))
 
 
-def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
+def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
     """Turns the rows of some adapters into padding, in place. Other rows do not change.
 
     Args:

@@ -30,12 +30,12 @@ from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
-from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
+from lorafusion_jax.pipeline.padded_state import abstract_padded_state, remove_padding
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, like, scatter
+from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatter
 from lorafusion_jax.report.format import count
 
 
@@ -195,9 +195,9 @@ class Session:
             padded: whether an earlier version wrote them, see `padded_state`.
         """
         if padded:
-            arrays = unpadded(self._stages, restore(like_padded(self._stages, replicas)))
+            arrays = remove_padding(self._stages, restore(abstract_padded_state(self._stages, replicas)))
         else:
-            arrays = restore(like(self._stages, replicas))
+            arrays = restore(abstract_state(self._stages, replicas))
         scatter(self._stages, arrays)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Session:
     @property
     def state_bytes(self) -> int:
         """Size of the state of a `snapshot`, with the copies of all replicas."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.changing() for stage in self._stages]))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.trainable_arrays() for stage in self._stages]))
 
     @property
     def num_trainable(self) -> int:
@@ -219,8 +219,8 @@ class Session:
     @property
     def stored(self) -> dict[str, int]:
         """Elements stored on the devices of one replica: weights, gradients, moments."""
-        held = [stage.held() for stage in self._stages]
-        return {what: sum(each[what] for each in held) for what in held[0]}
+        counts = [stage.count_elements() for stage in self._stages]
+        return {what: sum(each[what] for each in counts) for what in counts[0]}
 
     @property
     def num_frozen(self) -> int:

@@ -17,7 +17,7 @@ from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import metric_names
-from lorafusion_jax.optim.step import Hyper, hyper, still
+from lorafusion_jax.optim.step import Hyper, hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import Leaves
@@ -136,7 +136,8 @@ class Stage:
             {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
         ]
         self.lora = {  # leaf by leaf, so that the host does not hold all of them twice
-            name: replicate(lv.joined({name: at}, own)[name], self.mesh) for name, at in self._parts.columns.items()
+            name: replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
+            for name, at in self._parts.columns.items()
         }
 
     def _new_optimizers(self) -> dict[str, Any]:
@@ -168,11 +169,11 @@ class Stage:
         """Returns adapters that together use all programs of adapters."""
         return [own[0] for own in self._by_kind().values()]
 
-    def changing(self) -> list[Any]:
+    def trainable_arrays(self) -> list[Any]:
         """Returns all arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
 
-    def held(self) -> dict[str, int]:
+    def count_elements(self) -> dict[str, int]:
         """Counts the elements stored for training on one replica: weights, gradients, moments."""
         moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
         return {
@@ -249,9 +250,9 @@ class Stage:
         own, self.optimizers[self._specs[index].name] = before
         self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, own, self.alive)
 
-    def still(self, index: int) -> Hyper:
+    def unchanging_hyper(self, index: int) -> Hyper:
         """Returns hyperparameters with which `step` does not change the weights, for timing it."""
-        return still(self._adapters[index].optim)
+        return unchanging_hyper(self._adapters[index].optim)
 
     def time_passes(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, with random inputs, and waits for them.

@@ -13,7 +13,7 @@ from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
-from lorafusion_jax.config.join import only
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
@@ -47,7 +47,9 @@ def launch(
     """Runs to the end, from the checkpoint found. `before` is the plan in the folder, if there is one."""
     slot, emit = None if found is None else found.slot, fan_out(listeners)
     store = StateStore(folder.state, config.save.keep, slot)
-    initial = only(config, initial_adapters(config, found, [] if before is None else recorded_changes(folder)))
+    initial = select_adapters(
+        config, initial_adapters(config, found, [] if before is None else recorded_changes(folder))
+    )
     weights = {} if slot is not None else read_warm_starts(initial)  # a checkpoint holds later weights
     emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as resources:

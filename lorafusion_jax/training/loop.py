@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.pipeline.batches import without
+from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, is_alone
 from lorafusion_jax.planning.pauses import evaluations
@@ -172,7 +172,7 @@ class Loop:
         if failed.issuperset(tokens):
             return
         if batch is not None:
-            self._executor.admit(event.slot, without(batch, [self._tables.index[name] for name in failed]))
+            self._executor.admit(event.slot, mask_adapters(batch, [self._tables.index[name] for name in failed]))
             self._read_results(self._executor.completed_slots())
         self._executor.issue(event, tuple(tokens))
 

@@ -10,7 +10,7 @@ from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
-from lorafusion_jax.config.join import only
+from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, is_first
@@ -172,7 +172,7 @@ class Run:
         """Runs what precedes the first microbatch: first evaluations, missing exports, drops."""
         self._session.compile_reads()
         if not self._resumed:
-            for adapter in only(self._job.config, self._session.names).adapters:
+            for adapter in select_adapters(self._job.config, self._session.names).adapters:
                 self._evaluations.evaluate(adapter.name, 0, self._progress.slot)
             return
         slot, unwritten = self._progress.slot, self._progress.unwritten
@@ -236,7 +236,7 @@ class Run:
 
     def _add_adapters(self, names: Sequence[str], slots_done: int) -> None:
         self._emit(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
-        config = only(self._job.config, list(self._progress.adapters))
+        config = select_adapters(self._job.config, list(self._progress.adapters))
         new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
         first = len(config.adapters) - len(new.adapters)
         weights = {first + place: arrays for place, arrays in read_warm_starts(new).items()}
