@@ -87,6 +87,17 @@ def raise_all(errors: Sequence[LoraFusionError]) -> None:
         raise ErrorList(errors)
 
 
+def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Joins the first items and counts the rest.
+
+    >>> first_few(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    last = " and" if separator == ", " else f"{separator}and"
+    rest = f"{last} {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + rest
+
+
 def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
     """Asks for the known names that are most similar to a wrong one; empty if none is similar.
 

@@ -27,18 +27,16 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class Product:
     """A product that contracts axes of x with axes of a weight.
 
     Args:
-        weight: attribute that holds the weight.
-        stack: sizes of leading axes that `nnx.vmap` added.
+        weight: name of the weight.
         shape: shape of one layer's weight.
         inside: axes that the product sums over.
     """
 
     weight: str
-    stack: tuple[int, ...]
     shape: tuple[int, ...]
     inside: tuple[int, ...]
 
@@ -49,6 +47,17 @@ class Linear:
     @property
     def out_features(self) -> int:
         return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Product):
+    """The product of an NNX module.
+
+    Args:
+        stack: sizes of leading axes that `nnx.vmap` added.
+    """
+
+    stack: tuple[int, ...]
 
 
 _CLASSES: dict[type, Registered] = {}

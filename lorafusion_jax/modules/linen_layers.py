@@ -5,7 +5,6 @@ K in · N out
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
+from lorafusion_jax.modules.linear import Product
 from lorafusion_jax.modules.product import exchange_product, unsupported_linear
 from lorafusion_jax.modules.use import traced_anew
 
@@ -28,34 +28,20 @@ KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinenLayer:
+class LinenLayer(Product):
     """A linear layer that ran.
 
     Args:
         scope: path of its parameters in their tree.
         path: path of its adapters: the scope, followed by the weight's name if modules share a scope.
-        weight: name of its weight.
-        shape: shape of the weight.
-        inside: axes of the weight that the product sums over.
     """
 
     scope: tuple[str, ...]
     path: tuple[str, ...]
-    weight: str
-    shape: tuple[int, ...]
-    inside: tuple[int, ...]
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
-
-    @property
-    def in_features(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.inside)
-
-    @property
-    def out_features(self) -> int:
-        return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
 
 
 def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[Any], options: dict) -> list[LinenLayer]:

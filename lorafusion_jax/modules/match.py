@@ -10,7 +10,7 @@ from functools import cache
 
 from flax import nnx
 
-from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, raise_all
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
 from lorafusion_jax.modules.product import unsupported_linear
 from lorafusion_jax.modules.spec import ALL_LINEAR
@@ -115,7 +115,7 @@ def by_reason(places: Sequence[Place]) -> dict[str, str]:
     reasons: dict[str, list[str]] = {}
     for place in places:
         reasons.setdefault(place.unsupported_reason, []).append(dotted(place.path))
-    return {why: paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "") for why, paths in reasons.items()}
+    return {why: first_few(paths, 1) for why, paths in reasons.items()}
 
 
 def unknown_class(module: nnx.Module) -> str:

@@ -8,7 +8,7 @@ from lorafusion_jax.checkpoint.new_run import SHOWN, differences
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.errors import ConfigError, first_few, raise_all
 from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
@@ -50,11 +50,10 @@ def check_settings(before: JobConfig | None, now: JobConfig) -> None:
     """
     edited = [] if before is None else [one for one in differences(before, now) if not _may_differ(one.key)]
     if edited:
-        more = f"; and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
         raise ConfigError(
             "run.config-changed",
             "config.yaml was edited after this run started.",
-            where="; ".join(map(str, edited[:SHOWN])) + more,
+            where=first_few(edited, SHOWN, "; "),
             why="a run keeps the settings that it started with",
             fix="restore the old values, or start a new run with lorafusion train",
         )
