@@ -195,7 +195,7 @@ class Soak:
             self.interventions.requests.append((action, adapter))
 
     def _run_command(self, *arguments: str) -> bool:
-        """A command of ours, in this process; False if what is asked about has just ended."""
+        """Runs a command in this process. Returns False if its adapter has just ended."""
         output = io.StringIO()
         with redirect_stdout(output), redirect_stderr(output):
             code = lorafusion(list(arguments))
@@ -204,13 +204,10 @@ class Soak:
         return not code
 
     def _adapters_in(self, status: str) -> list[str]:
-        """Adapters of this status of which nothing was asked yet that ends them."""
+        """Adapters of this status that no request ends."""
         rows = run_numbers(self.run)["adapters"]
-        return [
-            name
-            for name in rows
-            if rows[name]["status"] == status and name not in self.interventions.of("cancel", "finish")
-        ]
+        ending = self.interventions.of("cancel", "finish")
+        return [name for name in rows if rows[name]["status"] == status and name not in ending]
 
     def _start(self, arguments: list[str]) -> None:
         self.sitting += 1
