@@ -72,7 +72,7 @@ def extend(
     epochs: Annotated[int | None, typer.Option(help="more passes over its data")] = None,
     steps: Annotated[int | None, typer.Option(help="more optimizer steps")] = None,
 ) -> None:
-    """Lets an adapter train longer, also one that is done: it goes on from its last weights and optimizer state.
+    """Extends an adapter, also one that is done: it continues from its last weights and optimizer state.
 
     The steps that were planned keep their learning rates. The new ones have a schedule of their own, warm-up included:
     a cosine that had fallen to its end rises again.
@@ -92,7 +92,7 @@ def extend(
 
 
 def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
-    """Lets the adapters of another job file join a run.
+    """Adds the adapters of another job file to a run.
 
     The file says what is their own: data, rank, targets, optimizer … What all adapters of a run share is the run's; the
     file leaves it out or says the same. Data are read here first, so that a mistake never reaches the run.

@@ -112,7 +112,7 @@ def show_result(console: Console, result: RunResult) -> None:
 
 
 def _beside_prediction(folder: Path) -> str | None:
-    """What slots, evaluations and saves took, and what was predicted; of runs of one sitting."""
+    """Compares the time of slots, evaluations and saves with the prediction, for runs of one session."""
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
     if [row["kind"] for row in rows] != ["started", "finished"] or not (predicted := rows[0].get("predicted")):
         return None

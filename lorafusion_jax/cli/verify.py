@@ -27,7 +27,7 @@ def command(
     """Compares every file with its digest; exits with 2 if one is damaged.
 
     With an adapter: trains it for a few steps from its start, once by the run's plan and once alone, and compares
-    every tensor; ends with 1 if one differs by more than the bound. Nothing is written.
+    every tensor; exits with 1 if one differs by more than the bound. Nothing is written.
 
     Example: lorafusion verify runs/exp1
 
