@@ -101,6 +101,8 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
     """Describes a module's product. Returns a text if it cannot carry LoRA, None if it is not a linear layer."""
     if hasattr(module, "lora_plan"):
         return "it already has adapters; give all of them in one call"
+    if hasattr(module, "stored_linear"):
+        return "its weight is stored in fewer bytes; call quantize_base after apply_lora"
     registered = next((_CLASSES[cls] for cls in type(module).__mro__ if cls in _CLASSES), None)
     if registered is not None:
         return _read_registered(module, registered)

@@ -165,7 +165,7 @@ def _problems(target: str, hits: list[Path], places: list[Place], allow_partial:
 
 def _unknown(target: str, paths: list[Path]) -> ConfigError:
     names = sorted({str(path[-1]) for path in paths if path})
-    near = did_you_mean(target, [*names, ALL_LINEAR, *map(dotted, paths)], most=3)
+    near = did_you_mean(target, sorted({*names, ALL_LINEAR, *map(dotted, paths)}), most=3)
     return ConfigError(
         "lora.unknown-target",
         f"target '{target}' matches no linear layer of the model{f'; {near}' if near else '.'}",
