@@ -103,7 +103,7 @@ class Counts:
         stage = Stage(parts, self.frozen(parts, extent), stage_meshes()[0], adapters, remat="gemm_inputs", block=1)
         first = [self.drawn(parts, number) for number in range(TOGETHER)]
         stage.start({spec.name: first[seeds.get(index, 0)] for index, spec in enumerate(specs)})
-        held, own = stage.held(), sum(leaf.size for leaf in first[0].values()) * count
+        held, own = stage.count_elements(), sum(leaf.size for leaf in first[0].values()) * count
         self.say({"what": "stored", "adapters": count, "own": own, **held})
         return stage
 
@@ -180,7 +180,7 @@ class Counts:
             for count, stage in stages.items():
                 began = time.perf_counter()
                 summary, _ = stage.close_batch(0)
-                stage.step(0, [summary], stage.still(0))
+                stage.step(0, [summary], stage.unchanging_hyper(0))
                 jax.block_until_ready((stage.lora, stage.sums))
                 times[count] += [time.perf_counter() - began] * bool(turn)
         self.report("optimizer step", times)

@@ -62,7 +62,7 @@ def job(args: argparse.Namespace) -> Iterator[dict]:
     """Trains the demo's job in both checkouts and compares losses and adapters bitwise."""
     for mesh, overrides in MESHES.items():
         with tempfile.TemporaryDirectory() as folder:
-            runs = {name: _trained(tree, Path(folder) / name, overrides, args.steps) for name, tree in _trees(args)}
+            runs = {name: _train(tree, Path(folder) / name, overrides, args.steps) for name, tree in _trees(args)}
             adapters = {name: _adapters(run) for name, run in runs.items()}
             losses = {name: _losses(run) for name, run in runs.items()}
         yield {
@@ -131,7 +131,7 @@ def _run(tree: Path, arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def _trained(tree: Path, out: Path, overrides: list[str], steps: int) -> Path:
+def _train(tree: Path, out: Path, overrides: list[str], steps: int) -> Path:
     command = ["-m", "lorafusion_jax", "train", "examples/demo.yaml", "--out", str(out), f"train.max_steps={steps}"]
     _run(tree, [*command, *overrides], JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4")
     return out

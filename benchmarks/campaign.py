@@ -169,7 +169,7 @@ class Campaign:
         self._running: list[Running] = []
         self._began, self._seconds = time.monotonic(), seconds
         self._out, self._work = out, work
-        self._said: dict[str, str] = {}
+        self._outcomes: dict[str, str] = {}
 
     @property
     def left_s(self) -> float:
@@ -179,28 +179,28 @@ class Campaign:
         """Returns the outcome of every cell. If the campaign ends early, it ends its cells and collects their rows."""
         try:
             while self._waiting or self._running:
-                self._start()
+                self._start_waiting()
                 time.sleep(0.2)
-                self._end()
+                self._end_finished()
         finally:
             for each in self._running:
                 kill(each.process)
             self._collect()
-        return self._said
+        return self._outcomes
 
-    def _start(self) -> None:
+    def _start_waiting(self) -> None:
         for cell in list(self._waiting):
             if cell.seconds > self.left_s:
                 self._waiting.remove(cell)
-                self._say(cell, f"not started: needs {cell.seconds:.0f} s, {max(self.left_s, 0):.0f} s left")
+                self._report(cell, f"not started: needs {cell.seconds:.0f} s, {max(self.left_s, 0):.0f} s left")
             elif cell.gpus <= len(self._free):
                 self._waiting.remove(cell)
                 gpus, self._free = self._free[: cell.gpus], self._free[cell.gpus :]
-                self._running.append(self._started(cell, gpus))
+                self._running.append(self._launch(cell, gpus))
             else:
                 return  # keep the order: a small cell would delay the larger one before it
 
-    def _started(self, cell: Cell, gpus: list[str]) -> Running:
+    def _launch(self, cell: Cell, gpus: list[str]) -> Running:
         folder = self._work / cell.name
         folder.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus), PYTHONUNBUFFERED="1")
@@ -213,7 +213,7 @@ class Campaign:
         limit = min(cell.seconds * SLACK, self.left_s)
         return Running(cell=cell, gpus=gpus, process=process, killed_at=time.monotonic() + limit)
 
-    def _end(self) -> None:
+    def _end_finished(self) -> None:
         for each in list(self._running):
             status = each.process.poll()
             if status is None and time.monotonic() < each.killed_at:
@@ -222,11 +222,11 @@ class Campaign:
                 kill(each.process)
             self._running.remove(each)
             self._free = sorted(self._free + each.gpus)
-            self._say(each.cell, "killed at its limit" if status is None else f"exit status {status}")
+            self._report(each.cell, "killed at its limit" if status is None else f"exit status {status}")
             self._collect()
 
-    def _say(self, cell: Cell, text: str) -> None:
-        self._said[cell.name] = text
+    def _report(self, cell: Cell, text: str) -> None:
+        self._outcomes[cell.name] = text
         print(f"{time.monotonic() - self._began:5.0f} s  {cell.name}: {text}", flush=True)
 
     def _collect(self) -> None:

@@ -161,15 +161,15 @@ def isolation(run: Callable, call: Call) -> tuple[bool, str]:
     clean, owner, every = run(*call), owners(call.arguments), np.arange(len(call.arguments["scale"]))
     found = {}
     for what, adapter, value in (("NaN", SICK, np.nan), ("Inf", SICK, np.inf), ("NaN in padding", -1, np.nan)):
-        got = run(*_poisoned(call, adapter, value))
+        got = run(*_with_bad_value(call, adapter, value))
         others = owner != adapter, every != adapter
-        own = _of(got, owner == adapter, every == adapter)
+        own = _select(got, owner == adapter, every == adapter)
         arrived = not any(np.isfinite(part.astype(np.float32)).any() for part in own)
-        found[what] = [*_equal(_of(got, *others), _of(clean, *others)), arrived]
-    return _all(found), f"y, dx, dA, dB of the others unchanged, its own not finite: {found}"
+        found[what] = [*_equal(_select(got, *others), _select(clean, *others)), arrived]
+    return _all_true(found), f"y, dx, dA, dB of the others unchanged, its own not finite: {found}"
 
 
-def _poisoned(call: Call, adapter: int, value: float) -> Call:
+def _with_bad_value(call: Call, adapter: int, value: float) -> Call:
     rows = jnp.asarray(owners(call.arguments) == adapter)[:, None]
 
     def of_rows(values):
@@ -192,11 +192,11 @@ def company(run: Callable, call: Call) -> tuple[bool, str]:
     for what, other in tables.items():
         got = run(call.arguments | {"tile_adapter": jnp.asarray(other, jnp.int32)}, call.dys)
         moved = not all(_equal([np.asarray(got[0][0])[~rows]], [np.asarray(clean[0][0])[~rows]]))
-        found[what] = [*_equal(_of(got, rows, adapters), _of(clean, rows, adapters)), moved]
-    return _all(found), f"y, dx, dA, dB of one adapter unchanged, other rows changed: {found}"
+        found[what] = [*_equal(_select(got, rows, adapters), _select(clean, rows, adapters)), moved]
+    return _all_true(found), f"y, dx, dA, dB of one adapter unchanged, other rows changed: {found}"
 
 
-def _of(results, rows: np.ndarray, adapters: np.ndarray) -> list[np.ndarray]:
+def _select(results, rows: np.ndarray, adapters: np.ndarray) -> list[np.ndarray]:
     """Selects some rows and adapters of ys, dx, dAs and dBs."""
     ys, dx, das, dbs = results
     return [np.asarray(part)[rows] for part in (*ys, dx)] + [np.asarray(part)[adapters] for part in (*das, *dbs)]
@@ -207,7 +207,7 @@ def _equal(some, others) -> list[bool]:
     return [np.array_equal(_bits(g), _bits(h)) for g, h in zip(some, others, strict=True)]
 
 
-def _all(found: dict[str, list[bool]]) -> bool:
+def _all_true(found: dict[str, list[bool]]) -> bool:
     return all(all(each) for each in found.values())
 
 

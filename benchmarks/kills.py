@@ -55,7 +55,7 @@ class Child:
 
     def __init__(self, log: Path, work: Callable[[], int]):
         self.log = log
-        heard, tells = os.pipe()
+        reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -65,18 +65,18 @@ class Child:
                 os.dup2(stream, 2)
                 with stop_signals() as signals:
                     signals.watch()
-                    os.write(tells, b".")
+                    os.write(writer, b".")
                     code = work()
                     signals.ending = True
             finally:
                 sys.stdout.flush()
                 os._exit(code)
-        os.close(tells)
-        os.read(heard, 1)
-        os.close(heard)
+        os.close(writer)
+        os.read(reader, 1)
+        os.close(reader)
         self.began = time.monotonic()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self, limit_s: float = 600) -> int:
@@ -95,7 +95,7 @@ class Child:
         """Seconds until the log has one of these; None if the process ends without."""
         began = time.monotonic()
         while True:
-            over = self.ended()
+            over = self.has_ended()
             if any(text in self.log.read_text(errors="replace") for text in texts):
                 return round(time.monotonic() - began, 3)
             if over:
@@ -103,7 +103,7 @@ class Child:
             time.sleep(0.01)
 
 
-def dying_at(call: int, work: Callable[[], int], count: Path | None = None) -> Callable[[], int]:
+def killed_at_call(call: int, work: Callable[[], int], count: Path | None = None) -> Callable[[], int]:
     """The same work in a process that is killed just before one of its calls that change a folder; 0: not at all."""
 
     def wrapped() -> int:
@@ -161,7 +161,7 @@ class Bench:
         for _ in range(2):  # the second time its programs are compiled
             shutil.rmtree(self.whole, ignore_errors=True)
             began = time.monotonic()
-            self._do(lambda: lorafusion(["train", str(self.job), "--out", str(self.whole)]))
+            self._run_to_end(lambda: lorafusion(["train", str(self.job), "--out", str(self.whole)]))
             self.seconds = time.monotonic() - began
         self.reference = outcome(self.whole)
         print(f"one run: {self.seconds:.1f} s", flush=True)
@@ -170,18 +170,18 @@ class Bench:
         """A signal at instants between the start and the end of a whole run."""
         for attempt in range(self.made[kind], count):
             draw = random.Random(f"{kind} {attempt}")
-            told = None
+            acknowledged_s = None
             while True:
                 run, instant = self._new_run(), draw.uniform(0, LATEST * self.seconds)
                 child = Child(run.with_suffix(".log"), lambda run=run: lorafusion(self._train(run)))
                 time.sleep(max(0.0, child.began + instant - time.monotonic()))
-                if not child.ended():
+                if not child.has_ended():
                     break
                 child.wait()
             os.kill(child.pid, number)
             if number in SIGNALS:
-                told = child.wait_for(FIRST, FIRST_WHILE_TRAINING)
-            yield self._resume(kind, instant, run, child, told)
+                acknowledged_s = child.wait_for(FIRST, FIRST_WHILE_TRAINING)
+            yield self._resume(kind, instant, run, child, acknowledged_s)
 
     def call_kills(self, share: int) -> Iterator[dict[str, Any]]:
         """Kills just before each call of a whole run, or each n-th."""
@@ -189,23 +189,23 @@ class Bench:
         calls = self._count(lambda: lorafusion(self._train(run)))
         for call in range(1 + share * self.made["call"], calls + 1, share):
             run = self._new_run()
-            child = Child(run.with_suffix(".log"), dying_at(call, lambda run=run: lorafusion(self._train(run))))
+            child = Child(run.with_suffix(".log"), killed_at_call(call, lambda run=run: lorafusion(self._train(run))))
             yield self._resume("call", call, run, child, None)
 
     def export_kills(self, kind: str, options: list[str]) -> Iterator[dict[str, Any]]:
         """The same of an export, which is then repeated."""
-        beside = self.work / "exports"
+        exports = self.work / "exports"
 
         def export(to: Path) -> int:
             return lorafusion(["export", str(self.whole), NAMES[0], "--to", str(to), *options])
 
-        shutil.rmtree(beside, ignore_errors=True)
-        calls = self._count(lambda: export(beside / "expected"))
-        expected = contents(beside / "expected")
+        shutil.rmtree(exports, ignore_errors=True)
+        calls = self._count(lambda: export(exports / "expected"))
+        expected = contents(exports / "expected")
         for call in range(1 + self.made[kind], calls + 1):
-            shutil.rmtree(beside, ignore_errors=True)
-            log, to = self.work / "export.log", beside / "out"
-            code = Child(log, dying_at(call, lambda to=to: export(to))).wait()
+            shutil.rmtree(exports, ignore_errors=True)
+            log, to = self.work / "export.log", exports / "out"
+            code = Child(log, killed_at_call(call, lambda to=to: export(to))).wait()
             text = log.read_text(errors="replace")
             half = to.exists() and any(to.iterdir()) and contents(to) != expected
             again = 0 if to.exists() and any(to.iterdir()) else Child(log, lambda to=to: export(to)).wait()
@@ -218,10 +218,12 @@ class Bench:
                 traceback="Traceback" in text + log.read_text(errors="replace"),
                 resumed=again,
                 bitwise=not half and contents(to) == expected,
-                leftovers=" ".join(leftovers(beside)),
+                leftovers=" ".join(leftovers(exports)),
             )
 
-    def _resume(self, kind: str, instant: float, run: Path, child: Child, told: float | None) -> dict[str, Any]:
+    def _resume(
+        self, kind: str, instant: float, run: Path, child: Child, acknowledged_s: float | None
+    ) -> dict[str, Any]:
         """Resumes a disturbed run to its end and compares it."""
         code, log = child.wait(), run.with_suffix(".resumed")
         saves, text, ends = len(list(run.glob("state/[0-9]*"))), child.log.read_text(errors="replace"), []
@@ -233,7 +235,7 @@ class Bench:
             kind,
             instant=round(instant, 3),
             code=code,
-            acknowledged_s="" if told is None else told,
+            acknowledged_s="" if acknowledged_s is None else acknowledged_s,
             saves=saves,
             traceback="Traceback" in text,
             resumed=ends[-1],
@@ -249,10 +251,10 @@ class Bench:
 
     def _count(self, work: Callable[[], int]) -> int:
         count = self.work / "calls"
-        self._do(dying_at(0, work, count))
+        self._run_to_end(killed_at_call(0, work, count))
         return int(count.read_text())
 
-    def _do(self, work: Callable[[], int]) -> None:
+    def _run_to_end(self, work: Callable[[], int]) -> None:
         child = Child(self.work / "whole.log", work)
         if child.wait() != 0:
             raise RuntimeError(child.log.read_text(errors="replace")[-2000:])
@@ -269,7 +271,7 @@ class Bench:
         """Two adapters, four steps each, three checkpoints of which one is kept."""
         base = self.work / "base"
         if not base.exists():
-            self._do(lambda: int(not tiny_run.write_base(base)))
+            self._run_to_end(lambda: int(not tiny_run.write_base(base)))
         adapters = [
             {"name": name, "data": {"train": tiny_run.write_rows(self.work, name)}, "seed": seed}
             for seed, name in enumerate(NAMES)
@@ -279,9 +281,7 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for runs; they are removed")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = tiny_run.arguments_of_a_run(__doc__, work="folder for runs; they are removed")
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--signals", type=int, default=200)
     parser.add_argument("--calls", type=int, default=1, metavar="N", help="before every n-th call of a run; 0: none")

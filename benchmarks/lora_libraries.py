@@ -1,9 +1,9 @@
 """Which layers and calls do other LoRA libraries for Flax serve? Tries each on the same small layers.
 
-    python -m benchmarks.lora_libraries --out benchmarks/tables/lora_libraries.json     # needs qwix; CPU, a minute
+    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.lora_libraries --out results/rows.json     # needs qwix; CPU, a minute
 
-Columns: ours, qwix. A cell says whether outputs and gradients came out finite and, where both serve a layer, whether
-they agree with the same A and B.
+Columns: ours, qwix. For a layer, a cell says how many were adapted, with finite gradients. For a call, what came out of
+it. Errors are recorded as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from lorafusion_jax.modules import AdapterSpec, apply_lora, use_adapters
+from lorafusion_jax.modules import AdapterSpec, apply_lora, merge_adapter, quantize_base, use_adapters
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=4)
 X = jax.random.normal(jax.random.key(0), (4, 5, 8))
@@ -90,21 +93,167 @@ def described(run: Callable, model: nnx.Module, x: jax.Array) -> str:
     return f"served, {len(state) // 2} layers" if finite else "not finite"
 
 
+def only_law(model: nnx.Module, **options) -> Callable:
+    def run(model, x):
+        with use_adapters([SPEC], only="law", **options):
+            return (model(x) ** 2).sum()
+
+    return nnx.jit(run)
+
+
+def plain(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).sum()
+
+
+def qwix_model(model: nnx.Module, **options) -> nnx.Module:
+    import qwix
+
+    provider = qwix.LoraProvider(**({"module_path": ".*", "rank": 2, "alpha": 4.0} | options))
+    return qwix.apply_lora_to_model(model, provider, WIDE, rngs=nnx.Rngs(1))
+
+
+WIDE = jax.random.normal(jax.random.key(2), (4, 5, 64))
+
+
+def wide() -> nnx.Module:
+    return Holder(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+
+
+def our_two_adapters() -> str:
+    specs = [SPEC, AdapterSpec(name="med", rank=4, alpha=4, seed=1)]
+    model = apply_lora(wide(), specs, targets=".+")
+    with use_adapters(specs, jnp.array([0, 1, 0, 1]), train=False):
+        return f"output {model(WIDE).shape}, ranks {[spec.rank for spec in specs]}"
+
+
+def qwix_two_adapters() -> str:
+    model = qwix_model(qwix_model(wide()), rank=4)
+    ranks = sorted({leaf.shape[-1] for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam))})
+    return f"applied twice: {len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam))) // 2} adapter, widths {ranks}"
+
+
+def our_dropout() -> str:
+    specs = [AdapterSpec(name="law", rank=2, alpha=4, dropout=0.5)]
+    model = apply_lora(wide(), specs, targets=".+")
+    model.layer.lora_b[...] = jnp.ones(model.layer.lora_b.shape)
+    with use_adapters(specs, only="law", step=3):
+        first, again = model(WIDE), model(WIDE)
+    with use_adapters(specs, only="law", step=4):
+        other = model(WIDE)
+    return drawn(first, again, other)
+
+
+def qwix_dropout() -> str:
+    model = qwix_model(wide(), dropout=0.5)
+    model.set_attributes(qwix_rngs=nnx.Rngs(2))
+    model.layer.kernel_lora_b[...] = jnp.ones(model.layer.kernel_lora_b.shape)
+    return drawn(model(WIDE), model(WIDE), model(WIDE))
+
+
+def drawn(first: jax.Array, again: jax.Array, other: jax.Array) -> str:
+    same = "the same masks for a step" if (first == again).all() else "new masks for every call"
+    return f"dropout, {same}, {'others for the next' if (first != other).any() else 'the same for the next'}"
+
+
+def our_quantised_base() -> str:
+    model = quantize_base(apply_lora(wide(), [SPEC], targets=".+"), "nf4")
+    kept = model.layer.kernel.get_value().num_bytes
+    return f"{described(only_law(model), model, WIDE)}, {kept} bytes in place of {64 * 64 * 4}"
+
+
+def qwix_quantised_base() -> str:
+    model = qwix_model(wide(), weight_qtype="nf4", tile_size=32)
+    weights = jax.tree.leaves(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
+    return f"{described(nnx.jit(plain), model, WIDE)}, weights as {max(weights, key=lambda leaf: leaf.size).dtype}"
+
+
+def sharded() -> tuple[jax.sharding.Mesh, nnx.Module]:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    model = wide()
+    model.layer.kernel = nnx.Param(
+        jax.device_put(model.layer.kernel[...], NamedSharding(mesh, P(None, "model"))), sharding_names=None
+    )
+    model.layer.bias = nnx.Param(jax.device_put(model.layer.bias[...], NamedSharding(mesh, P("model"))))
+    return mesh, model
+
+
+def our_mesh() -> str:
+    mesh, model = sharded()
+    with jax.set_mesh(mesh):
+        model = apply_lora(model, [SPEC], targets=".+")
+        x = jax.device_put(WIDE, P("data"))
+        return described(only_law(model), model, x)
+
+
+def qwix_mesh() -> str:
+    import qwix
+
+    mesh, model = sharded()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(WIDE, P("data"))
+        provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0)
+        return described(nnx.jit(plain), qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1)), x)
+
+
+def our_merge() -> str:
+    model = apply_lora(wide(), [SPEC], targets=".+")
+    model.layer.lora_b[...] = jax.random.normal(jax.random.key(3), model.layer.lora_b.shape)
+    with use_adapters([SPEC], only="law", train=False):
+        before = model(WIDE)
+    return f"merged, outputs differ by {float(jnp.abs(merge_adapter(model, 'law')(WIDE) - before).max()):.0e}"
+
+
+def qwix_merge() -> str:
+    import qwix
+
+    found = [name for name in (*dir(qwix), *dir(qwix.LoraProvider)) if "merge" in name.lower()]
+    return f"calls with 'merge' in their name: {', '.join(found) or 'none'}"
+
+
+def our_wrong_target() -> str:
+    apply_lora(wide(), [SPEC], targets="laier")
+    return "no error"
+
+
+def qwix_wrong_target() -> str:
+    model = qwix_model(wide(), module_path="laier")
+    return f"no error, {len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam))) // 2} layers adapted"
+
+
+CALLS: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
+    "two adapters of own rank in a batch": (our_two_adapters, qwix_two_adapters),
+    "dropout": (our_dropout, qwix_dropout),
+    "base in nf4": (our_quantised_base, qwix_quantised_base),
+    "mesh with explicit axes, 2 x 2": (our_mesh, qwix_mesh),
+    "merge": (our_merge, qwix_merge),
+    "a target that matches nothing": (our_wrong_target, qwix_wrong_target),
+}
+
+
+def tried(column: Callable[[nnx.Module, jax.Array], str], make: Callable[[], nnx.Module], x: jax.Array) -> str:
+    return column(make(), x)
+
+
+def attempt(work: Callable[[], str]) -> str:
+    try:
+        return work()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = {}
-    for name, (make, x) in MODELS.items():
-        found[name] = {}
-        for column, run in (("ours", ours), ("qwix", qwix)):
-            try:
-                found[name][column] = run(make(), x)
-            except Exception as problem:
-                found[name][column] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
-        print(name, json.dumps(found[name]), flush=True)
+    layers = {
+        name: {"ours": attempt(partial(tried, ours, make, x)), "qwix": attempt(partial(tried, qwix, make, x))}
+        for name, (make, x) in MODELS.items()
+    }
+    calls = {name: {"ours": attempt(own), "qwix": attempt(other)} for name, (own, other) in CALLS.items()}
+    for name, cells in (layers | calls).items():
+        print(name, json.dumps(cells), flush=True)
     versions = {name: version(name) for name in ("jax", "flax", "qwix")}
-    args.out.write_text(json.dumps({"versions": versions, "layers": found}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"versions": versions, "layers": layers, "calls": calls}, indent=1) + "\n")
     return 0
 
 

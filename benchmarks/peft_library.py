@@ -1,6 +1,6 @@
 """Which layers and calls does Hugging Face PEFT serve? The column beside `benchmarks.lora_libraries`.
 
-    python benchmarks/peft_library.py --out /tmp/peft_library.json     # needs torch and peft; CPU, seconds
+    python benchmarks/peft_library.py --out /tmp/peft_library.json     # needs torch, peft, bitsandbytes; CPU
 
 A cell says what came out of PEFT's `inject_adapter_in_model` on a small torch layer: how many layers were adapted, or
 the error.
@@ -70,6 +70,37 @@ def described_call(model) -> str:
     return f"served, output {tuple(y.shape)}"
 
 
+def dropout() -> str:
+    model = inject_adapter_in_model(config(lora_dropout=0.5), LAYERS["linear"]()[0]).train()
+    for name, leaf in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(leaf)
+    same = torch.equal(model(X), model(X))
+    return f"dropout, {'the same masks' if same else 'new masks for every call, from the global generator'}"
+
+
+def a_quantised_base() -> str:
+    """bitsandbytes' nf4 layer, as transformers puts it into a model."""
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer.weight = bitsandbytes.nn.Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    model = Holder(layer.to("cpu"))
+    model.is_loaded_in_4bit = True  # what PEFT asks for
+    adapted = get_peft_model(model, config())
+    kind = type(adapted.base_model.model.layer).__name__
+    return f"{described(adapted, torch.randn(4, 64))}, {kind}"
+
+
+def merged() -> str:
+    model = get_peft_model(LAYERS["linear"]()[0], config())
+    for name, leaf in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(leaf)
+    before = model(X)
+    return f"merged, outputs differ by {(model.merge_and_unload()(X) - before).abs().max().item():.0e}"
+
+
 def a_wrong_target() -> str:
     inject_adapter_in_model(LoraConfig(target_modules=["laier"]), LAYERS["linear"]()[0])
     return "no error"
@@ -93,6 +124,9 @@ def main() -> int:
     cases = {
         "two adapters in a batch, training": one_call_for_two_adapters,
         "two adapters in a batch, evaluation": two_adapters_in_evaluation,
+        "dropout": dropout,
+        "base in nf4": a_quantised_base,
+        "merge": merged,
         "a target that matches nothing": a_wrong_target,
     }
     found |= {name: attempt(work) for name, work in cases.items()}

@@ -72,10 +72,10 @@ def workloads() -> list[dict]:
         walls, cpus = [], []
         for _ in range(15):
             cpu = time.process_time()
-            walls.append(_timed(make_plan, jobs, time_limit_s=0, **LIMITS)[1])
+            walls.append(_time_call(make_plan, jobs, time_limit_s=0, **LIMITS)[1])
             cpus.append(time.process_time() - cpu)
         first = make_plan(jobs, time_limit_s=0, **LIMITS)
-        plan, seconds = _timed(make_plan, jobs, **LIMITS)
+        plan, seconds = _time_call(make_plan, jobs, **LIMITS)
         figures = plan_statistics(plan, _costs(4))
         rows.append(
             {
@@ -156,9 +156,9 @@ def _grow(adapters: int, batches: int) -> None:
     walls, cpus = [], []
     for _ in range(max(2, min(5, 20_000 // samples))):  # the first run warms up
         cpu = time.process_time()
-        walls.append(_timed(make_plan, jobs, time_limit_s=0, **LIMITS)[1])
+        walls.append(_time_call(make_plan, jobs, time_limit_s=0, **LIMITS)[1])
         cpus.append(time.process_time() - cpu)
-    plan, default_s = _timed(make_plan, jobs, **LIMITS)
+    plan, default_s = _time_call(make_plan, jobs, **LIMITS)
     row = {
         "samples": samples,
         "adapters": adapters,
@@ -290,7 +290,7 @@ def _costs(stages: int):
     return default_cost_model("h100", num_stages=stages, parameters=70e9, num_layers=80, hidden_size=8192)
 
 
-def _timed(function, *args, **kwargs):
+def _time_call(function, *args, **kwargs):
     started = time.perf_counter()
     return function(*args, **kwargs), time.perf_counter() - started
 
@@ -363,7 +363,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts or PARTS:
         print(f"== {part}")
-        found, seconds = _timed(PARTS[part])
+        found, seconds = _time_call(PARTS[part])
         if isinstance(found, str):
             (options.out / f"{part}.html").write_text(found)
         else:

@@ -9,7 +9,6 @@ process is written down every second. At the end every job is accounted for: `mi
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -59,7 +58,7 @@ TAIL = 1 << 14  # bytes; a row has less than half of it
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class Interventions:
     """What was asked of the run, and how often it was killed."""
 
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Asked:
         return {adapter for action, adapter in self.requests if action in actions}
 
 
-def missing(run: Path, asked: Asked, first: Sequence[str]) -> list[str]:
+def missing(run: Path, interventions: Interventions, first: Sequence[str]) -> list[str]:
     """What is not accounted for in a finished run: adapters, steps, folders, requests; files that should not be there.
 
     Args:
@@ -81,10 +80,10 @@ def missing(run: Path, asked: Asked, first: Sequence[str]) -> list[str]:
         if row["kind"] == "step":
             steps[row["adapter"]].append(row["step"])
     found = [] if numbers["state"] == "finished" else [f"the run is {numbers['state']}"]
-    found += [f"{name} is not in the run" for name in {*first, *asked.of("add")} - steps.keys()]
+    found += [f"{name} is not in the run" for name in {*first, *interventions.of("add")} - steps.keys()]
     for name, own in numbers["adapters"].items():
         latest = RunFolder(run).latest(name)
-        if own["status"] not in ENDED or (own["status"] == "cancelled" and name not in asked.of("cancel")):
+        if own["status"] not in ENDED or (own["status"] == "cancelled" and name not in interventions.of("cancel")):
             found.append(f"{name} is {own['status']}")
         if own["status"] == "done" and own["step"] != own["steps"]:
             found.append(f"{name} took {own['step']} of {own['steps']} steps")
@@ -95,7 +94,7 @@ def missing(run: Path, asked: Asked, first: Sequence[str]) -> list[str]:
     events = read_rows(run / "events.jsonl")
     answered = Counter((row["action"], row["adapter"]) for row in events if row["kind"] == "adapter-changed")
     refused = " ".join(row["text"] for row in events if row["kind"] == "request-refused")
-    for (action, name), count in Counter(asked.requests).items():
+    for (action, name), count in Counter(interventions.requests).items():
         if answered[action, name] != count and name not in refused:
             found.append(f"{action} {name} was asked {count} times and done {answered[action, name]} times")
     found += [f"{file.name} waits" for file in request_files(run)]
@@ -110,7 +109,7 @@ class Soak:
         self.work, self.run, self.memory = work.resolve(), work.resolve() / "run", out / "memory.csv"
         self.adapters = [f"a{number:02}" for number in range(adapters)]
         self.slots, self.moments = slots, moments
-        self.asked, self.draw = Asked(), random.Random(0)
+        self.interventions, self.draw = Interventions(), random.Random(0)
         self.sitting, self.began = 0, time.monotonic()
         self.process: subprocess.Popen | None = None
         self.memory.unlink(missing_ok=True)
@@ -118,27 +117,27 @@ class Soak:
     def go(self) -> dict[str, Any]:
         """Trains to the end; returns a row of what happened."""
         self._start(["train", str(self._write_job()), "--out", str(self.run)])
-        for number, slot in enumerate(self._moments()):
+        for number, slot in enumerate(self._slots_of_moments()):
             if not self._wait_until(slot):
                 break
-            self._do(CYCLE[number % len(CYCLE)], number)
-        while not self._over():
+            self._intervene(CYCLE[number % len(CYCLE)], number)
+        while not self._is_finished():
             self._wait_until(float("inf"))
-            for name in self._named("paused"):
-                self._ask("continue", name)
-            if not self._over():
+            for name in self._adapters_in("paused"):
+                self._send_request("continue", name)
+            if not self._is_finished():
                 self._start(["resume", str(self.run)])
-        found = missing(self.run, self.asked, self.adapters)
+        found = missing(self.run, self.interventions, self.adapters)
         print(*found, sep="\n")
         numbers = run_numbers(self.run)
-        actions = Counter(action for action, _ in self.asked.requests)
+        actions = Counter(action for action, _ in self.interventions.requests)
         return {
             "adapters": len(numbers["adapters"]),
             "slots": numbers["slots"],
             "steps": sum(row["step"] for row in numbers["adapters"].values()),
             "seconds": round(time.monotonic() - self.began),
             **{action: actions[action] for action in CYCLE if not action.startswith("SIG")},
-            **{kind: self.asked.kills[kind] for kind in ("SIGKILL", "SIGTERM")},
+            **{kind: self.interventions.kills[kind] for kind in ("SIGKILL", "SIGTERM")},
             "missing": len(found),
         }
 
@@ -170,46 +169,45 @@ class Soak:
         save = {"every_steps": max(2, steps * len(names) // 25), "keep": 2}
         return tiny_run.write_job(folder, base, entries, batch=batch, lora=lora, train=train, save=save)
 
-    def _moments(self) -> Iterator[int]:
+    def _slots_of_moments(self) -> Iterator[int]:
         for number in range(1, self.moments + 1):
             yield number * self.slots // (self.moments + 2)
 
-    def _do(self, action: str, number: int) -> None:
+    def _intervene(self, action: str, number: int) -> None:
         print(f"{time.monotonic() - self.began:.0f} s, slot {self._slot()}: {action}", flush=True)
         if action.startswith("SIG"):
-            self.asked.kills[action] += 1
+            self.interventions.kills[action] += 1
             assert self.process is not None
             self.process.send_signal(signal.Signals[action])
             self._wait_until(float("inf"))
-            if not self._over():
+            if not self._is_finished():
                 self._start(["resume", str(self.run)])
         elif action == "add":
             name = f"new{number:02}"
-            if self._call("add", str(self.run), str(self._job(self.work, [name]))):
-                self.asked.requests.append(("add", name))
-        elif candidates := self._named("paused" if action == "continue" else "running"):
+            if self._run_command("add", str(self.run), str(self._job(self.work, [name]))):
+                self.interventions.requests.append(("add", name))
+        elif candidates := self._adapters_in("paused" if action == "continue" else "running"):
             more = {"weight": ["3"], "extend": ["--steps", str(EXTENSION)]}.get(action, [])
-            self._ask(action, self.draw.choice(candidates), *more)
+            self._send_request(action, self.draw.choice(candidates), *more)
 
-    def _ask(self, action: str, adapter: str, *more: str) -> None:
-        if self._call(action, str(self.run), adapter, *more):
-            self.asked.requests.append((action, adapter))
+    def _send_request(self, action: str, adapter: str, *more: str) -> None:
+        if self._run_command(action, str(self.run), adapter, *more):
+            self.interventions.requests.append((action, adapter))
 
-    def _call(self, *arguments: str) -> bool:
-        """A command of ours, in this process; False if what is asked about has just ended."""
-        said = io.StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
+    def _run_command(self, *arguments: str) -> bool:
+        """Runs a command in this process. Returns False if its adapter has just ended."""
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
             code = lorafusion(list(arguments))
-        if code and "error[control.ended]" not in said.getvalue():
-            raise RuntimeError(said.getvalue())
+        if code and "error[control.ended]" not in output.getvalue():
+            raise RuntimeError(output.getvalue())
         return not code
 
-    def _named(self, status: str) -> list[str]:
-        """Adapters of this status of which nothing was asked yet that ends them."""
+    def _adapters_in(self, status: str) -> list[str]:
+        """Adapters of this status that no request ends."""
         rows = run_numbers(self.run)["adapters"]
-        return [
-            name for name in rows if rows[name]["status"] == status and name not in self.asked.of("cancel", "finish")
-        ]
+        ending = self.interventions.of("cancel", "finish")
+        return [name for name in rows if rows[name]["status"] == status and name not in ending]
 
     def _start(self, arguments: list[str]) -> None:
         self.sitting += 1
@@ -250,7 +248,7 @@ class Soak:
             rows = [line for line in stream.read().split(b"\n")[:-1] if line.startswith(b'{"kind"')]
         return json.loads(rows[-1])["slot"] if rows else 0
 
-    def _over(self) -> bool:
+    def _is_finished(self) -> bool:
         numbers = run_numbers(self.run)
         return numbers["state"] == "finished" and all(row["status"] in ENDED for row in numbers["adapters"].values())
 
@@ -265,9 +263,7 @@ def _resident_mb(process: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="new folder for the run")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = tiny_run.arguments_of_a_run(__doc__, work="new folder for the run")
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--slots", type=int, default=20_000)
     parser.add_argument("--moments", type=int, default=27, help="at which something is done to the run")

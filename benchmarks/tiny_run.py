@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,19 @@ SHAPE = {
     "tie_embeddings": True,
 }
 ROWS = 12
+
+
+def arguments_of_a_run(description: str | None, work: str) -> argparse.ArgumentParser:
+    """A parser with the folders of runs and of rows.
+
+    Args:
+        description: what the benchmark asks.
+        work: help text of `--work`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help=work)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the rows")
+    return parser
 
 
 def write_base(folder: Path) -> Path:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import apply_lora as apply_lora
     from lorafusion_jax.modules import lora_report as lora_report
     from lorafusion_jax.modules import merge_adapter as merge_adapter
+    from lorafusion_jax.modules import quantize_base as quantize_base
     from lorafusion_jax.modules import register_linear as register_linear
     from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
     from lorafusion_jax.modules import use_adapters as use_adapters
@@ -57,6 +58,7 @@ _HOMES = {  # name: module
     "apply_lora": "modules",
     "lora_report": "modules",
     "merge_adapter": "modules",
+    "quantize_base": "modules",
     "register_linear": "modules",
     "unmerge_adapter": "modules",
     "use_adapters": "modules",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class LoraFusionError(Exception):
@@ -84,6 +85,27 @@ def raise_all(errors: Sequence[LoraFusionError]) -> None:
         raise errors[0]
     if errors:
         raise ErrorList(errors)
+
+
+def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Joins the first items and counts the rest.
+
+    >>> first_few(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    last = " and" if separator == ", " else f"{separator}and"
+    rest = f"{last} {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + rest
+
+
+def did_you_mean(name: str, names: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Asks for the known names that are most similar to a wrong one; empty if none is similar.
+
+    >>> did_you_mean("stags", ["stages", "data"])
+    "did you mean 'stages'?"
+    """
+    near = difflib.get_close_matches(name, list(names), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
 
 
 def _rebuild(kind, code, what, where, why, fix):

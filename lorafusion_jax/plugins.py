@@ -10,16 +10,15 @@ A job file can only name installed extensions; it never contains a path or an im
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, did_you_mean
 
 
 def known_names(group: str, builtin: Mapping[str, object]) -> list[str]:
     """Lists the names of a group: built-in ones first, then installed ones."""
-    return [*builtin, *sorted(set(_installed(group)) - set(builtin))]
+    return [*builtin, *sorted(set(_entry_points(group)) - set(builtin))]
 
 
 def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | None:
@@ -29,8 +28,8 @@ def not_known(group: str, builtin: Mapping[str, object], name: str) -> str | Non
     names = known_names(group, builtin)
     if name in names:
         return None
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"one of {', '.join(names)}, not '{name}'" + (f"; did you mean '{near[0]}'?" if near else "")
+    near = did_you_mean(name, names)
+    return f"one of {', '.join(names)}, not '{name}'" + (f"; {near}" if near else "")
 
 
 def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T:
@@ -51,19 +50,19 @@ def find[T](group: str, builtin: Mapping[str, T], name: str, kind: type[T]) -> T
     wrong = not_known(group, builtin, name)
     if wrong is not None:
         raise ConfigError("plugin.unknown", f"there is no '{name}' among {group}.", fix=wrong)
-    point = _installed(group)[name]
+    point = _entry_points(group)[name]
     found = _load(point)
     if not isinstance(found, kind):
         raise ConfigError(
             "plugin.broken",
-            f"'{name}' of {group} is no {kind.__name__}.",
+            f"'{name}' of {group} is not of type {kind.__name__}.",
             where=_where(point),
             why=f"it is a {type(found).__name__}",
         )
     return found
 
 
-def _installed(group: str) -> dict[str, EntryPoint]:
+def _entry_points(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 

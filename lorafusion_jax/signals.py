@@ -37,13 +37,13 @@ class StopSignals:
         self.asked = threading.Event()
         self._deferring = 0
         self.watched = self.ending = False
-        self._told, self._telling = 0, threading.RLock()
+        self._reported, self._reporting = 0, threading.RLock()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         first = not self.asked.is_set()
         self.asked.set()
         if self.watched:  # the process may end before the thread has its turn
-            self._tell(1 if first else 2)
+            self._report(1 if first else 2)
         if not (self.ending or (self._deferring and first)):
             raise KeyboardInterrupt
 
@@ -66,28 +66,28 @@ class StopSignals:
         if self.watched:
             return
         self.watched = True
-        heard, tells = socket.socketpair()
-        tells.setblocking(False)
-        signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._acknowledge, args=(heard, tells), name="signals", daemon=True).start()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._acknowledge, args=(reader, writer), name="signals", daemon=True).start()
 
-    def _acknowledge(self, heard: socket.socket, tells: socket.socket) -> None:
-        del tells  # the socket must live as long as this thread
+    def _acknowledge(self, reader: socket.socket, writer: socket.socket) -> None:
+        del writer  # the socket must live as long as this thread
         count = 0
         while count < 2:
-            for number in heard.recv(1):
+            for number in reader.recv(1):
                 if number in NUMBERS:
                     count += 1
-                    self._tell(count)
+                    self._report(count)
         time.sleep(GRACE_S)
         os._exit(INTERRUPTED)
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         """Acknowledges the first or the second signal, once."""
-        with self._telling:
-            if self._told < count:
-                self._told = count
-                _say(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
+        with self._reporting:
+            if self._reported < count:
+                self._reported = count
+                _write_stderr(SECOND if count == 2 else FIRST_WHILE_TRAINING if self._deferring else FIRST)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def stop_signals() -> Iterator[StopSignals]:
 
     Outside of the main thread nothing is handled, and nothing is ever asked.
     """
-    if (handler := _installed()) is not None or threading.current_thread() is not threading.main_thread():
+    if (handler := _current_handler()) is not None or threading.current_thread() is not threading.main_thread():
         yield handler or StopSignals()
         return
     handler = StopSignals()
@@ -117,15 +117,15 @@ def deferred_stop() -> Iterator[threading.Event]:
 
 def stop_if_asked() -> None:
     """Raises KeyboardInterrupt if a signal came whose own exception was lost; nothing within `deferred_stop`."""
-    if (handler := _installed()) is not None:
+    if (handler := _current_handler()) is not None:
         handler.raise_again()
 
 
-def _installed() -> StopSignals | None:
+def _current_handler() -> StopSignals | None:
     handler = signal.getsignal(signal.SIGTERM)
     return handler if isinstance(handler, StopSignals) else None
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -124,7 +124,7 @@ def configuration(entry: Entry, kind: type) -> Any:
     Raises:
         ValueError: the kernel has other options in this version.
     """
-    if reason := _changed(entry, kind):
+    if reason := _changed_options(entry, kind):
         raise ValueError(f"a tuning table is not of this version: {reason}; delete it and tune again")
     return kind(**entry.config)
 
@@ -132,11 +132,11 @@ def configuration(entry: Entry, kind: type) -> Any:
 def _check(entry: Entry, kernels: Mapping[str, type]) -> None:
     if entry.kernel not in kernels:
         raise TypeError(f"there is no kernel {entry.kernel!r}")
-    if reason := _changed(entry, kernels[entry.kernel]):
+    if reason := _changed_options(entry, kernels[entry.kernel]):
         raise TypeError(reason)
 
 
-def _changed(entry: Entry, kind: type) -> str | None:
+def _changed_options(entry: Entry, kind: type) -> str | None:
     known = [field.name for field in dataclasses.fields(kind)]
     odd = sorted(set(entry.config) ^ set(known))
     return f"options of {entry.kernel} have changed: {', '.join(odd)}" if odd else None

@@ -12,7 +12,7 @@ from scheduling.checks import check_jobs
 from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.fill import fill_best, fill_microbatch
-from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.plan import Plan
 from scheduling.simulate import simulate
 from scheduling.types import AdapterJob
@@ -28,18 +28,9 @@ def one_after_another(
     every optimizer step, because S - 1 no-ops follow each batch. It stays filled only between two adapters, which
     makes this baseline slightly faster than separate runs.
     """
-    problem = make_problem(
-        jobs,
-        check_jobs(
-            jobs,
-            capacity_tokens=capacity_tokens,
-            num_stages=num_stages,
-            data_parallel=data_parallel,
-            tile_tokens=tile_tokens,
-        ),
-    )
+    problem = _problem(jobs, capacity_tokens, num_stages, data_parallel, tile_tokens)
     order = ((job, number) for job, batches in enumerate(problem.batches) for number in range(len(batches)))
-    return _plan(problem, _in_order(problem, order))
+    return _verified_plan(problem, _in_order(problem, order))
 
 
 def batch_by_batch(
@@ -49,19 +40,10 @@ def batch_by_batch(
 
     The pipeline holds microbatches of several adapters at once, but no microbatch mixes adapters.
     """
-    problem = make_problem(
-        jobs,
-        check_jobs(
-            jobs,
-            capacity_tokens=capacity_tokens,
-            num_stages=num_stages,
-            data_parallel=data_parallel,
-            tile_tokens=tile_tokens,
-        ),
-    )
+    problem = _problem(jobs, capacity_tokens, num_stages, data_parallel, tile_tokens)
     rounds = zip_longest(*([(job, n) for n in range(len(batches))] for job, batches in enumerate(problem.batches)))
     order = (batch for turn in rounds for batch in turn if batch is not None)
-    return _plan(problem, _in_order(problem, order))
+    return _verified_plan(problem, _in_order(problem, order))
 
 
 def fully_sharded(jobs: Sequence[AdapterJob], *, capacity_tokens: int, devices: int, tile_tokens: int = 128) -> Plan:
@@ -113,6 +95,19 @@ def tuned(
     return min(plans, key=lambda plan: (simulate(plan, cost_model).duration_s, plan.capacity_tokens))
 
 
+def _problem(
+    jobs: Sequence[AdapterJob], capacity_tokens: int, num_stages: int, data_parallel: int, tile_tokens: int
+) -> Problem:
+    limits = check_jobs(
+        jobs,
+        capacity_tokens=capacity_tokens,
+        num_stages=num_stages,
+        data_parallel=data_parallel,
+        tile_tokens=tile_tokens,
+    )
+    return make_problem(jobs, limits)
+
+
 def _in_order(problem: Problem, order: Iterator[tuple[int, int]]) -> Filling:
     filling: Filling = []
     last: dict[int, int] = {}
@@ -135,17 +130,9 @@ def _in_order(problem: Problem, order: Iterator[tuple[int, int]]) -> Filling:
     return filling
 
 
-def _plan(problem: Problem, filling: Filling) -> Plan:
-    limits = problem.limits
+def _verified_plan(problem: Problem, filling: Filling) -> Plan:
     everything = [np.arange(job.num_samples) for job in problem.jobs]
-    plan = Plan(
-        jobs=problem.jobs,
-        slots=to_slots(problem, filling),
-        capacity_tokens=limits.capacity_tokens,
-        num_stages=limits.num_stages,
-        data_parallel=limits.data_parallel,
-        tile_tokens=limits.tile_tokens,
-        lower_bound=bound_of_rest(problem.jobs, everything, problem.ready, limits),
-    )
+    bound = bound_of_rest(problem.jobs, everything, problem.ready, problem.limits)
+    plan = to_plan(problem, filling, lower_bound=bound)
     verify_plan(plan)
     return plan

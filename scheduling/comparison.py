@@ -64,7 +64,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline, slots: range | No
             fix="compare the same slots: compare_timelines(predicted, measured, slots=range(first, last + 1))",
         )
     return TimelineComparison(
-        wall_ratio=_wall(measured) / _wall(predicted),
+        wall_ratio=_wall_s(measured) / _wall_s(predicted),
         bubble_shares=tuple(zip(predicted.bubble_shares, measured.bubble_shares, strict=True)),
         busy_ratios=tuple(_busy(b) / _busy(a) for a, b in zip(predicted.by_stage, measured.by_stage, strict=True)),
         host_wait_s=host_wait_s(whole, slots),
@@ -80,12 +80,12 @@ def host_wait_s(timeline: Timeline, slots: range | None = None) -> tuple[float, 
         timeline: the whole timeline; a part may lack the event that ran between two others.
         slots: counts only the events of these slots (None: all).
     """
-    issued, done = _named(timeline.host), _named(timeline.spans)
+    issued, done = _spans_by_name(timeline.host), _spans_by_name(timeline.spans)
     pause_ends = [pause.end_s for pause in timeline.pauses]
     free: dict[int, float] = {}
     waits = [0.0] * timeline.num_stages
     for name, span in done.items():
-        needed = [done[other].end_s for other in _needed(name, timeline.num_stages) if other in done]
+        needed = [done[other].end_s for other in _dependencies(name, timeline.num_stages) if other in done]
         ready = max([free.get(name.stage, span.start_s), *needed])
         turned = min(issued[name].start_s, span.start_s) if name in issued else ready
         paused = pause_ends[: bisect_right(pause_ends, turned)]
@@ -105,7 +105,7 @@ class _Name(NamedTuple):
     number: int  # closing a batch and stepping its adapter are both updates
 
 
-def _named(spans: Sequence[Span]) -> dict[_Name, Span]:
+def _spans_by_name(spans: Sequence[Span]) -> dict[_Name, Span]:
     """Spans by name, in order of time."""
     named: dict[_Name, Span] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -114,14 +114,14 @@ def _named(spans: Sequence[Span]) -> dict[_Name, Span]:
     return named
 
 
-def _needed(name: _Name, num_stages: int) -> list[_Name]:
+def _dependencies(name: _Name, num_stages: int) -> list[_Name]:
     """The events of other stages whose results this event needs."""
     if name.kind == "update":  # needs the gradient norms of all stages
         return [name._replace(stage=stage, number=0) for stage in range(num_stages)] if name.number else []
     return [name._replace(stage=name.stage + (1 if name.kind == "backward" else -1))]
 
 
-def _wall(timeline: Timeline) -> float:
+def _wall_s(timeline: Timeline) -> float:
     passes = [span for span in timeline.spans if span.kind != "update"]
     whole = max(span.end_s for span in passes) - min(span.start_s for span in passes)
     return whole - (timeline.duration_s - timeline.working_s)

@@ -14,11 +14,10 @@ from scheduling.cost_model import CostModel
 from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
-from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
 from scheduling.packing.sizes import Prices, candidates
-from scheduling.plan import Plan
 from scheduling.simulate import simulate
 
 
@@ -34,27 +33,27 @@ def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, see
     singles = [_with_capacity(problem, size, left) for size in _sizes_for_all(problem)]
     first = [(greedy(single), single) for single in singles]
     first += [(balance_tokens(single, filling), single) for filling, single in first]
-    timed = [(_seconds(problem, filling, costs), filling, single) for filling, single in first]
+    timed = [(_predicted_s(problem, filling, costs), filling, single) for filling, single in first]
     best_s, best, single = min(timed, key=lambda one: one[0])
     start = best
     for filling in chain(
-        candidates(problem, _prices(problem, costs), _half(budget), seed),
-        () if problem.weighted else _shortest(single, start, left, budget, seed),
+        candidates(problem, _slot_prices(problem, costs), _take_half(budget), seed),
+        () if problem.weighted else _fewest_slots(single, start, left, budget, seed),
     ):
-        seconds = _seconds(problem, filling, costs)
+        seconds = _predicted_s(problem, filling, costs)
         if seconds < best_s:
             best, best_s = filling, seconds
     return best
 
 
-def _half(budget: Budget) -> Budget:
+def _take_half(budget: Budget) -> Budget:
     """Takes half of what is left of a budget, of its time as well."""
     now = time.monotonic()
     budget.evaluations /= 2
     return Budget(evaluations=budget.evaluations, deadline=now + (budget.deadline - now) / 2)
 
 
-def _shortest(
+def _fewest_slots(
     single: Problem, incumbent: Filling, left: Sequence[np.ndarray], budget: Budget, seed: int
 ) -> Iterator[Filling]:
     """Yields the filling of one capacity with the fewest slots, and the same with tokens balanced."""
@@ -77,7 +76,7 @@ def _with_capacity(problem: Problem, size: int, left: Sequence[np.ndarray]) -> P
     return make_problem(problem.jobs, limits, left=[positions.tolist() for positions in left], ready=problem.ready)
 
 
-def _prices(problem: Problem, costs: CostModel) -> Prices:
+def _slot_prices(problem: Problem, costs: CostModel) -> Prices:
     """Seconds of a slot of each capacity on the slowest stage, with samples as long as those of the jobs."""
     lengths = np.concatenate([np.asarray(job.sample_tokens, np.float64) for job in problem.jobs])
     length = float(np.square(lengths).sum() / lengths.sum())  # Σ length² of a token
@@ -89,16 +88,5 @@ def _prices(problem: Problem, costs: CostModel) -> Prices:
     return Prices(problem.sizes, [seconds(size) for size in problem.limits.sizes], problem.data_parallel)
 
 
-def _seconds(problem: Problem, filling: Filling, costs: CostModel) -> float:
-    """Predicted time of a filling."""
-    limits = problem.limits
-    plan = Plan(
-        jobs=problem.jobs,
-        slots=to_slots(problem, filling),
-        capacity_tokens=limits.capacity_tokens,
-        smaller=limits.smaller,
-        num_stages=limits.num_stages,
-        data_parallel=limits.data_parallel,
-        tile_tokens=limits.tile_tokens,
-    )
-    return simulate(plan, costs).duration_s
+def _predicted_s(problem: Problem, filling: Filling, costs: CostModel) -> float:
+    return simulate(to_plan(problem, filling), costs).duration_s

@@ -34,7 +34,7 @@ def one_forward_one_backward(plan: Plan, *, flush: bool = False) -> Program:
         flush: drain the pipeline whenever no batch is open, as plain pipeline training of one adapter does.
     """
     groups = _groups(plan) if flush else [range(plan.num_slots)]
-    return _program(plan, [(group, _interleaved) for group in groups])
+    return _program(plan, [(group, _interleave) for group in groups])
 
 
 def forward_then_backward(plan: Plan) -> Program:
@@ -124,7 +124,7 @@ def _program(plan: Plan, groups: Sequence[tuple[range, Order]]) -> Program:
     return tuple(stages)
 
 
-def _interleaved(slots: Sequence[int], ahead: int) -> Iterator[tuple[Kind, int]]:
+def _interleave(slots: Sequence[int], ahead: int) -> Iterator[tuple[Kind, int]]:
     for index, slot in enumerate(slots):
         yield "forward", slot
         if index >= ahead:

@@ -19,7 +19,7 @@ from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
 from scheduling.packing.milp import solve_exactly
-from scheduling.packing.problem import Filling, Problem, make_problem, to_slots
+from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
 from scheduling.plan import Plan
@@ -92,17 +92,7 @@ def make_plan(
     problem = make_problem(jobs, limits)
     left = [np.arange(job.num_samples) for job in jobs]
     bound, filling = fill(problem, left, allowed, seed, exact_time_limit_s=exact_time_limit_s, cost_model=cost_model)
-    plan = Plan(
-        jobs=jobs,
-        slots=to_slots(problem, filling),
-        capacity_tokens=limits.capacity_tokens,
-        num_stages=limits.num_stages,
-        data_parallel=limits.data_parallel,
-        tile_tokens=limits.tile_tokens,
-        seed=seed,
-        lower_bound=bound,
-        smaller=limits.smaller,
-    )
+    plan = to_plan(problem, filling, seed=seed, lower_bound=bound)
     verify_plan(plan, jobs)
     return plan
 

@@ -47,11 +47,9 @@ def replan(
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
         resume: adapters that go on where they were paused.
         weights: new weights of adapters.
-        num_stages: of the devices that the rest runs on, if the run moves to another mesh. The pipeline drains for a
-            move: all steps of slots [0, at_slot) have been taken, so no distance to them is needed.
-        data_parallel: as `num_stages`, for the replicas.
-        time_limit_s: for the search.
-        search_evaluations, cost_model: as in `make_plan`.
+        num_stages, data_parallel: of the rest, if the run moves to another mesh. The pipeline drains for a move, so
+            no distance to slots [0, at_slot) is needed.
+        time_limit_s, seed, search_evaluations, cost_model: as in `make_plan`.
 
     Raises:
         PlanError: an unknown adapter, a slot outside the plan, or jobs that cannot be planned.
@@ -71,21 +69,15 @@ def replan(
     _check_longer(plan, longer)
     progress = {job.name: _Progress(plan, job, at_slot) for job in plan.jobs}
     jobs = [*_changed_jobs(plan, progress, longer, weights or {}, finish), *add]
-    unbegun = [name for name in finish if progress[name].batches == 0]
+    not_begun = [name for name in finish if progress[name].batches == 0]
     stopped = {name: slot for name, slot in plan.stopped if name not in resume}
-    stopped |= dict.fromkeys([*cancel, *pause, *unbegun], at_slot)
-    limits = check_jobs(
-        jobs,
-        capacity_tokens=plan.sizes,
-        num_stages=plan.num_stages if num_stages is None else num_stages,
-        data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
-        tile_tokens=plan.tile_tokens,
-    )
+    stopped |= dict.fromkeys([*cancel, *pause, *not_begun], at_slot)
+    limits = _check_jobs(plan, jobs, num_stages, data_parallel)
     moves = (limits.num_stages, limits.data_parallel) != (plan.num_stages, plan.data_parallel)
     moves |= any(layout.end > at_slot for layout in plan.earlier)  # the kept slots end before a move
-    left = [_left(job, progress.get(job.name), job.name in stopped) for job in jobs]
+    left = [_remaining(job, progress.get(job.name), job.name in stopped) for job in jobs]
     ready = [progress[job.name].ready if job.name in progress and not moves else 0 for job in jobs]
-    bound, slots = _plan_left(jobs, limits, left, ready, allowed, seed, cost_model)
+    bound, slots = _plan_remaining(jobs, limits, left, ready, allowed, seed, cost_model)
     again = replace(
         plan,
         jobs=tuple(jobs),
@@ -134,10 +126,21 @@ def _changed_jobs(
     """The jobs of the plan: extended, with new weights, and cut after the batch that they have begun."""
     jobs = [longer.get(job.name, job) for job in plan.jobs]
     jobs = [replace(job, weight=weights.get(job.name, job.weight)) for job in jobs]
-    return [_shortened(job, progress[job.name]) if job.name in finish else job for job in jobs]
+    return [_cut_after_begun(job, progress[job.name]) if job.name in finish else job for job in jobs]
 
 
-def _plan_left(
+def _check_jobs(plan: Plan, jobs: Sequence[AdapterJob], num_stages: int | None, data_parallel: int | None) -> Limits:
+    """Checks the jobs and returns the limits of the new plan."""
+    return check_jobs(
+        jobs,
+        capacity_tokens=plan.sizes,
+        num_stages=plan.num_stages if num_stages is None else num_stages,
+        data_parallel=plan.data_parallel if data_parallel is None else data_parallel,
+        tile_tokens=plan.tile_tokens,
+    )
+
+
+def _plan_remaining(
     jobs: Sequence[AdapterJob],
     limits: Limits,
     left: Sequence[np.ndarray],
@@ -154,7 +157,7 @@ def _plan_left(
     return bound, to_slots(problem, filling)
 
 
-def _left(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndarray:
+def _remaining(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndarray:
     if stopped:
         return np.zeros(0, np.int64)
     if progress is None:
@@ -162,7 +165,7 @@ def _left(job: AdapterJob, progress: _Progress | None, stopped: bool) -> np.ndar
     return np.setdiff1d(np.arange(job.num_samples), np.flatnonzero(progress.done))
 
 
-def _shortened(job: AdapterJob, progress: _Progress) -> AdapterJob:
+def _cut_after_begun(job: AdapterJob, progress: _Progress) -> AdapterJob:
     return replace(job, max_batches=progress.batches) if progress.batches else job
 
 

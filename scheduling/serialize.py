@@ -59,7 +59,7 @@ def content_from_json(text: str) -> PlanContent:
         )
     try:
         content = PlanContent(
-            settings={name: _setting(data["settings"], name) for name in SETTINGS},
+            settings={name: _read_setting(data["settings"], name) for name in SETTINGS},
             jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
             slots=_slots_from(data["slots"], data.get("slot_capacities")),
             stopped=tuple((_text(name), _number(slot)) for name, slot in data["stopped"]),
@@ -96,11 +96,11 @@ def _content_lines(content: PlanContent) -> list[str]:
     lines += [f'"stopped": {_dump(content.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
     lines += ["],", '"slots": [']
-    lines += _comma_separated([_dump([_runs(part) for part in slot.replicas]) for slot in content.slots])
+    lines += _comma_separated([_dump([_group_samples(part) for part in slot.replicas]) for slot in content.slots])
     return [*lines, "]"]
 
 
-def _runs(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
+def _group_samples(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
     """Groups consecutive samples of one batch: [adapter, epoch, batch, [samples]]."""
     runs = groupby(samples, key=lambda ref: ref[:3])
     return [[*key, [ref.sample for ref in refs]] for key, refs in runs]
@@ -145,7 +145,7 @@ def _capacity(value: Any) -> int:
     return value
 
 
-def _setting(settings: dict[str, Any], name: str) -> int:
+def _read_setting(settings: dict[str, Any], name: str) -> int:
     value = _number(settings[name])
     if value < (name not in ("seed", "lower_bound")):  # the others are sizes and counts
         raise ValueError(f"{name} is {value}")

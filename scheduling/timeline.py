@@ -95,7 +95,7 @@ class Timeline:
     @cached_property
     def paused_s(self) -> tuple[float, ...]:
         """Per stage, idle time around pauses, from the last forward before one to the first backward after it."""
-        return tuple(_paused(spans, parts) for spans, parts in zip(self.by_stage, self._parts, strict=True))
+        return tuple(_bubbles_at_pauses(spans, parts) for spans, parts in zip(self.by_stage, self._parts, strict=True))
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
@@ -175,16 +175,16 @@ def _part(spans: Sequence[Span]) -> _Part:
     # A part without forwards is only drain; a part without backwards is only fill.
     forward = next((span.end_s for span in reversed(spans) if span.kind == "forward"), spans[0].start_s)
     backward = next((span.start_s for span in spans if span.kind == "backward"), spans[-1].end_s)
-    return _Part(forward, backward, _idle(spans, backward, forward))
+    return _Part(forward, backward, _idle_s(spans, backward, forward))
 
 
-def _paused(spans: Sequence[Span], parts: Sequence[_Part]) -> float:
+def _bubbles_at_pauses(spans: Sequence[Span], parts: Sequence[_Part]) -> float:
     if len(parts) < 2:
         return 0.0
-    return _idle(spans, parts[0].last_forward_s, parts[-1].first_backward_s) - sum(p.bubble_s for p in parts[1:-1])
+    return _idle_s(spans, parts[0].last_forward_s, parts[-1].first_backward_s) - sum(p.bubble_s for p in parts[1:-1])
 
 
-def _idle(spans: Sequence[Span], start: float, end: float) -> float:
+def _idle_s(spans: Sequence[Span], start: float, end: float) -> float:
     """Idle time between two times that no event crosses."""
     idle, now = 0.0, start
     for span in spans:

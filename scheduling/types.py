@@ -56,16 +56,16 @@ class AdapterJob:
             if value is not None or field != "max_batches":
                 object.__setattr__(self, field, _checked_count(self.name, field, value))
         _check_weight(self.name, self.weight)
-        object.__setattr__(self, "cuts", _checked_cuts(self.name, self.cuts, self._whole))
+        object.__setattr__(self, "cuts", _checked_cuts(self.name, self.cuts, self._full_length))
 
     @property
     def num_samples(self) -> int:
         """Positions in the stream that are trained on, over all epochs."""
         if self.max_batches is None:
-            return self._whole
+            return self._full_length
         if self.cuts:
-            return [*self._starts(self._whole), self._whole][: self.max_batches + 1][-1]
-        return min(self._whole, self.max_batches * self.global_batch)
+            return [*self._batch_starts(self._full_length), self._full_length][: self.max_batches + 1][-1]
+        return min(self._full_length, self.max_batches * self.global_batch)
 
     @property
     def num_batches(self) -> int:
@@ -81,7 +81,7 @@ class AdapterJob:
 
     def batch_starts(self) -> list[int]:
         """First position of every batch."""
-        return self._starts(self.num_samples)
+        return self._batch_starts(self.num_samples)
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
         """Yields (batch, samples in it); a batch before a cut and the last one may be short."""
@@ -99,10 +99,10 @@ class AdapterJob:
         return SampleRef(self.name, epoch, self.batch_of(position), sample)
 
     @property
-    def _whole(self) -> int:
+    def _full_length(self) -> int:
         return len(self.sample_tokens) * self.epochs
 
-    def _starts(self, end: int) -> list[int]:
+    def _batch_starts(self, end: int) -> list[int]:
         edges = [0, *(cut for cut in self.cuts if cut < end), end]
         return [start for first, last in pairwise(edges) for start in range(first, last, self.global_batch)]
 

@@ -22,11 +22,11 @@ UNNAMED = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Job(Shown):
-    """A checked job; prints as a table of its adapters.
+    """A checked job. It prints as a table of its adapters.
 
     Args:
         config: every setting, defaults included.
-        name: of the job file; names the run folder where none is given.
+        name: of the job file; the default name of the run folder.
         notes: settings that have no effect.
     """
 
@@ -62,11 +62,11 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     """Reads and checks a job.
 
     Args:
-        source: job file, or a dictionary with the same keys; paths in a dictionary start in the current folder.
+        source: job file, or a dictionary with the same keys. Paths in a dictionary are relative to the current folder.
         overrides: settings as on the command line, `["train.max_steps=20", "adapters.law.optim.lr=1e-4"]`.
 
     Raises:
-        ConfigError, ErrorList: every mistake, as `lorafusion check` tells them.
+        ConfigError, ErrorList: all mistakes, as `lorafusion check` reports them.
 
     >>> law = {"name": "law", "data": {"train": "law.jsonl"}}
     >>> job = load_job({"base": {"model": "models/llama"}, "adapters": [law]})
@@ -80,5 +80,5 @@ def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
 
 
 def job_of(job: Job | str | Path | Mapping[str, Any]) -> Job:
-    """A job as it is, or read."""
+    """Returns the job, read from a file or a dictionary if necessary."""
     return job if isinstance(job, Job) else load_job(job)

@@ -21,7 +21,7 @@ from scheduling import Plan, plan_statistics, simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class JobPlan(Shown):
-    """A plan and everything that is predicted of it; prints as `lorafusion plan` does.
+    """A plan with its predictions. It prints as `lorafusion plan` does.
 
     Args:
         planned: the plan, its costs and the numbers of the screen.
@@ -36,12 +36,12 @@ class JobPlan(Shown):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the screen shows, as plain numbers: those of `lorafusion plan --json`."""
+        """The numbers of `lorafusion plan --json`."""
         return self.planned.numbers
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What one should know of the data and of the prediction."""
+        """Warnings about the data and the prediction."""
         return self.planned.notes
 
     def save(self, path: str | Path) -> Path:
@@ -55,7 +55,7 @@ class JobPlan(Shown):
         """The predicted timeline of every stage.
 
         Raises:
-            CheckpointError: `plan.no-costs`: the base model is of no known kind, so there are no times.
+            CheckpointError: `plan.no-costs`, the base model is of an unknown kind, so no times are predicted.
         """
         costs = self.planned.costs
         if costs is None:
@@ -78,14 +78,14 @@ def plan(
     """Plans a job: reads its data, decides what runs when, predicts times and memory. Touches no device.
 
     Args:
-        job: from `load_job`, or what `load_job` takes.
-        compare: also plans the adapters one after another.
-        device: whose rates and memory count, "h200", "h100" or "cpu"; what this machine has when absent.
-        device_memory: GiB of each device, if not the usual.
+        job: from `load_job`, or an argument of `load_job`.
+        compare: also plan the adapters one after another.
+        device: device for predictions, "h200", "h100" or "cpu" (None: that of this machine).
+        device_memory: GiB per device (None: that of the device).
         cost_model: measured costs, from `lorafusion profile`.
 
     Raises:
-        LoraFusionError: what `lorafusion plan` tells: of settings, data, base model.
+        LoraFusionError: the errors of `lorafusion plan`, in settings, data or base model.
     """
     config = job_of(job).config
     raise_all(layer_problems(config)[1])

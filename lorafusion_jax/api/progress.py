@@ -1,4 +1,4 @@
-"""The live view of a run inside a notebook: one output that is replaced as the run goes on."""
+"""The live view of a run inside a notebook: one output that is replaced while the run trains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class NotebookView:
     """Redraws lines and block of a `Screen` in one output of a notebook.
 
     Args:
-        console: what the screen prints its lines to; records.
-        block: gives what stands below them now.
+        console: recording console of the screen's lines.
+        block: returns the block below the lines.
     """
 
     def __init__(self, console: Console, block: Callable[[], Group]):
@@ -52,13 +52,13 @@ class NotebookView:
 
 
 def notebook_screen(name: str, _: Console, line_every_s: float = LINE_EVERY_S) -> Screen:
-    """The `Screen` of a run whose output is a notebook's."""
+    """Returns the `Screen` of a run in a notebook."""
     console = recording_console()
     return Screen(name, console, line_every_s, live=lambda block: NotebookView(console, block))
 
 
 def in_notebook() -> bool:
-    """Whether the output of this process is a notebook's, and not a terminal, also one of IPython."""
+    """Whether the output of this process is a notebook and not a terminal, including one of IPython."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

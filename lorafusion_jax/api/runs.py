@@ -32,18 +32,16 @@ type Work = Callable[[Sequence[Listener]], Any]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run(Shown):
-    """A run folder; prints as `lorafusion status` does, in a notebook with its loss curves. It reads the folder anew
-    whenever it is asked, so it also shows a run that another process trains.
+    """A run folder. It prints as `lorafusion status` does; a notebook also shows its loss curves.
 
-    Args:
-        folder: of the run.
+    Every access reads the folder again, so it also shows a run that another process trains.
     """
 
     folder: Path
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the screen shows, as plain numbers: those of `lorafusion status --json`."""
+        """The numbers of `lorafusion status --json`."""
         return run_numbers(self.folder)
 
     @property
@@ -68,10 +66,10 @@ class Run(Shown):
         return {name: Curve(**{key: tuple(values) for key, values in own.items()}) for name, own in found.items()}
 
     def adapter(self, name: str) -> Path:
-        """The newest PEFT folder of an adapter.
+        """Returns the newest PEFT folder of an adapter.
 
         Raises:
-            ConfigError: `export.unknown-adapter`: there is none.
+            ConfigError: `export.unknown-adapter`, there is none.
         """
         newest = RunFolder(self.folder).latest(name)
         if newest is None:
@@ -83,10 +81,10 @@ class Run(Shown):
         return newest
 
     def timeline(self) -> TimelineView:
-        """What every device did in the last sitting.
+        """Returns the measured timeline of the last session.
 
         Raises:
-            CheckpointError: `run.no-timeline`: no sitting has ended yet.
+            CheckpointError: `run.no-timeline`, no session has ended yet.
         """
         return TimelineView(timeline=read_timeline(self.folder))
 
@@ -108,19 +106,19 @@ def train(
     """Trains all adapters of a job, as `lorafusion train` does.
 
     Args:
-        job: from `load_job`, or what `load_job` takes.
-        out: run folder, new; `runs/NAME` of the job when absent.
-        plan: executed exactly; made here when absent.
+        job: from `load_job`, or an argument of `load_job`.
+        out: new run folder (None: `runs/NAME` of the job).
+        plan: plan to execute (None: plan the job here).
         progress: True shows the live view, on a terminal or in a notebook; False shows nothing; a function is called
             with every event of `lorafusion_jax.report.events`.
-        verify_base: notes a digest of every byte of the base model, also of a large one.
+        verify_base: record digests of every byte of the base model, even of a large one.
 
     Returns:
-        The run. An adapter that failed is no exception: `run.adapters[name]["status"]` says so.
+        The run. A failed adapter raises no exception; see `run.adapters[name]["status"]`.
 
     Raises:
-        LoraFusionError: what `lorafusion train` tells.
-        Interrupted: Ctrl-C or the notebook's stop; the state is saved, `resume` goes on.
+        LoraFusionError: the errors of `lorafusion train`.
+        Interrupted: Ctrl-C, or the notebook's stop button. The state is saved; `resume` continues the run.
     """
     from lorafusion_jax.training import train as run
 
@@ -131,7 +129,7 @@ def train(
     def work(listeners: Sequence[Listener]) -> Any:
         return run(read.config, folder, plan=chosen, listeners=listeners, verify_base=verify_base)
 
-    return _watched(folder, read.config, work, progress)
+    return _run_with_progress(folder, read.config, work, progress)
 
 
 def resume(
@@ -142,32 +140,32 @@ def resume(
     progress: Progress = True,
     verify_base: bool = False,
 ) -> Run:
-    """Continues a run from its newest checkpoint, as `lorafusion resume` does: bitwise as if it had never stopped.
+    """Continues a run from its newest checkpoint, as `lorafusion resume` does, with the bitwise same result.
 
     Args:
         run: run, or run folder.
-        overrides: where it goes on, `["mesh.stages=1", "mesh.data=2"]`.
-        drop: adapters to leave out of what is left.
+        overrides: settings that may change, e.g. `["mesh.stages=1", "mesh.data=2"]`.
+        drop: adapters to drop from the rest of the run.
         progress: see `train`.
-        verify_base: compares every byte of the base model, also of a large one.
+        verify_base: compare every byte of the base model, even of a large one.
 
     Raises:
-        LoraFusionError: what `lorafusion resume` tells.
+        LoraFusionError: the errors of `lorafusion resume`.
     """
-    from lorafusion_jax.training import resume as go_on
+    from lorafusion_jax.training import resume as resume_run
     from lorafusion_jax.training.relayout import apply_resume_overrides
 
     folder = run.folder if isinstance(run, Run) else Path(run)
     config = apply_resume_overrides(RunFolder(folder).read_config(), overrides)
 
     def work(listeners: Sequence[Listener]) -> Any:
-        return go_on(folder, overrides, drop=drop, listeners=listeners, verify_base=verify_base)
+        return resume_run(folder, overrides, drop=drop, listeners=listeners, verify_base=verify_base)
 
-    return _watched(folder, config, work, progress)
+    return _run_with_progress(folder, config, work, progress)
 
 
 def open_run(folder: str | Path) -> Run:
-    """A run that is there, finished or not.
+    """Opens a run folder, finished or not.
 
     Raises:
         CheckpointError: the folder holds no run.
@@ -176,7 +174,7 @@ def open_run(folder: str | Path) -> Run:
     return Run(Path(folder))
 
 
-def _watched(folder: Path, config: JobConfig, work: Work, progress: Progress) -> Run:
+def _run_with_progress(folder: Path, config: JobConfig, work: Work, progress: Progress) -> Run:
     from lorafusion_jax.cli.running import watch
     from lorafusion_jax.report.trackers import trackers
     from lorafusion_jax.training import Interrupted
@@ -189,6 +187,6 @@ def _watched(folder: Path, config: JobConfig, work: Work, progress: Progress) ->
             with trackers(config.report, folder) as others:
                 work([*others, *([progress] if callable(progress) else [])])
     except Interrupted as problem:
-        problem.add_note(f'the state is saved; go on with lorafusion_jax.resume("{folder}")')
+        problem.add_note(f'the state is saved; continue with lorafusion_jax.resume("{folder}")')
         raise
     return Run(folder)

@@ -8,7 +8,7 @@ from io import StringIO
 
 from rich.console import Console
 
-WIDTH = 110  # of what is shown where there is no terminal
+WIDTH = 110  # columns without a terminal
 PRE = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;'
     "font-family:Menlo,'DejaVu Sans Mono',consolas,monospace\">{code}</pre>"
@@ -16,7 +16,7 @@ PRE = (
 
 
 class Shown:
-    """Something with a screen. `str()` gives it as text, a notebook as HTML, followed by its drawings."""
+    """Base class of objects with a screen: `str()` returns its text, and a notebook shows its HTML and drawings."""
 
     __slots__ = ()
 
@@ -37,24 +37,24 @@ class Shown:
 
 
 def as_text(show: Callable[[Console], None]) -> str:
-    """What `show` prints, without colours."""
+    """Returns what `show` prints, without colours."""
     text = StringIO()
     show(Console(file=text, width=WIDTH, force_jupyter=False, force_terminal=False))
     return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
 
 def as_html(show: Callable[[Console], None]) -> str:
-    """What `show` prints, with its colours."""
+    """Returns what `show` prints as HTML, with colours."""
     console = recording_console()
     show(console)
     return console.export_html(code_format=PRE, inline_styles=True)
 
 
 def recording_console() -> Console:
-    """A console that nobody sees, whose record becomes HTML."""
+    """Returns a console without output whose record becomes HTML."""
     return Console(file=StringIO(), record=True, width=WIDTH, force_jupyter=False, force_terminal=True)
 
 
 def framed(page: str, height: int) -> str:
-    """A whole page inside a notebook's output."""
+    """Returns HTML that shows a whole page inside a notebook."""
     return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" style="border:0"></iframe>'

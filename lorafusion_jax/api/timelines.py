@@ -14,11 +14,11 @@ HEIGHT = 420
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineView:
-    """What the stages do when, predicted or measured.
+    """A predicted or measured timeline of the stages.
 
     Args:
         timeline: every span of time.
-        note: a sentence that stands above it.
+        note: a sentence above the drawing.
     """
 
     timeline: Timeline

@@ -62,10 +62,10 @@ def check_base(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
     if changed:
         raise CheckpointError(
             "run.base-changed",
-            "the base model is not the one that this run began with.",
+            "the base model has changed since this run started.",
             where=str(directory),
             why="; ".join(changed),
-            fix="bring the files back, or start a new run with lorafusion train",
+            fix="restore the files, or start a new run with lorafusion train",
         )
 
 

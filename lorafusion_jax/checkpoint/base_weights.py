@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from lorafusion_jax.checkpoint.base_files import WHOLE_BYTES
-from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 
 INDEX = "model.safetensors.index.json"
 # NaN and infinity have all bits of the exponent set: (type of the bits, these bits). This 8-bit float has no infinity,
@@ -37,16 +37,15 @@ def weight_problems(directory: Path) -> list[LoraFusionError]:
                 pass
             bad = list(_not_finite(file)) if small else []
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-            what = "a file of the weights is cut short or broken."
+            what = "a weight file is truncated or corrupt."
             fix = "download the file again"
             problems.append(CheckpointError("model.broken-file", what, where=str(file), why=str(problem), fix=fix))
             continue
         if bad:
-            more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
             problems.append(
                 CheckpointError(
                     "model.not-finite",
-                    f"the base model holds NaN or infinity: {', '.join(bad[:_SHOWN])}{more}.",
+                    f"the base model holds NaN or infinity: {first_few(bad, _SHOWN)}.",
                     where=str(file),
                     why="every token's loss would be NaN",
                     fix="download the file again, or convert the weights without overflow",

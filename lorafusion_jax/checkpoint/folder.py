@@ -10,8 +10,6 @@ control/                               pending requests
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorafusion_jax.checkpoint import run_record
 from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests
 from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
@@ -34,7 +33,6 @@ from lorafusion_jax.files import PART, remove_folder, replace_text
 from scheduling import Plan
 
 CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
-SEAL = "digest"  # key of run.json
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -88,7 +86,7 @@ class RunFolder:
                     "run.other-plan",
                     f"{self.path} holds a run of another plan.",
                     why=f"its plan is {other}, this one is {plan.digest}",
-                    fix="choose another --out, or lorafusion resume to go on with that run",
+                    fix="choose another --out, or continue that run with lorafusion resume",
                 )
             raise CheckpointError(
                 "run.exists",
@@ -116,9 +114,9 @@ class RunFolder:
         if found:
             raise CheckpointError(
                 "run.no-plan",
-                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is gone.",
+                f"{self.path} holds {' and '.join(found)} of a run whose plan.json is missing.",
                 why="without its plan a run cannot continue, and files of another run would mix with its files",
-                fix="bring plan.json back from a copy; or move the folder away, or choose another --out, for a new run",
+                fix="restore plan.json from a copy. For a new run, move the folder away or choose another --out",
             )
 
     def create(self, config: JobConfig, plan: Plan, record: dict) -> None:
@@ -131,23 +129,25 @@ class RunFolder:
     def lock(self) -> AbstractContextManager[None]:
         """Prevents other processes from training this run; see `run_lock`."""
         self.must_have_its_plan()
-        self._need("plan.json")  # otherwise the lock file would be created in a folder without a run
+        self._require("plan.json")  # otherwise the lock file would be created in a folder without a run
         return run_lock(self.path)
 
     def read_config(self) -> JobConfig:
-        self._need("config.yaml")
+        self._require("config.yaml")
         return read_resolved(self.path / "config.yaml")
 
     def write_config(self, config: JobConfig, record: dict) -> None:
         """Writes the current settings to run.json, then to config.yaml. After a crash in between, run.json is right."""
         text = dump_config(config)
-        self.write_record(_with_file(record, CONFIG, text) | {"config": config.model_dump(mode="json")})
+        self.write_record(
+            run_record.with_file_digest(record, CONFIG, text) | {"config": config.model_dump(mode="json")}
+        )
         replace_text(self.path / CONFIG, text)
 
     def write_timeline(self, text: str) -> None:
         """Replaces timeline.json. It is removed first, so that a crash cannot leave an old one."""
         (self.path / TIMELINE).unlink(missing_ok=True)
-        self.write_record(_with_file(self.read_record(), TIMELINE, text))
+        self.write_record(run_record.with_file_digest(self.read_record(), TIMELINE, text))
         replace_text(self.path / TIMELINE, text)
 
     def write_move(
@@ -173,7 +173,7 @@ class RunFolder:
         record = self.read_record() | dict(noted)
         move = {"slot": slot, "stages": plan.num_stages, "replicas": plan.data_parallel, "plan": plan.digest}
         move |= {"changes": list(changes)} if changes else {}
-        before = [_until(move, slot) for move in self.moves()]
+        before = [_cap_changes(move, slot) for move in self.moves()]
         record |= {"moves": [*before, move]}
         self.write_record(record) if config is None else self.write_config(config, record)
         (self.path / TIMELINE).unlink(missing_ok=True)  # its slots may differ from those of the new plan
@@ -193,7 +193,7 @@ class RunFolder:
             CheckpointError: it is missing (`run.missing`, `run.no-plan`) or damaged (`run.plan`).
         """
         self.must_have_its_plan()
-        self._need("plan.json")
+        self._require("plan.json")
         try:
             return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as problem:
@@ -201,24 +201,14 @@ class RunFolder:
                 "run.plan",
                 f"{self.plan_file} is damaged.",
                 why=str(problem).splitlines()[0],
-                fix="bring it back from a copy; or choose another --out for a new run. Adapters that were exported to "
-                f"{self.path / 'adapters'} are not touched, and lora.init_from can begin with them",
+                fix="restore it from a copy, or choose another --out for a new run. Adapters that were exported to "
+                f"{self.path / 'adapters'} stay as they are, and lora.init_from can start from them",
             ) from None
 
     def read_record(self) -> dict:
-        """Reads run.json; see `record_damage` for its digest.
-
-        Raises:
-            CheckpointError: `run.missing`, or `run.record` if its content has the wrong form.
-        """
-        self._need(RECORD)
-        try:
-            record = json.loads(self.record_file.read_text(encoding="utf-8"))
-            if (why := _misshapen(record)) is not None:
-                raise ValueError(why)
-        except (OSError, ValueError, RecursionError) as problem:
-            raise self._damaged_record(str(problem)) from None
-        return {key: value for key, value in record.items() if key != SEAL}
+        """Reads run.json; see `run_record.read`."""
+        self._require(RECORD)
+        return run_record.read(self.record_file)
 
     def check_record_file(self) -> None:
         """Checks that run.json is unchanged since it was written.
@@ -227,13 +217,12 @@ class RunFolder:
             CheckpointError: `run.record`.
         """
         if (why := self.record_damage()) is not None:
-            raise self._damaged_record(why)
+            raise run_record.damaged(self.record_file, why)
 
     def record_damage(self) -> str | None:
         """Returns what is wrong with the bytes of run.json. Files of earlier versions have no digest."""
-        record = self.read_record()
-        same = self.record_file.read_bytes() == _sealed(record).encode()
-        return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
+        self._require(RECORD)
+        return run_record.find_damage(self.record_file)
 
     def recorded_config(self) -> JobConfig | None:
         """Returns the settings in run.json; None if an earlier version wrote it.
@@ -241,23 +230,14 @@ class RunFolder:
         Raises:
             CheckpointError: `run.record`.
         """
-        noted = self.read_record().get("config")
+        config = self.read_record().get("config")
         try:
-            return None if noted is None else JobConfig.model_validate(noted, context=BEGUN)
+            return None if config is None else JobConfig.model_validate(config, context=BEGUN)
         except ValidationError as problem:
-            raise self._damaged_record(f"config: {problem.errors()[0]['msg']}") from None
+            raise run_record.damaged(self.record_file, f"config: {problem.errors()[0]['msg']}") from None
 
     def write_record(self, record: dict) -> None:
-        replace_text(self.record_file, _sealed(record))
-
-    def _damaged_record(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            "run.record",
-            f"{self.record_file} is damaged.",
-            why=why,
-            fix="bring it back from a copy; or choose another --out for a new run, which can begin with the adapters "
-            "that were exported (lora.init_from)",
-        )
+        run_record.write(self.record_file, record)
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Links `latest` to the newest exported folder and removes all but the newest `keep`."""
@@ -275,42 +255,20 @@ class RunFolder:
         for place in (self.path, self.state, *(self.path / "adapters").glob("*")):
             remove_leftovers(place)
 
-    def _need(self, file: str) -> None:
+    def _require(self, file: str) -> None:
         if not (self.path / file).is_file():
             raise CheckpointError(
                 "run.missing",
-                f"{self.path} is no run folder: it has no {file}.",
-                fix="lorafusion train jobs.yaml --out runs/NAME starts one",
+                f"{self.path} is not a run folder: it has no {file}.",
+                fix="start a run: lorafusion train jobs.yaml --out runs/NAME",
             )
 
 
-def _until(move: dict[str, Any], slot: int) -> dict[str, Any]:
+def _cap_changes(move: dict[str, Any], slot: int) -> dict[str, Any]:
     """Returns a move with its changes at `slot` at the latest, because the run is planned again from there."""
     if "changes" not in move:
         return move
     return move | {"changes": [change | {"slot": min(change["slot"], slot)} for change in move["changes"]]}
-
-
-def _sealed(record: dict) -> str:
-    """Returns the text of run.json, with the digest of its other entries."""
-    plain = json.dumps(record, indent=1)
-    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
-
-
-def _with_file(record: dict, name: str, text: str) -> dict:
-    return record | {"files": record.get("files", {}) | {name: hashlib.sha256(text.encode()).hexdigest()}}
-
-
-def _misshapen(record: object) -> str | None:
-    """Returns which entries of run.json have the wrong type; None if all are right."""
-    if not isinstance(record, dict):
-        return "it is not a JSON object"
-    wanted = {"plan": str, "data": dict, "eval": dict, "moves": list, "files": dict, "config": dict}
-    wanted |= {"base_files": dict, "warm_starts": dict, "versions": dict}
-    bad = [key for key, kind in wanted.items() if key in record and not isinstance(record[key], kind)]
-    if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
-        bad = ["moves"]
-    return f"{', '.join(bad)}: not of the type that a run writes" if bad else None
 
 
 def step_of(exported: Path) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, first_few
 
 SHOWN = 4  # settings that a message names before it counts the rest
 
@@ -33,12 +33,11 @@ def must_hold_no_run(folder: RunFolder, config: JobConfig) -> None:
             f"{folder.path} already holds a run with these settings.",
             fix=f"lorafusion resume {folder.path}   or another --out",
         )
-    more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     raise CheckpointError(
         "run.exists",
         f"{folder.path} already holds a run with other settings.",
-        why="; ".join(differing[:SHOWN]) + more,
-        fix=f"another --out; lorafusion resume {folder.path} goes on with the settings that it began with",
+        why=first_few(differing, SHOWN, "; "),
+        fix=f"another --out; lorafusion resume {folder.path} continues it with its own settings",
     )
 
 

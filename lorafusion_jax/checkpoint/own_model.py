@@ -120,7 +120,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
             "lora.misfit",
             f"this folder does not hold adapter '{name}' of this model: {'; '.join(problems[:4])}.",
             where=str(folder),
-            fix="keys= says how the layers are called there; rank, alpha and targets as in adapter_config.json",
+            fix="keys= says the names of the layers there; rank, alpha and targets as in adapter_config.json",
         )
     pairs = {wanted[key]: np.asarray(tensor, np.float32).T for key, tensor in tensors.items()}
     put_adapter_arrays(model, name, _stacked(model, name, pairs))

@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Float
 
 from lorafusion_jax.adapters.kind import adapter_kind
-from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.errors import CheckpointError, first_few
 from lorafusion_jax.modules.spec import AdapterSpec
 
 LAYERS = "layers"
+SHOWN = 8  # tensors that a message names
 type Arrays = dict[str, tuple[Float[np.ndarray, "K r"], Float[np.ndarray, "r N"]]]
 type Leaves = Mapping[str, Any]  # numpy or jax arrays, see `take_adapter`
 
@@ -49,8 +50,8 @@ def take_adapter(lora_leaves: Leaves, spec: AdapterSpec, index: int) -> Arrays:
         known = sorted({path.rsplit(".", 1)[-1] for path in _projections(lora_leaves)})
         raise CheckpointError(
             "peft.no-weights",
-            f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights here are of a layer of that name.",
-            why=f"there are weights of {', '.join(known) or 'no layer'}",
+            f"adapter {spec.name} targets {', '.join(spec.targets)}, but no weights belong to a layer of that name.",
+            why=f"the weights belong to {', '.join(known) or 'no layer'}",
             fix="name its targets by the last part of a layer's path, e.g. q_proj",
         )
     return dict(sorted(arrays.items(), key=lambda item: _order(item[0])))
@@ -111,8 +112,8 @@ def _check_fit(lora_leaves: Leaves, places: Mapping[str, tuple[str, tuple[int, .
         raise CheckpointError(
             "peft.other-base",
             "the adapter was made for another base model.",
-            where=_some(problems),
-            fix="use the base model that the adapter was trained on, or start it anew",
+            where=first_few(problems, SHOWN, "; "),
+            fix="use the base model that the adapter was trained on, or train a new adapter",
         )
 
 
@@ -138,9 +139,3 @@ def _host(leaf) -> np.ndarray:
 
 def _order(path: str) -> tuple:
     return tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in path.split("."))
-
-
-def _some(problems: list[str], most: int = 8) -> str:
-    """Joins the first problems and counts the rest."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more

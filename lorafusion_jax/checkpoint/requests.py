@@ -70,7 +70,7 @@ class Request:
             raise ValueError("no adapter")
         weight, epochs, steps = (found.get(key) for key in ("weight", "epochs", "steps"))
         if action == "weight" and not is_weight(weight):
-            raise ValueError(f"{weight!r} is no positive number")
+            raise ValueError(f"{weight!r} is not a positive number")
         if action == "extend" and not is_extension(epochs, steps):
             raise ValueError("either epochs or steps must be a whole number from 1")
         request = Request(name=file.name, action=action, adapters=(adapter,))

@@ -92,5 +92,5 @@ def _in_use(folder: Path) -> CheckpointError:
         "run.in-use",
         f"{folder} is being trained by {by}.",
         where=str(folder / FILE),
-        fix=f"lorafusion status {folder} --watch shows how far it is; let it end or stop it before you resume",
+        fix=f"lorafusion status {folder} --watch shows its progress; wait for it, or stop it, before you resume",
     )

@@ -17,7 +17,7 @@ UNCHECKED = "_CHECKPOINT_METADATA"  # checkpoints of earlier versions hold this 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """The newest good checkpoint of a run.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found:
     unchecked: bool = False
 
 
-def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Found:
+def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> FoundCheckpoint:
     """Finds the newest undamaged checkpoint and reads its position.
 
     Args:
@@ -48,7 +48,7 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
         damage = checkpoint_damage(directory / str(slot))
         if not agree(bool(damage)):
             folder = directory / str(slot)
-            return Found(
+            return FoundCheckpoint(
                 slot=slot,
                 position=_position(folder),
                 damaged=tuple(damaged),
@@ -58,12 +58,12 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
     if damaged:
         raise CheckpointError(
             "run.bad-state",
-            "no checkpoint of this run is good.",
+            "all checkpoints of this run are damaged.",
             where=str(directory),
             why="; ".join(map(str, damaged[:4])),
-            fix=f"bring one back from a copy, or remove {directory} to begin anew",
+            fix=f"restore one from a copy, or remove {directory} to start again",
         )
-    return Found(position={})
+    return FoundCheckpoint(position={})
 
 
 def checkpoint_damage(folder: Path) -> list[Damage]:
@@ -111,7 +111,7 @@ def bad_state(directory: Path, slot: int, why: str) -> CheckpointError:
         f"checkpoint {slot} does not fit this run or is damaged.",
         where=str(directory / str(slot)),
         why=why,
-        fix=f"remove {directory / str(slot)} to go on from the checkpoint before"
+        fix=f"remove {directory / str(slot)} to continue from the checkpoint before it"
         if earlier
-        else f"remove {directory} to begin anew: there is no checkpoint before",
+        else f"remove {directory} to start again: there is no earlier checkpoint",
     )

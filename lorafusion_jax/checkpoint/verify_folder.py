@@ -10,7 +10,7 @@ from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.folder import CONFIG, TIMELINE, RunFolder
 from lorafusion_jax.checkpoint.requests import FOLDER as REQUESTS
 from lorafusion_jax.checkpoint.saved_states import checkpoint_damage, slots_of
-from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.errors import CheckpointError, LoraFusionError, first_few
 from lorafusion_jax.log_file import damaged_lines, read_rows
 
 LOGS = ("metrics.jsonl", "events.jsonl")
@@ -102,8 +102,7 @@ def _logs(folder: RunFolder) -> Iterator[FileCheck]:
             all_have_crc = True
         short = _missing_rows(folder) if name == "metrics.jsonl" else ()
         lines = damaged_lines(folder.path / name, all_have_crc=all_have_crc)
-        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        damage = (f"{name}: damaged in line {', '.join(map(str, lines[:SHOWN]))}{more}",) if lines else ()
+        damage = (f"{name}: damaged in line {first_few(lines, SHOWN)}",) if lines else ()
         yield FileCheck(
             name=name, damage=(*damage, *short), note="" if all_have_crc else "rows of an earlier version have no CRC"
         )

@@ -66,11 +66,11 @@ def check_warm_starts(before: dict[str, dict[str, str]], config: JobConfig) -> N
     if changed:
         raise CheckpointError(
             "run.init-changed",
-            f"the folder that {', '.join(changed)} began with has changed since the run was started.",
+            f"the folder that {', '.join(changed)} started from has changed since the run started.",
             where=", ".join(
                 f"adapters.{name}.lora.init_from={config.adapter(name).lora.init_from}" for name in changed
             ),
-            fix="bring it back, or start a new run with lorafusion train",
+            fix="restore it, or start a new run with lorafusion train",
         )
 
 

@@ -35,7 +35,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.format import count, whole
+from lorafusion_jax.report.format import count, exact
 from lorafusion_jax.weights.table import NONE
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def command(
         table.add_row(
             name,
             report.format,
-            whole(report.rows),
+            exact(report.rows),
             count(report.tokens),
             count(report.loss_tokens),
-            whole(report.longest),
-            whole(report.cut),
-            whole(len(report.dropped) + len(report.too_long)),
-            whole(data.eval.report.rows) if data.eval else "–",
+            exact(report.longest),
+            exact(report.cut),
+            exact(len(report.dropped) + len(report.too_long)),
+            exact(data.eval.report.rows) if data.eval else "–",
         )
     console.print(table)
     if losses:

@@ -27,7 +27,7 @@ def cancel(run: RunPath, adapter: Adapter) -> None:
 
     Example: lorafusion cancel runs/exp1 law
     """
-    _ask(run, "cancel", adapter)
+    _send_request(run, "cancel", adapter)
 
 
 def pause(run: RunPath, adapter: Adapter) -> None:
@@ -35,15 +35,15 @@ def pause(run: RunPath, adapter: Adapter) -> None:
 
     Example: lorafusion pause runs/exp1 law
     """
-    _ask(run, "pause", adapter)
+    _send_request(run, "pause", adapter)
 
 
-def go_on(run: RunPath, adapter: Adapter) -> None:
+def continue_adapter(run: RunPath, adapter: Adapter) -> None:
     """Continues a paused adapter where it stopped.
 
     Example: lorafusion continue runs/exp1 law
     """
-    _ask(run, "continue", adapter)
+    _send_request(run, "continue", adapter)
 
 
 def finish(run: RunPath, adapter: Adapter) -> None:
@@ -51,7 +51,7 @@ def finish(run: RunPath, adapter: Adapter) -> None:
 
     Example: lorafusion finish runs/exp1 law
     """
-    _ask(run, "finish", adapter)
+    _send_request(run, "finish", adapter)
 
 
 def weight(
@@ -63,7 +63,7 @@ def weight(
     """
     if not is_weight(value):
         raise ConfigError("control.weight", f"{value:g} is not a weight.", why="a weight is a finite number above 0")
-    _ask(run, "weight", adapter, value)
+    _send_request(run, "weight", adapter, value)
 
 
 def extend(
@@ -72,7 +72,7 @@ def extend(
     epochs: Annotated[int | None, typer.Option(help="more passes over its data")] = None,
     steps: Annotated[int | None, typer.Option(help="more optimizer steps")] = None,
 ) -> None:
-    """Lets an adapter train longer, also one that is done: it goes on from its last weights and optimizer state.
+    """Extends an adapter, also one that is done: it continues from its last weights and optimizer state.
 
     The steps that were planned keep their learning rates. The new ones have a schedule of their own, warm-up included:
     a cosine that had fallen to its end rises again.
@@ -88,11 +88,11 @@ def extend(
             fix=f"lorafusion extend {run} {adapter} --epochs 1",
         )
     more = {"steps": steps} if epochs is None else {"epochs": epochs}
-    _ask(run, "extend", adapter, **{key: value for key, value in more.items() if value is not None})
+    _send_request(run, "extend", adapter, **{key: value for key, value in more.items() if value is not None})
 
 
 def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
-    """Lets the adapters of another job file join a run.
+    """Adds the adapters of another job file to a run.
 
     The file says what is their own: data, rank, targets, optimizer … What all adapters of a run share is the run's; the
     file leaves it out or says the same. Data are read here first, so that a mistake never reaches the run.
@@ -114,7 +114,7 @@ def add(run: RunPath, jobs: JobFile, overrides: Overrides = None) -> None:
 COMMANDS: dict[Action, Callable] = {
     "cancel": cancel,
     "pause": pause,
-    "continue": go_on,
+    "continue": continue_adapter,
     "finish": finish,
     "weight": weight,
     "extend": extend,
@@ -122,7 +122,7 @@ COMMANDS: dict[Action, Callable] = {
 }
 
 
-def _ask(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:
+def _send_request(run: Path, action: Action, adapter: str, value: float | None = None, **options: int) -> None:
     config = RunFolder(run).read_config()
     numbers = run_numbers(run)
     if adapter not in numbers["adapters"]:
@@ -135,8 +135,8 @@ def _ask(run: Path, action: Action, adapter: str, value: float | None = None, **
     if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
         raise ConfigError(
             "control.ended",
-            f"{adapter} is {status}: nothing of it is left to train.",
-            fix=f"lorafusion extend {run} {adapter} --epochs 1   lets it go on" if status == "done" else "",
+            f"{adapter} is {status}: it has nothing left to train.",
+            fix=f"lorafusion extend {run} {adapter} --epochs 1   trains it further" if status == "done" else "",
         )
     write_request(run, action, adapter, value, **options)
     if action == "extend":

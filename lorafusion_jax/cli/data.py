@@ -16,12 +16,12 @@ from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Looks at training data.")
+app = typer.Typer(no_args_is_help=True, help="Shows training data.")
 
 
 @app.callback()
 def _group() -> None:
-    """Looks at training data."""
+    """Shows training data."""
 
 
 @app.command("preview")

@@ -92,7 +92,7 @@ def run(arguments: list[str] | None = None) -> int:
         with stop_signals():
             return app(arguments, standalone_mode=False, prog_name="lorafusion") or 0
     except (LoraFusionError, PlanError) as problem:
-        _say(problem)
+        _print_error(problem)
         return getattr(problem, "exit_code", 2)
     except typer.TyperException as problem:  # unknown command or option, missing argument
         problem.show()  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,11 +103,11 @@ def run(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `lorafusion init | head`
         return 0
     except OSError as problem:
-        _say(_system_error(problem))
+        _print_error(_system_error(problem))
         return 1
 
 
-def _say(problem: Exception) -> None:
+def _print_error(problem: Exception) -> None:
     errors_to().print(str(problem), style="red", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -49,7 +49,7 @@ from lorafusion_jax.planning.prediction import (
 )
 from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
-from lorafusion_jax.report.format import count, duration, percent, sizes, whole
+from lorafusion_jax.report.format import count, duration, exact, percent, sizes
 from scheduling import CostModel, Plan, plan_statistics, simulate, timeline_html
 
 NAME = "plan"
@@ -255,24 +255,24 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
     )
     table = plain_table(("adapter",), ("rows", "tokens", "max", "cut", "no-loss", "rank", "steps", "finishes"))
     for name, row in numbers["adapters"].items():
-        finishes = f"mb {whole(row['finishes_slot'])}" if row["finishes_s"] is None else duration(row["finishes_s"])
+        finishes = f"mb {exact(row['finishes_slot'])}" if row["finishes_s"] is None else duration(row["finishes_s"])
         table.add_row(
             name,
-            whole(row["rows"]),
+            exact(row["rows"]),
             count(row["tokens"]),
-            whole(row["longest"]),
-            whole(row["cut"]),
-            whole(row["no_loss"]),
+            exact(row["longest"]),
+            exact(row["cut"]),
+            exact(row["no_loss"]),
             f"{row['rank']}",
-            whole(row["steps"]),
+            exact(row["steps"]),
             finishes,
         )
     console.print(table)
     slots, noops = numbers["slots"], numbers["noops"]
     bubbles = f"   bubbles {percent(predicted['bubble_share'])}" if predicted else ""
     console.print(
-        f"\nmicrobatches {whole(slots - noops)}   capacity used {percent(numbers['density'])}   "
-        f"no-ops {whole(noops)} ({percent(noops / max(slots, 1))}){bubbles}",
+        f"\nmicrobatches {exact(slots - noops)}   capacity used {percent(numbers['density'])}   "
+        f"no-ops {exact(noops)} ({percent(noops / max(slots, 1))}){bubbles}",
         highlight=False,
     )
     least = "" if numbers["floor_s"] is None else f"{duration(numbers['floor_s'])} at the least {FLOOR_OF}"
@@ -285,10 +285,10 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
         say(console, f"{takes}, {least}" if least else takes)
     limit = f"; limited by: {predicted['limit']}" if predicted else ""
     if numbers["sizes"]:
-        own = ", ".join(f"{whole(many)} of {whole(int(size))}" for size, many in numbers["sizes"].items())
+        own = ", ".join(f"{exact(many)} of {exact(int(size))}" for size, many in numbers["sizes"].items())
         say(console, f"  {own} tokens{limit}")
     else:
-        over = f"{percent(numbers['gap'])} over the lower bound of {whole(numbers['lower_bound'])} slots"
+        over = f"{percent(numbers['gap'])} over the lower bound of {exact(numbers['lower_bound'])} slots"
         say(console, f"  {over}{limit}")
     if predicted:
         if "wall_s" in predicted:
@@ -300,7 +300,7 @@ def show_plan(console, config: JobConfig, numbers: dict) -> None:
 
 def _with_pauses(predicted: dict) -> str:
     parts = [
-        f"{whole(predicted[number])} {what}{'' if predicted[number] == 1 else 's'} ({duration(predicted[seconds])})"
+        f"{exact(predicted[number])} {what}{'' if predicted[number] == 1 else 's'} ({duration(predicted[seconds])})"
         for number, what, seconds in (("evaluations", "evaluation", "evaluation_s"), ("saves", "save", "saving_s"))
         if predicted[number]
     ]
@@ -310,11 +310,11 @@ def _with_pauses(predicted: dict) -> str:
 def _compared(numbers: dict) -> str:
     alone, together = numbers["slots_one_after_another"], numbers["slots"]
     if not numbers["predicted"] and numbers["sizes"]:  # slots of different sizes are no measure of time
-        return f"one after another {whole(alone)} slots   together {whole(together)}"
+        return f"one after another {exact(alone)} slots   together {exact(together)}"
     if not numbers["predicted"]:
-        return f"one after another {whole(alone)} slots   together {whole(together)}   {alone / together:.2f}×"
+        return f"one after another {exact(alone)} slots   together {exact(together)}   {alone / together:.2f}×"
     alone_s, together_s = numbers["seconds_one_after_another"], numbers["predicted"]["seconds"]
     return (
-        f"one after another {duration(alone_s)} ({whole(alone)} slots)   together {duration(together_s)} "
-        f"({whole(together)})   {alone_s / together_s:.2f}×"
+        f"one after another {duration(alone_s)} ({exact(alone)} slots)   together {duration(together_s)} "
+        f"({exact(together)})   {alone_s / together_s:.2f}×"
     )

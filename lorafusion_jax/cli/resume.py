@@ -16,7 +16,8 @@ Where = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, save.*",
+        help="settings that may change: mesh.stages, mesh.layers, mesh.data, mesh.fsdp, train.remat, "
+        "train.block_layers, train.on_failed, save.*",
     ),
 ]
 
@@ -38,7 +39,7 @@ def command(
     ] = False,
     cache: ProgramCache = True,
 ) -> int:
-    """Continues an interrupted run: bitwise as if it had not stopped, on another mesh equal to rounding.
+    """Continues an interrupted run, with the bitwise same result; on another mesh it is equal up to rounding.
 
     The rest is planned again for another number of stages or replicas (mesh.data · mesh.fsdp), and without dropped
     adapters. Failed adapters need not be dropped: the others continue anyway.

@@ -15,7 +15,7 @@ from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
 from lorafusion_jax.pipeline.processes import exit_after_failure, exit_after_peer_loss, is_first
 from lorafusion_jax.report.events import Listener
-from lorafusion_jax.report.format import duration, whole
+from lorafusion_jax.report.format import duration, exact
 from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from lorafusion_jax.report.summary import final_rows, got_worse
 from lorafusion_jax.report.trackers import trackers
@@ -84,7 +84,7 @@ def show_result(console: Console, result: RunResult) -> None:
         table.add_row(
             name,
             f"[{COLOURS[adapter.status]}]{adapter.status}[/]",
-            f"{whole(adapter.step)}/{whole(adapter.num_steps)}",
+            f"{exact(adapter.step)}/{exact(adapter.num_steps)}",
             _loss(row.get("loss")),
             _loss(row.get("before")),
             _loss(row.get("after")),
@@ -98,7 +98,7 @@ def show_result(console: Console, result: RunResult) -> None:
         elif worse := got_worse(name, rows.get(name, {}).get("before"), rows.get(name, {}).get("after")):
             say(console, worse, "yellow")
     if any(adapter.status == "done" for adapter in result.adapters.values()):
-        ran = f"{whole(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
+        ran = f"{exact(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     else:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
     if beside := _beside_prediction(result.folder):
@@ -112,7 +112,7 @@ def show_result(console: Console, result: RunResult) -> None:
 
 
 def _beside_prediction(folder: Path) -> str | None:
-    """What slots, evaluations and saves took, and what was predicted; of runs of one sitting."""
+    """Compares the time of slots, evaluations and saves with the prediction, for runs of one session."""
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
     if [row["kind"] for row in rows] != ["started", "finished"] or not (predicted := rows[0].get("predicted")):
         return None

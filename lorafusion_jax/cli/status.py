@@ -16,7 +16,7 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.report.format import count, duration, layout, waits, whole, without
+from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
 from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary, remat_of
 
 NAME = "status"
@@ -132,13 +132,13 @@ def _state(changes: list[dict], holder: dict) -> tuple[str, str]:
 def status_screen(numbers: dict) -> Group:
     """What the command shows, of `run_numbers`."""
     head = Text(
-        f"{numbers['run']}  plan {numbers['plan'][:12]}  {whole(numbers['slot'])}/{whole(numbers['slots'])} mb  ",
+        f"{numbers['run']}  plan {numbers['plan'][:12]}  {exact(numbers['slot'])}/{exact(numbers['slots'])} mb  ",
         style="bold",
     )
     head.append(numbers["state"], style=STATES.get(numbers["state"], "bold"))
     head.append(f"  {numbers['reason']}" if numbers["reason"] else "", style="red")
     if numbers["state"] == "running":
-        unknown = without((numbers["throughput"] or {}).get("eta_leaves_out"))
+        unknown = omissions((numbers["throughput"] or {}).get("eta_leaves_out"))
         head.append(f"  eta {duration(numbers['eta_s'])}{unknown}" if numbers["eta_s"] is not None else "")
         head.append(f"  last news {duration(numbers['last_news_s'])} ago", style="not bold")
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
@@ -150,7 +150,7 @@ def status_screen(numbers: dict) -> Group:
         eta = f"{duration(row['eta_s'])}" if row["status"] == "running" and row["eta_s"] is not None else "–"
         colour = COLOURS.get(row["status"])
         status = f"[{colour}]{row['status']}[/]" if colour else row["status"]
-        table.add_row(name, status, f"{whole(row['step'])}/{whole(row['steps'])}", *losses, eta)
+        table.add_row(name, status, f"{exact(row['step'])}/{exact(row['steps'])}", *losses, eta)
         if row["reason"]:
             notes.append(Text(f"{name}: {row['reason']}; kept step {row['step']}", style="red"))
         elif worse := got_worse(name, row["held_out_before"], row["held_out_after"]):

@@ -11,7 +11,7 @@ import typer
 
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.common import Json, errors_to, out, plain_table, prepare_machine, say
-from lorafusion_jax.report.format import whole
+from lorafusion_jax.report.format import exact
 
 NAME = "verify"
 DAMAGED, DIFFERENT = 2, 1
@@ -27,7 +27,7 @@ def command(
     """Compares every file with its digest; exits with 2 if one is damaged.
 
     With an adapter: trains it for a few steps from its start, once by the run's plan and once alone, and compares
-    every tensor; ends with 1 if one differs by more than the bound. Nothing is written.
+    every tensor; exits with 1 if one differs by more than the bound. Nothing is written.
 
     Example: lorafusion verify runs/exp1
 
@@ -45,13 +45,13 @@ def _verify_files(path: Path, as_json: bool) -> int:
     table = plain_table(("", "state"), ("files",))
     for one in verdicts:
         state = "[bold red]damaged[/]" if one.damage else one.note or "[green]good[/]"
-        table.add_row(one.name, state, whole(one.files))
+        table.add_row(one.name, state, exact(one.files))
     console = out()
     console.print(table)
     for text in damage:
         errors_to().print(f"error[verify.damaged] {text}", style="red", highlight=False, markup=False, soft_wrap=True)
     if not damage:
-        say(console, f"all {whole(sum(one.files for one in verdicts))} files are as they were written")
+        say(console, f"all {exact(sum(one.files for one in verdicts))} files are as they were written")
     return DAMAGED if damage else 0
 
 
@@ -74,8 +74,8 @@ def _verify_adapter(path: Path, adapter: str, steps: int, as_json: bool) -> int:
     console.print(table)
     largest = found.differences[0]
     text = (
-        f"{adapter}, {whole(found.steps)} steps with {whole(found.others)} other adapters and alone: of "
-        f"{whole(len(found.differences))} tensors, the largest difference is {largest.value:.1e} of the tensor"
+        f"{adapter}, {exact(found.steps)} steps with {exact(found.others)} other adapters and alone: of "
+        f"{exact(len(found.differences))} tensors, the largest difference is {largest.value:.1e} of the tensor"
     )
     if found.good:
         say(console, f"{text}, within {found.bound:.0e}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from pydantic import BaseModel
 
 from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.config.read import Keys, Source, dotted
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, did_you_mean
 
 LISTS: dict[Keys, tuple[str, str]] = {  # (expected value, example) of keys that are explained as a whole
     ("mesh", "layers"): ("a list of numbers, each 1 or more, whole or with a half", "[20.5, 11.5]"),
@@ -57,12 +56,11 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
             "config.renamed-key", f"'{dotted(keys)}' is now '{new}'.", where=source.where(keys), fix=f"write {new}"
         )
     known = sorted(known)
-    near = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
     return ConfigError(
         "config.unknown-key",
         f"unknown key '{dotted(keys)}'.",
         where=source.where(keys),
-        fix=f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}",
+        fix=did_you_mean(str(keys[-1]), known, cutoff=0.5) or f"known keys: {', '.join(known)}",
     )
 
 
@@ -80,7 +78,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
             where=source.where(keys),
             fix=_example(str(location[-1])),
         )
-    expected, example = _expected(detail), ""
+    expected, example = _expectation(detail), ""
     for n in range(len(keys) - 1):
         if keys[n : n + 2] in LISTS:
             (expected, example), keys = LISTS[keys[n : n + 2]], keys[: n + 2]
@@ -94,7 +92,7 @@ def explain(source: Source, section: Keys, model: type[BaseModel], detail) -> Co
     )
 
 
-def _expected(detail) -> str:
+def _expectation(detail) -> str:
     found = "null" if detail["input"] is None else shortened(detail["input"])
     known = EXPECTED.get(detail["type"])
     if detail["type"] == "value_error":  # from a validator of the schema

@@ -27,10 +27,10 @@ def read_joining(path: Path, run: JobConfig, overrides: Sequence[str] = ()) -> t
             see `check_names`.
     """
     source = read_source(path)
-    config = parse_config(_completed(source, run), overrides)
+    config = parse_config(_with_shared(source, run), overrides)
     raise_all([*_differences(source, config, run)])
     check_names(config.adapters, run)
-    return tuple(_moved(adapter, config.directory, run.directory) for adapter in config.adapters)
+    return tuple(_with_moved_paths(adapter, config.directory, run.directory) for adapter in config.adapters)
 
 
 def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
@@ -50,11 +50,11 @@ def check_names(adapters: Sequence[AdapterConfig], run: JobConfig) -> None:
         taken[adapter.name.casefold()] = adapter.name
     if len(run.adapters) + len(adapters) > MOST_ADAPTERS:
         what = f"the run would have {len(run.adapters) + len(adapters)} adapters and can have {MOST_ADAPTERS}."
-        errors.append(ConfigError("add.too-many", what, fix="another run for them"))
+        errors.append(ConfigError("add.too-many", what, fix="train them in another run"))
     raise_all(errors)
 
 
-def joined(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
+def add_adapters(run: JobConfig, adapters: Sequence[AdapterConfig]) -> JobConfig:
     """A run's settings with more adapters, which come last."""
     return run.model_copy(update={"adapters": (*run.adapters, *adapters)})
 
@@ -70,12 +70,12 @@ def in_force(config: JobConfig, plan: Plan) -> JobConfig:
     return config.model_copy(update={"adapters": tuple(adapters)})
 
 
-def only(config: JobConfig, names: Collection[str]) -> JobConfig:
+def select_adapters(config: JobConfig, names: Collection[str]) -> JobConfig:
     """The settings of some adapters, in the order of all."""
     return config.model_copy(update={"adapters": tuple(a for a in config.adapters if a.name in names)})
 
 
-def _completed(source: Source, run: JobConfig) -> Source:
+def _with_shared(source: Source, run: JobConfig) -> Source:
     """The file with the run's shared settings where it has none."""
     shared = run.model_dump(mode="json", include=set(SHARED))
     del shared[OF_ADAPTERS[0]][OF_ADAPTERS[1]]
@@ -109,7 +109,7 @@ def _place(config: JobConfig) -> Path:
     return (Path(config.directory) / config.base.model).resolve()
 
 
-def _moved(adapter: AdapterConfig, theirs: str, ours: str) -> AdapterConfig:
+def _with_moved_paths(adapter: AdapterConfig, theirs: str, ours: str) -> AdapterConfig:
     """The adapter with paths that hold in the run's configuration."""
     if Path(theirs) == Path(ours):
         return adapter

@@ -58,18 +58,18 @@ def examine_config(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
     """Like `load_config`, but returns the errors with the valid part of the job, so that more can be checked."""
-    return _examined(read_source(Path(path)), overrides)
+    return _validate(read_source(Path(path)), overrides)
 
 
 def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobConfig:
     """Validates a parsed job file; see `load_config`."""
-    config, errors = _examined(source, overrides)
+    config, errors = _validate(source, overrides)
     raise_all(errors)
     assert config is not None
     return config
 
 
-def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
+def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
     errors: list[LoraFusionError] = list(source.problems)
     source, values = overridden(source, overrides, errors)
     errors += [
@@ -83,12 +83,12 @@ def _examined(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         if key != "batch"
     } | {"batch": None}
     batch = None
-    for single in _batches(values.get("batch", {}), source, errors):
+    for single in _expand_batch(values.get("batch", {}), source, errors):
         batch = shared["batch"] = _section(source, ("batch",), schema.BatchSettings, single, errors)
     for key, model in DEFAULTS.items():
-        for single in _expanded({key: values.get(key, {})}, source, errors):
+        for single in _expand_sweep({key: values.get(key, {})}, source, errors):
             _section(source, (key,), model, single[key], errors, partial=True)
-    for single in _expanded({key: values[key] for key in SINGLE_DEFAULTS if key in values}, source, errors):
+    for single in _expand_sweep({key: values[key] for key in SINGLE_DEFAULTS if key in values}, source, errors):
         own = {key: single[key] for key in SINGLE_DEFAULTS if key in single}
         _section(source, (), schema.AdapterConfig, own, errors, partial=True)
     entries = _entries(source, values, errors)
@@ -212,7 +212,7 @@ def _entries(source: Source, values: dict, errors: list) -> list[_Entry]:
             )
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in own if key not in ADAPTER_KEYS]
-        singles = _expanded(_with_start(_merged(values, own), own, source), source, errors)
+        singles = _expand_sweep(_with_start(_with_defaults(values, own), own, source), source, errors)
         result += [_Entry(keys=keys, own=own, single=single) for single in singles]
     if len(result) > MOST_ADAPTERS:
         errors.append(
@@ -238,15 +238,15 @@ def _with_start(merged: dict, own: dict, source: Source) -> dict:
     return merged | {"lora": lora | {key: value for key, value in found.items() if key not in beside}}
 
 
-def _batches(batch: Any, source: Source, errors: list) -> list[Any]:
+def _expand_batch(batch: Any, source: Source, errors: list) -> list[Any]:
     """The shared batch section, once per value of the key that adapters may override."""
     if not isinstance(batch, dict) or not isinstance(batch.get("global_samples"), list):
         return [batch]
-    swept = _expanded({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
+    swept = _expand_sweep({"batch": {"global_samples": batch["global_samples"]}}, source, errors)
     return [batch | single["batch"] for single in swept]
 
 
-def _expanded(entry: dict, source: Source, errors: list) -> list[dict]:
+def _expand_sweep(entry: dict, source: Source, errors: list) -> list[dict]:
     """The entries of a sweep; none if there are too many, which is an error."""
     try:
         return expand(entry)
@@ -255,7 +255,7 @@ def _expanded(entry: dict, source: Source, errors: list) -> list[dict]:
         return []
 
 
-def _merged(values: dict, entry: dict) -> dict:
+def _with_defaults(values: dict, entry: dict) -> dict:
     merged = {key: values[key] for key in SINGLE_DEFAULTS if key in values}
     for key in DEFAULTS:
         merged[key] = values.get(key) or {}
@@ -292,12 +292,12 @@ def _adapter(source: Source, entry: _Entry, errors: list) -> schema.AdapterConfi
         errors += [
             explain(source, entry.keys, schema.AdapterConfig, detail)
             for detail in problem.errors()
-            if detail["type"] == "missing" or _given(entry.own, detail["loc"])
+            if detail["type"] == "missing" or _is_own(entry.own, detail["loc"])
         ]
         return None
 
 
-def _given(entry: dict, location) -> bool:
+def _is_own(entry: dict, location) -> bool:
     """Whether the value at `location` is the adapter's own and not a shared default."""
     if location[:1] == ("global_samples",):
         location = ("batch", "global_samples")
@@ -337,7 +337,7 @@ def _names_differ(entries: Sequence[_Entry], source: Source) -> list[LoraFusionE
             errors.append(
                 ConfigError(
                     "config.duplicate-name",
-                    same if first == second else f"'{first}' and '{second}' differ in nothing but case.",
+                    same if first == second else f"'{first}' and '{second}' differ only in case.",
                     where=source.where(keys),
                     fix="give each adapter its own name",
                 )
@@ -378,23 +378,23 @@ def _lengths_fit(
     return errors + [
         ConfigError(
             "config.max-length",
-            f"{adapter.name}: {_texts(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
+            f"{adapter.name}: {_texts_prefix(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
             f"microbatch of {capacity} tokens.",
             where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
-            fix=f"batch.capacity_tokens: {_round_up(_longest(adapter), tile)}   or   data.max_length: "
+            fix=f"batch.capacity_tokens: {_round_up(_largest_sample(adapter), tile)}   or   data.max_length: "
             f"{capacity // adapter.objective.chosen.objective.num_segments}",
         )
         for adapter in adapters
-        if _longest(adapter) > capacity
+        if _largest_sample(adapter) > capacity
     ]
 
 
-def _longest(adapter: schema.AdapterConfig) -> int:
+def _largest_sample(adapter: schema.AdapterConfig) -> int:
     """Maximum tokens of a sample, over all its texts."""
     return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
 
 
-def _texts(adapter: schema.AdapterConfig) -> str:
+def _texts_prefix(adapter: schema.AdapterConfig) -> str:
     count = adapter.objective.chosen.objective.num_segments
     return f"{count} texts of " if count > 1 else ""
 
@@ -405,7 +405,7 @@ def _targets_exist(valid: Sequence[tuple[_Entry, schema.AdapterConfig]], source:
         try:
             resolve_targets(adapter.lora.targets)
         except LoraFusionError as problem:
-            own = _given(entry.own, ("lora", "targets"))
+            own = _is_own(entry.own, ("lora", "targets"))
             where = source.where((*entry.keys, "lora", "targets") if own else ("lora", "targets"))
             errors += [
                 ConfigError(one.code, f"{entry.own['name']}: {one.what}" if own else one.what, where=where, fix=one.fix)

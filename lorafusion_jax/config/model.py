@@ -84,7 +84,7 @@ class ModelConfig:
                 "model.bad-config",
                 "config.json cannot be used: " + _sentence(malformed),
                 where=where,
-                fix="take the file from the model's source again",
+                fix="download the file again",
             )
         raise CheckpointError(
             "model.unsupported",
@@ -200,12 +200,12 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]) -> ModelConfig | None:
     said = parse_part(HFConfig, raw, malformed)
-    name = None if {"architectures", "model_type"} & _named(malformed) else _family(said, unsupported)
+    name = None if {"architectures", "model_type"} & _bad_keys(malformed) else _family(said, unsupported)
     family = Family(architectures=()) if name is None else family_named(name)
     if family.keys:
         malformed.clear()
         said = parse_part(HFConfig, family.read_keys(raw), malformed)
-    missing = [key for key in _COUNTS if getattr(said, key) is None and key not in _named(malformed)]
+    missing = [key for key in _COUNTS if getattr(said, key) is None and key not in _bad_keys(malformed)]
     malformed += [f"{family.keys.get(key, key)} is missing" for key in missing]
     heads, hidden = said.num_attention_heads or 0, said.hidden_size or 0
     kv_heads = said.num_key_value_heads or heads
@@ -246,7 +246,7 @@ def _translate(raw: dict[str, Any], malformed: list[str], unsupported: list[str]
     )
 
 
-def _named(problems: list[str]) -> set[str]:
+def _bad_keys(problems: list[str]) -> set[str]:
     """The keys at the start of the problems."""
     return {problem.partition("=")[0] for problem in problems}
 

@@ -30,7 +30,7 @@ def _override(values: dict, override: str) -> Keys:
     *path, last = key.split(".")
     place, keys = values, ()
     for name in path:
-        inside, found = _inside(place, name)
+        inside, found = _find_named(place, name)
         if not isinstance(found, dict | list):
             raise ConfigError(
                 "config.override", f"'{override}': there is no '{name}' to set something in.", fix=_names_in(place)
@@ -55,7 +55,7 @@ def _override(values: dict, override: str) -> Keys:
     return (*keys, last)
 
 
-def _inside(place, name: str) -> tuple[str | int, Any]:
+def _find_named(place, name: str) -> tuple[str | int, Any]:
     """The value under a name in a table or a list of named tables, and its key."""
     if isinstance(place, dict):
         return name, place.setdefault(name, {})
@@ -78,11 +78,11 @@ def unreached(source: Source, overrides: Sequence[str]) -> list[str]:
         f"{text} does not reach {entry['name']}, which has its own: adapters.{entry['name']}.{text} sets that"
         for keys, text in source.overrides
         for number, entry in enumerate(values["adapters"])
-        if not source.typed(("adapters", number, *keys)) and _hides(_at(entry, keys), _at(values, keys))
+        if not source.typed(("adapters", number, *keys)) and _hides(_lookup(entry, keys), _lookup(values, keys))
     ]
 
 
-def _at(values, keys: Keys) -> Any:
+def _lookup(values, keys: Keys) -> Any:
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
     return values

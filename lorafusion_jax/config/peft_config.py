@@ -120,7 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError("peft.missing-file", f"{folder} is no PEFT folder: it has no {CONFIG_FILE}.") from None
+        raise CheckpointError("peft.missing-file", f"{folder} is not a PEFT folder: it has no {CONFIG_FILE}.") from None
     except (OSError, ValueError, RecursionError) as problem:  # also numbers of thousands of digits
         raise CheckpointError(
             "peft.bad-config", f"{CONFIG_FILE} cannot be read.", where=str(file), why=str(problem)
@@ -149,15 +149,15 @@ def describe(
     paths = sorted(paths)
     errors: list[LoraFusionError] = [
         CheckpointError("peft.unsupported", f"this adapter uses {what}, which is not supported.", where=where)
-        for what in _unsupported(raw)
+        for what in _unsupported_options(raw)
     ]
     targets = _targets(raw, sorted({path.rsplit(".", 1)[-1] for path in paths}), where, errors, known)
     layers = _layers(raw, where, errors)
     rank = int(_number(raw, "r", None, where, errors))
     alpha = float(_number(raw, "lora_alpha", None, where, errors))
     dropout = float(_number(raw, "lora_dropout", 0.0, where, errors))
-    ranks = {path: int(n) for path, n in _each(raw, "rank_pattern", rank, paths, where, errors).items()}
-    alphas = _each(raw, "alpha_pattern", alpha, paths, where, errors)
+    ranks = {path: int(n) for path, n in _by_projection(raw, "rank_pattern", rank, paths, where, errors).items()}
+    alphas = _by_projection(raw, "alpha_pattern", alpha, paths, where, errors)
     raise_all(errors)
     root = math.sqrt if raw.get("use_rslora") else float
     largest = max(ranks.values(), default=rank)
@@ -181,7 +181,7 @@ def describe(
     )
 
 
-def _unsupported(raw: Mapping[str, Any]) -> list[str]:
+def _unsupported_options(raw: Mapping[str, Any]) -> list[str]:
     found = [] if raw.get("peft_type") == "LORA" else [f"peft_type={shortened(raw.get('peft_type'))}"]
     found += [f"{key}={shortened(value)}" for key, value in raw.items() if key not in _NEUTRAL and value not in _OFF]
     found += [f"bias={shortened(raw['bias'])}"] if raw.get("bias") not in (None, "none") else []
@@ -216,7 +216,7 @@ def _layers(raw: Mapping[str, Any], where: str, errors: list[LoraFusionError]) -
     return ()
 
 
-def _each(
+def _by_projection(
     raw: Mapping[str, Any], key: str, value: float, paths: Iterable[str], where: str, errors: list[LoraFusionError]
 ) -> dict[str, float]:
     """The rank or alpha of each projection: that of the first pattern which names it, else `value`."""
@@ -266,7 +266,7 @@ def _targets(
             "peft.unsupported",
             f"this adapter targets {shortened(name)}, which is not supported.",
             where=where,
-            why=f"only {', '.join(known)} carry LoRA here",
+            why=f"only {', '.join(known)} can have LoRA here",
         )
         for name in others
     ]

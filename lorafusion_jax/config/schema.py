@@ -66,18 +66,18 @@ def _sizes(value: object) -> int | tuple[int, ...]:
     return sizes[0] if len(sizes) == 1 else tuple(sorted(sizes))
 
 
-def _listed(sizes: int | tuple[int, ...]) -> int | list[int]:
+def _as_list(sizes: int | tuple[int, ...]) -> int | list[int]:
     return sizes if isinstance(sizes, int) else list(sizes)
 
 
-Sizes = Annotated[int | tuple[int, ...], PlainValidator(_sizes), PlainSerializer(_listed)]
+Sizes = Annotated[int | tuple[int, ...], PlainValidator(_sizes), PlainSerializer(_as_list)]
 
 
-def _spelt(value: object) -> object:
+def _lower_booleans(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _known(name: str, wrong: str | None) -> str:
+def _check_name(name: str, wrong: str | None) -> str:
     if wrong is not None:
         raise ValueError(wrong)
     return name
@@ -93,7 +93,7 @@ class Section(BaseModel):
         wanted = cls.model_fields[info.field_name or ""].annotation
         if wanted in (bool, str) or str in get_args(wanted):
             return value
-        return [_spelt(each) for each in value] if isinstance(value, list) else _spelt(value)
+        return [_lower_booleans(each) for each in value] if isinstance(value, list) else _lower_booleans(value)
 
 
 class BaseSettings(Section):
@@ -113,7 +113,7 @@ class BaseSettings(Section):
     @field_validator("quantize")
     @classmethod
     def _stored_kind_exists(cls, name: str) -> str:
-        _known(name, unknown_stored_kind(name))
+        _check_name(name, unknown_stored_kind(name))
         stored_kind(name)  # raises if it is unknown or broken
         return name
 
@@ -154,7 +154,7 @@ class LoraSettings(Section):
     @field_validator("kind")
     @classmethod
     def _kind_exists(cls, name: str) -> str:
-        return _known(name, unknown_kind(name))
+        return _check_name(name, unknown_kind(name))
 
 
 class OptimSettings(Section):
@@ -184,12 +184,12 @@ class OptimSettings(Section):
     @field_validator("name")
     @classmethod
     def _optimizer_exists(cls, name: str) -> str:
-        return _known(name, unknown_optimizer(name))
+        return _check_name(name, unknown_optimizer(name))
 
     @field_validator("schedule")
     @classmethod
     def _schedule_exists(cls, name: str) -> str:
-        return _known(name, unknown_schedule(name))
+        return _check_name(name, unknown_schedule(name))
 
     @field_validator("warmup")
     @classmethod
@@ -226,7 +226,7 @@ class ObjectiveSettings(Section):
     @field_validator("name")
     @classmethod
     def _objective_exists(cls, name: str) -> str:
-        return _known(name, unknown_objective(name))
+        return _check_name(name, unknown_objective(name))
 
     @model_validator(mode="after")
     def _options_exist(self) -> Self:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
 
-from lorafusion_jax.data.formats import Chat, Example, Pair, Text
+from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.sources import Rows
-from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.objective.protocol import Chosen, Segment
 
 
@@ -54,7 +53,7 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
         DataError(
             "data.unknown-role",
             f"data.columns names the role '{role}', which objective {chosen.name} does not have.",
-            fix=_nearest(role, list(needed)),
+            fix=did_you_mean(role, needed) or "one of " + ", ".join(needed),
         )
         for role in columns
         if role not in needed
@@ -88,7 +87,7 @@ def _segments(chosen: Chosen, row: Mapping) -> tuple[Segment, ...]:
     assert chosen.objective.segments is not None
     segments, wanted = tuple(chosen.objective.segments(row)), chosen.objective.num_segments
     if len(segments) != wanted:
-        raise ValueError(f"objective {chosen.name} makes {len(segments)} segments of it and declares {wanted}")
+        raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {wanted}")
     return segments
 
 
@@ -108,8 +107,3 @@ def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chos
         why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
         fix="repair these rows or take them out",
     )
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean '{near[0]}'?" if near else "one of " + ", ".join(names)

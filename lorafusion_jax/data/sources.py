@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
+from lorafusion_jax.errors import DataError, LoraFusionError, first_few, raise_all
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SHOWN_NAME = 100  # characters
@@ -58,14 +58,8 @@ class Rows:
     def places(self, rows: Sequence[int]) -> str:
         """Names the first rows and counts the rest: `data.jsonl, lines 3, 5, 9, 12, 20 and 2 more`."""
         word = "line" if self.lines is not None else "row"
-        numbers = [str(self.lines[row] if self.lines is not None else row) for row in rows[:SHOWN]]
-        return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {listed(numbers, len(rows))}"
-
-
-def listed(names: Sequence[str], total: int) -> str:
-    """Joins the first names of `total`: `a, b and 3 more`."""
-    text = ", ".join(names)
-    return f"{text} and {total - len(names)} more" if total > len(names) else text
+        numbers = [self.lines[row] if self.lines is not None else row for row in rows]
+        return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
 
 
 def open_source(source: str, base_dir: Path) -> RawSource:
@@ -141,7 +135,7 @@ def _neighbour(path: Path) -> str:
     )  # suffixes would make all names similar
     if near:
         return f"did you mean {next(name for name in names if Path(name).stem == near[0])}?"
-    return f"{path.parent} has {listed(names[:SHOWN], len(names))}" if names else f"{path.parent} holds no data files"
+    return f"{path.parent} has {first_few(names, SHOWN)}" if names else f"{path.parent} holds no data files"
 
 
 def _decode(name: str, content: bytes) -> str:
@@ -186,7 +180,7 @@ def _parse_jsonl(name: str, text: str) -> Rows:
 
 def _bad_lines(code: str, what: str, name: str, problems: list[tuple[int, str]]) -> DataError:
     word = "line" if len(problems) == 1 else "lines"
-    numbers = listed([str(number) for number, _ in problems[:SHOWN]], len(problems))
+    numbers = first_few([number for number, _ in problems], SHOWN)
     return DataError(
         code,
         what.format("1 line" if len(problems) == 1 else f"{len(problems)} lines"),

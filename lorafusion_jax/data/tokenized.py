@@ -16,7 +16,8 @@ import numpy as np
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import cache
-from lorafusion_jax.data.formats import Layout, detect_layout, parse_examples, refuse_shortened
+from lorafusion_jax.data.formats import Layout, detect_layout
+from lorafusion_jax.data.parse_examples import parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.segments import code_of, columns_of, read_segments
 from lorafusion_jax.data.sources import RawSource, Rows, open_source, parse_rows

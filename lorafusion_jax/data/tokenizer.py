@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
-from lorafusion_jax.data.template import ChatTemplate, Rendered, check_template
+from lorafusion_jax.data.conversation import Rendered
+from lorafusion_jax.data.template import ChatTemplate, check_template
 from lorafusion_jax.errors import CheckpointError
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -246,7 +246,7 @@ def _norm(path: str, half: Half, width: Width, present: Switch = lambda model: T
     return Norm(path=path, half=half, width=width, present=present)
 
 
-def _saved(name: str, half: Half, width: Width, checkpoint: str | None = None, **more) -> SavedTensor:
+def _saved_tensor(name: str, half: Half, width: Width, checkpoint: str | None = None, **more) -> SavedTensor:
     policy: RematPolicy = "gemm_inputs" if checkpoint else "everything"
     return SavedTensor(name=name, half=half, width=width, policy=policy, checkpoint=checkpoint, **more)
 
@@ -268,29 +268,29 @@ LAYER = LayerSpec(
         _norm("post_attention_layernorm", "mlp", hidden),
     ),
     saved=(
-        _saved("q", "attention", queries, "attention"),  # after rotary positions
-        _saved("k", "attention", keys, "attention"),
-        _saved("v", "attention", keys, "attention"),
-        _saved("attention", "attention", queries, "attention"),
-        _saved("attention log-sum-exp", "attention", lambda model: model.num_heads, "attention", float32=True),
-        _saved(
+        _saved_tensor("q", "attention", queries, "attention"),  # after rotary positions
+        _saved_tensor("k", "attention", keys, "attention"),
+        _saved_tensor("v", "attention", keys, "attention"),
+        _saved_tensor("attention", "attention", queries, "attention"),
+        _saved_tensor("attention log-sum-exp", "attention", lambda model: model.num_heads, "attention", float32=True),
+        _saved_tensor(
             "q, k before their norms", "attention", lambda model: queries(model) + keys(model), "qk_in",
             present=lambda model: model.qk_norm,
         ),
-        _saved("norm 1 out", "attention", hidden),
-        _saved("norm 1 scale", "attention", lambda model: 1, float32=True),
+        _saved_tensor("norm 1 out", "attention", hidden),
+        _saved_tensor("norm 1 scale", "attention", lambda model: 1, float32=True),
         # Implementations with NaN isolation restore the isolated rows in another array.
-        _saved("attention, for o_proj", "attention", queries, unfused=True),
-        _saved(
+        _saved_tensor("attention, for o_proj", "attention", queries, unfused=True),
+        _saved_tensor(
             "scales of their norms", "attention", lambda model: model.num_heads + model.num_kv_heads, float32=True,
             present=lambda model: model.qk_norm,
         ),
         # Layer input + o_out is the input of the MLP; a piece that is only the MLP saves its own input.
-        _saved("o_out", "mlp", hidden, "o_out"),
-        _saved("gate", "mlp", inner, "gate"),
-        _saved("up", "mlp", inner, "up"),
-        _saved("norm 2 out", "mlp", hidden),
-        _saved("norm 2 scale", "mlp", lambda model: 1, float32=True),
-        _saved("silu(gate) · up", "mlp", inner, unfused=True),
+        _saved_tensor("o_out", "mlp", hidden, "o_out"),
+        _saved_tensor("gate", "mlp", inner, "gate"),
+        _saved_tensor("up", "mlp", inner, "up"),
+        _saved_tensor("norm 2 out", "mlp", hidden),
+        _saved_tensor("norm 2 scale", "mlp", lambda model: 1, float32=True),
+        _saved_tensor("silu(gate) · up", "mlp", inner, unfused=True),
     ),
 )  # fmt: skip

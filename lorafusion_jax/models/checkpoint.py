@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, LoraFusionError, raise_all
+from ..errors import CheckpointError, LoraFusionError, first_few, raise_all
 
+SHOWN = 20  # tensors that a message names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")
 DTYPES: Mapping[str, Any] = {
@@ -94,7 +95,7 @@ def _rows(stored: Stored, rows: slice) -> np.ndarray:
             if not (count := file.readinto(wanted)):
                 raise CheckpointError(
                     "model.broken-file",
-                    "a file of the weights was cut short while it was read.",
+                    "a weight file was truncated while it was read.",
                     where=str(stored.file),
                 )
             wanted = wanted[count:]
@@ -116,7 +117,7 @@ def _sharded(directory: Path) -> dict[str, Stored]:
     if absent:
         raise CheckpointError(
             "model.missing-tensor",
-            f"{len(absent)} tensors of the index are in none of its files: {_some(absent)}.",
+            f"{len(absent)} tensors of the index are missing from its files: {first_few(absent, SHOWN)}.",
             where=str(index),
             fix="download the model again",
         )
@@ -165,7 +166,3 @@ def _header(file: Path) -> dict[str, Stored]:
             why=str(error),
             fix="download the file again",
         ) from None
-
-
-def _some(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.lora import LoRALinear as LoRALinear
     from lorafusion_jax.modules.lora import lora_mlp as lora_mlp
     from lorafusion_jax.modules.lora import lora_siblings as lora_siblings
+    from lorafusion_jax.modules.quantised_base import quantize_base as quantize_base
     from lorafusion_jax.modules.report import lora_report as lora_report
     from lorafusion_jax.modules.spec import TARGETS as TARGETS
     from lorafusion_jax.modules.spec import AdapterSpec as AdapterSpec
@@ -45,6 +46,7 @@ _HOMES = {  # name: file
     "LoRALinear": "lora",
     "lora_mlp": "lora",
     "lora_siblings": "lora",
+    "quantize_base": "quantised_base",
     "lora_report": "report",
     "TARGETS": "spec",
     "AdapterSpec": "spec",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import Linear
-from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.product import Product, Stored, exchange_product, unsupported_linear
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
@@ -91,31 +91,40 @@ def call_adapted(layer: Any, *args: Any, **options: Any) -> Any:
         )
     site = layer.lora_site[...] if plan.linear.stack else plan.site
 
-    def product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+    def product(x: Array, w: Array | Stored, inside: tuple[int, ...]) -> Array:
         if inside != plan.linear.inside:
             raise unsupported_linear(
                 plan.path, f"its call sums over axes {inside} of the weight, not {plan.linear.inside}"
             )
         return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
 
-    graph, weight, rest = nnx.split(layer, lambda path, _: path == (plan.linear.weight,), ...)
+    return call_exchanged(layer, plan.linear, product, plan.path, args, options)
+
+
+def call_exchanged(
+    layer: Any, linear: Linear, product: Product, where: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """Calls a layer like its own class, with `product` in place of its product with its weight."""
+    graph, weight, rest = nnx.split(layer, lambda path, _: path == (linear.weight,), ...)
     ((path, variable),) = nnx.to_flat_state(weight)
 
     def call(w: Array) -> Any:
         module = nnx.merge(graph, nnx.from_flat_state([(path, variable.replace(w))]), rest)
         return own_class(layer).__call__(module, *args, **options)
 
-    return exchange_product(
-        call, getattr(layer, plan.linear.weight)[...], product, where=plan.path, inside=plan.linear.inside
-    )
+    value = getattr(layer, linear.weight).get_value()
+    return exchange_product(call, value, product, where=where, inside=linear.inside)
 
 
 def lora_product(
-    x: Array, w: Array, a_AKR: Array, b_ARN: Array, inside: tuple[int, ...], context: LoRAContext, site: Any
+    x: Array, w: Array | Stored, a_AKR: Array, b_ARN: Array, inside: tuple[int, ...], context: LoRAContext, site: Any
 ) -> Array:
     """Multiplies x [rows, contracted axes] by a weight plus each row's adapter → [rows, other axes of w]."""
     rows, free = x.shape[: x.ndim - len(inside)], [axis for axis in range(w.ndim) if axis not in inside]
-    w_KN = jnp.transpose(w, [*inside, *free]).reshape(a_AKR.shape[1], b_ARN.shape[2])
+    if isinstance(w, Stored):
+        w_KN = w.operand()
+    else:
+        w_KN = jnp.transpose(w, [*inside, *free]).reshape(a_AKR.shape[1], b_ARN.shape[2])
     if context.draw is not None and context.draw.examples is None and _is_mapped(x):
         raise RunError(
             "lora.vmap-dropout",
@@ -162,16 +171,20 @@ def adapt(layer: Any, linear: Linear, adapters: Sequence[AdapterSpec], path: Pat
         layer.deterministic = False  # `model.eval()` sets it to True
 
 
-@cache
 def adapted_class(cls: type) -> type:
-    """Returns the class of a layer with adapters: a subclass of its own class, so that `isinstance` still holds."""
-    return type(f"LoRA{cls.__name__}", (cls,), {"__call__": call_adapted, "__module__": cls.__module__})
+    """Returns the class of a layer with adapters."""
+    return exchanged_class(cls, "LoRA", call_adapted)
+
+
+@cache
+def exchanged_class(cls: type, prefix: str, call: Callable[..., Any]) -> type:
+    """Returns a subclass of a layer's class that is called otherwise: `isinstance` still holds."""
+    return type(f"{prefix}{cls.__name__}", (cls,), {"__call__": call, "lora_class": cls, "__module__": cls.__module__})
 
 
 def own_class(layer: nnx.Module) -> type:
-    """Returns the class of a layer before it was adapted."""
-    cls = type(layer)
-    return cls.__mro__[1] if cls.__call__ is call_adapted else cls  # a layer with a merged adapter has its own class
+    """Returns the class of a layer before its product was exchanged."""
+    return getattr(type(layer), "lora_class", type(layer))
 
 
 def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
@@ -180,7 +193,7 @@ def _default(layer: Any, plan: LoRAPlan) -> LoRAContext:
         names = ", ".join(spec.name for spec in plan.adapters)
         raise RunError(
             "lora.no-context",
-            f"the model has {len(plan.adapters)} adapters ({names}), and nothing says which one the rows belong to.",
+            f"the model has {len(plan.adapters)} adapters ({names}), and the call does not say whose the rows are.",
             fix=f"with use_adapters(specs, table): …   or use_adapters(specs, only='{plan.adapters[0].name}')",
         )
     spec = next(iter(plan.adapters))

@@ -51,7 +51,7 @@ class Draw:
         if len(examples) != entries:
             raise RunError(
                 "lora.examples",
-                f"examples has {len(examples)} entries and the input of a layer has {entries} examples.",
+                f"examples has {len(examples)} entries, but the input of a layer has {entries} examples.",
             )
         example_key = mix32(examples ^ mix32(self.step ^ np.uint32(0x9E3779B9)))
         row_key = mix32(example_key[:, None] + jnp.arange(rows, dtype=jnp.uint32))
@@ -216,8 +216,8 @@ def _misfit(shape: tuple[int, ...], rows: Sequence[int], tile: int | None) -> Ru
     fix = f"one entry per example ({rows[0]}) or per row ({total})" if len(rows) > 1 else f"one entry per row ({total})"
     return RunError(
         "lora.table-rows",
-        f"the table of adapters has {what}, and the input of a layer has {total} rows {list(rows)}.",
-        fix=f"{fix}; tile=ROWS if an entry stands for so many rows; only='NAME' if all rows belong to one adapter",
+        f"the table of adapters has {what}, but the input of a layer has {total} rows {list(rows)}.",
+        fix=f"{fix}; tile=ROWS if an entry covers so many rows; only='NAME' if all rows belong to one adapter",
     )
 
 
@@ -244,7 +244,7 @@ def _table_errors(table: Any, given: Any, only: Any, count: int) -> list[ConfigE
     return [
         ConfigError(
             "lora.unknown-adapter",
-            f"tile_adapter names {', '.join(map(str, wrong))} and there are {count} adapters.",
+            f"tile_adapter names {', '.join(map(str, wrong))} but there are {count} adapters.",
             fix=f"numbers from 0 to {count - 1} in the order of the adapters, -1 for padding",
         )
     ]

@@ -54,7 +54,7 @@ def init_layers(
     Returns:
         Leaf → float32 array; for LoRA "lora_a" [L, K, r] and "lora_b" [L, r, N].
     """
-    layers = [init_adapter(spec, _at(path, layer), in_features, out_features) for layer in range(num_layers)]
+    layers = [init_adapter(spec, _layer_path(path, layer), in_features, out_features) for layer in range(num_layers)]
     return {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
 
 
@@ -110,7 +110,9 @@ def init_leaves(adapters: Sequence[AdapterSpec], shapes: Mapping[str, tuple[int,
     for path in dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes):
         a_shape, b_shape = shapes[f"{path}.lora_a"], shapes[f"{path}.lora_b"]
         numbers = [None] if len(a_shape) == 3 else range(a_shape[0])
-        banks = [init_bank(adapters, _at(path, number), a_shape[-2], b_shape[-1], a_shape[-1]) for number in numbers]
+        banks = [
+            init_bank(adapters, _layer_path(path, number), a_shape[-2], b_shape[-1], a_shape[-1]) for number in numbers
+        ]
         for name in banks[0]:
             bank = [bank[name] for bank in banks]
             leaves[f"{path}.{name}"] = bank[0] if len(a_shape) == 3 else np.stack(bank)
@@ -122,7 +124,7 @@ def _stream(path: str, leaf: str) -> str:
     return path if leaf == "lora_a" else f"{path} {leaf}"
 
 
-def _at(path: str, number: int | None) -> str:
+def _layer_path(path: str, number: int | None) -> str:
     return path if number is None else path.replace(f"{LAYERS}.", f"{LAYERS}.{number}.", 1)
 
 

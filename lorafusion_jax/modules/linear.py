@@ -27,18 +27,16 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class Product:
     """A product that contracts axes of x with axes of a weight.
 
     Args:
-        weight: attribute that holds the weight.
-        stack: sizes of leading axes that `nnx.vmap` added.
+        weight: name of the weight.
         shape: shape of one layer's weight.
         inside: axes that the product sums over.
     """
 
     weight: str
-    stack: tuple[int, ...]
     shape: tuple[int, ...]
     inside: tuple[int, ...]
 
@@ -49,6 +47,17 @@ class Linear:
     @property
     def out_features(self) -> int:
         return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Product):
+    """The product of an NNX module.
+
+    Args:
+        stack: sizes of leading axes that `nnx.vmap` added.
+    """
+
+    stack: tuple[int, ...]
 
 
 _CLASSES: dict[type, Registered] = {}
@@ -92,18 +101,24 @@ def linear_of(module: nnx.Module) -> Linear | str | None:
     """Describes a module's product. Returns a text if it cannot carry LoRA, None if it is not a linear layer."""
     if hasattr(module, "lora_plan"):
         return "it already has adapters; give all of them in one call"
+    if hasattr(module, "stored_linear"):
+        return "its weight is stored in fewer bytes; call quantize_base after apply_lora"
     registered = next((_CLASSES[cls] for cls in type(module).__mro__ if cls in _CLASSES), None)
     if registered is not None:
-        return _registered(module, registered)
+        return _read_registered(module, registered)
     if isinstance(module, nnx.Linear):
-        return _refused(module) or _described(module, "kernel", 2, (0,))
+        return _unsupported_option(module) or _read_weight(module, "kernel", 2, (0,))
     if isinstance(module, nnx.LinearGeneral):
         inside = len(module.in_features)
         if module.batch_axis:
             return "its kernel has batch axes (batch_axis=…): another weight for every example"
-        return _refused(module) or _described(module, "kernel", inside + len(module.out_features), tuple(range(inside)))
+        return _unsupported_option(module) or _read_weight(
+            module, "kernel", inside + len(module.out_features), tuple(range(inside))
+        )
     if isinstance(module, nnx.Einsum):
-        return _refused(module) or _registered(module, Registered(weight="kernel", equation=lambda it: it.einsum_str))
+        return _unsupported_option(module) or _read_registered(
+            module, Registered(weight="kernel", equation=lambda it: it.einsum_str)
+        )
     return None
 
 
@@ -131,27 +146,29 @@ def contracted(equation: str) -> tuple[int, tuple[int, ...]]:
         inputs, output = equation.replace(" ", "").split("->")
         x, weight = inputs.split(",")
     except ValueError:
-        raise _bad(equation, "it must read 'input,weight->output'") from None
+        raise _bad_equation(equation, "it must read 'input,weight->output'") from None
     shared = [axis for axis in weight if axis in x and axis in output]
     lost = [axis for axis in weight if axis not in x and axis not in output]
     summed = [axis for axis in x.replace("...", "") if axis not in weight and axis not in output]
     if "." in weight or len(set(weight)) < len(weight):
-        raise _bad(equation, "the weight's axes must be different letters")
+        raise _bad_equation(equation, "the weight's axes must be different letters")
     if shared:
-        raise _bad(equation, f"'{shared[0]}' is in input, weight and output: another weight for each '{shared[0]}'")
+        raise _bad_equation(
+            equation, f"'{shared[0]}' is in input, weight and output: another weight for each '{shared[0]}'"
+        )
     if lost or summed:
-        raise _bad(equation, f"it sums '{(lost or summed)[0]}' of one operand only")
+        raise _bad_equation(equation, f"it sums '{(lost or summed)[0]}' of one operand only")
     inside = tuple(index for index, axis in enumerate(weight) if axis in x)
     if not inside or len(inside) == len(weight):
-        raise _bad(equation, "the weight needs axes that are summed over and axes of the output")
+        raise _bad_equation(equation, "the weight needs axes that are summed over and axes of the output")
     return len(weight), inside
 
 
-def _bad(equation: str, why: str) -> ConfigError:
+def _bad_equation(equation: str, why: str) -> ConfigError:
     return ConfigError("lora.equation", f"the equation '{equation}' is not a product over features.", why=why)
 
 
-def _registered(module: nnx.Module, registered: Registered) -> Linear | str:
+def _read_registered(module: nnx.Module, registered: Registered) -> Linear | str:
     equation = registered.equation(module)
     if not isinstance(equation, str):
         return "its equation is given at the call, not at construction"
@@ -159,10 +176,10 @@ def _registered(module: nnx.Module, registered: Registered) -> Linear | str:
         ndim, inside = contracted(equation)
     except ConfigError as problem:
         return f"{problem.what} ({problem.why})"
-    return _described(module, registered.weight, ndim, inside)
+    return _read_weight(module, registered.weight, ndim, inside)
 
 
-def _described(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ...]) -> Linear | str:
+def _read_weight(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ...]) -> Linear | str:
     value = getattr(module, weight, None)
     if not isinstance(value, nnx.Variable):
         return f"it has no parameter '{weight}'"
@@ -176,7 +193,7 @@ def _described(module: nnx.Module, weight: str, ndim: int, inside: tuple[int, ..
     return Linear(weight=weight, stack=shape[:stack], shape=shape[stack:], inside=inside)
 
 
-def _refused(module: Any) -> str | None:
+def _unsupported_option(module: Any) -> str | None:
     """Names an option of Flax's layers that the product with adapters does not support."""
     if getattr(module, "precision", None) is not None:
         return "it sets precision"

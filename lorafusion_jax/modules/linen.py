@@ -121,7 +121,7 @@ class LinenLoRA:
             ran.append(module)
             path, leaves = self._adapters_of(module)
             if any(leaf.name not in leaves for leaf in leaves_of(self.kinds)):
-                raise _missing(module)
+                raise _missing_collection(module)
             a_AKR, b_ARN = low_rank_bank(self.kinds, leaves)
             site = zlib.crc32(".".join(path).encode()) >> 1
             return lora_product(x, w, a_AKR, b_ARN, inside, context, site)
@@ -132,7 +132,7 @@ class LinenLoRA:
             raise RunError(
                 "lora.context-unused",
                 "no layer with adapters ran inside `use`.",
-                why=f'a compiled function does not see it; without the collection "{COLLECTION}" there are none',
+                why=f'a compiled function does not see it; and without the collection "{COLLECTION}" there are none',
                 fix="enter it inside the jitted function, around model.apply",
             )
 
@@ -153,7 +153,7 @@ class LinenLoRA:
             ConfigError: `lora.unknown-adapter`.
         """
         index = self._number(name)
-        spec, params = self.adapters[index], _copied(variables["params"])
+        spec, params = self.adapters[index], _copy_dicts(variables["params"])
         for layer in find_layers(model, variables, self._modules, args, options):
             if index not in self._members(layer.path):
                 continue
@@ -225,12 +225,12 @@ def _node(tree: Any, path: tuple[str, ...]) -> Any:
     return tree
 
 
-def _copied(tree: Any) -> dict[str, Any]:
+def _copy_dicts(tree: Any) -> dict[str, Any]:
     """Copies the dictionaries of a tree, with the same leaves."""
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: _copy_dicts(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
-def _missing(module: nn.Module) -> RunError:
+def _missing_collection(module: nn.Module) -> RunError:
     return RunError(
         "lora.no-collection",
         f'the collection "{COLLECTION}" has no adapters for this layer.',

@@ -5,7 +5,6 @@ K in · N out
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
+from lorafusion_jax.modules.linear import Product
 from lorafusion_jax.modules.product import exchange_product, unsupported_linear
 from lorafusion_jax.modules.use import traced_anew
 
@@ -28,34 +28,20 @@ KERNELS: Kinds = ((nn.Dense, "kernel"), (nn.DenseGeneral, "kernel"), (nn.Einsum,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinenLayer:
+class LinenLayer(Product):
     """A linear layer that ran.
 
     Args:
         scope: path of its parameters in their tree.
         path: path of its adapters: the scope, followed by the weight's name if modules share a scope.
-        weight: name of its weight.
-        shape: shape of the weight.
-        inside: axes of the weight that the product sums over.
     """
 
     scope: tuple[str, ...]
     path: tuple[str, ...]
-    weight: str
-    shape: tuple[int, ...]
-    inside: tuple[int, ...]
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
-
-    @property
-    def in_features(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.inside)
-
-    @property
-    def out_features(self) -> int:
-        return math.prod(size for axis, size in enumerate(self.shape) if axis not in self.inside)
 
 
 def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[Any], options: dict) -> list[LinenLayer]:
@@ -70,7 +56,7 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
         layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
-        if jnp.shape(_at(params, path).get(weight)) != w.shape:
+        if jnp.shape(_subtree(params, path).get(weight)) != w.shape:
             why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
             raise unsupported_linear(layer.name, why, fix)
         found[path, weight] = layer
@@ -133,10 +119,10 @@ def weight_of(module: nn.Module, kinds: Kinds) -> str | None:
 
 def _is_of(params: Any, module: nn.Module) -> bool:
     """Whether a module's parameters are in the tree. A head applied to shared weights has none there."""
-    return bool(_at(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
+    return bool(_subtree(params, tuple(module.path)).keys() & module.variables.get("params", {}).keys())
 
 
-def _at(params: Any, path: tuple[str, ...]) -> Any:
+def _subtree(params: Any, path: tuple[str, ...]) -> Any:
     for part in path:
         params = params.get(part, {})
     return params

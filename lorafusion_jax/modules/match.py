@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import cache
 
 from flax import nnx
 
-from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
 from lorafusion_jax.modules.product import unsupported_linear
 from lorafusion_jax.modules.spec import ALL_LINEAR
@@ -116,7 +115,7 @@ def by_reason(places: Sequence[Place]) -> dict[str, str]:
     reasons: dict[str, list[str]] = {}
     for place in places:
         reasons.setdefault(place.unsupported_reason, []).append(dotted(place.path))
-    return {why: paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "") for why, paths in reasons.items()}
+    return {why: first_few(paths, 1) for why, paths in reasons.items()}
 
 
 def unknown_class(module: nnx.Module) -> str:
@@ -166,12 +165,11 @@ def _problems(target: str, hits: list[Path], places: list[Place], allow_partial:
 
 def _unknown(target: str, paths: list[Path]) -> ConfigError:
     names = sorted({str(path[-1]) for path in paths if path})
-    near = difflib.get_close_matches(target, [*names, ALL_LINEAR, *map(dotted, paths)], n=3)
-    meant = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else "."
+    near = did_you_mean(target, sorted({*names, ALL_LINEAR, *map(dotted, paths)}), most=3)
     return ConfigError(
         "lora.unknown-target",
-        f"target '{target}' matches no linear layer of the model{meant}",
-        why="" if names else "it has no linear layer that we know of; is it an NNX module? see register_linear",
+        f"target '{target}' matches no linear layer of the model{f'; {near}' if near else '.'}",
+        why="" if names else "it has no linear layer of a known class; is it an NNX module? see register_linear",
         fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]" if names else "",
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,29 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lorafusion_jax.errors import ConfigError
+from pallas_kernels.frozen_weight import QuantisedWeight
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A frozen weight that is no array: it has the shape and dtype that its layer expects, and its own products."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def operand(self) -> QuantisedWeight:
+        """The weight [K, N] as the ops take it."""
+        ...
+
 
 # x [rows, contracted axes], W, contracted axes of W → product with the weight and its adapters, rows first
-type Product = Callable[[Array, Array, tuple[int, ...]], Array]
+type Product = Callable[[Array, Any, tuple[int, ...]], Array]
 _SAME_AXES = frozenset(
     {
         "convert_element_type",
@@ -39,7 +59,7 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 def exchange_product(
-    call: Callable[[Array], Any], weight: Array, product: Product, *, where: str, inside: tuple[int, ...] = ()
+    call: Callable[[Array], Any], weight: Array | Stored, product: Product, *, where: str, inside: tuple[int, ...] = ()
 ) -> Any:
     """Runs `call(weight)` with its product with the weight replaced.
 
@@ -66,12 +86,14 @@ def exchange_product(
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
-def _whole_inside(weight: Array, inside: tuple[int, ...]) -> Any:
+def _whole_inside(weight: Array | Stored, inside: tuple[int, ...]) -> Any:
     """Returns the weight's type for tracing, not split along the contracted axes.
 
     On explicit mesh axes jax rejects a product that sums over devices, unless its output sharding is given. Our product
     does the sum, so its result is sharded as if the weight were not split there.
     """
+    if isinstance(weight, Stored):
+        return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     sharding = jax.typeof(weight).sharding
     if sharding.mesh.empty or all(sharding.spec[axis] is None for axis in inside):
         return weight
@@ -124,12 +146,12 @@ class _Run:
             return [self._multiply(eqn, operands, weights)], {}
         order = weights.get(0)
         if order is None or len(eqn.outvars) != 1:
-            raise self._refused(name)
+            raise self._unsupported(name)
         if name == "transpose":
-            return _bind(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
+            return self._rearranged(jaxpr, eqn, operands), {0: tuple(order[axis] for axis in eqn.params["permutation"])}
         if name in _SAME_AXES:
-            return _bind(jaxpr, eqn, operands), {0: order}
-        raise self._refused(name)
+            return self._rearranged(jaxpr, eqn, operands), {0: order}
+        raise self._unsupported(name)
 
     def _multiply(self, eqn: JaxprEqn, operands: list[Any], weights: dict[int, tuple[int, ...]]) -> Array:
         ((place, order),) = weights.items()
@@ -142,7 +164,9 @@ class _Run:
             raise unsupported_linear(self.where, "it sets out_sharding", "call the layer without out_sharding")
         self.products += 1
         dtype = jnp.result_type(eqn.outvars[0].aval)
-        w = jnp.transpose(operands[place], [order.index(axis) for axis in range(len(order))]).astype(dtype)
+        w = operands[place]
+        if not isinstance(w, Stored):
+            w = jnp.transpose(w, [order.index(axis) for axis in range(len(order))]).astype(dtype)
         pairs = sorted(zip((order[axis] for axis in contract[place]), contract[1 - place], strict=True))
         x = operands[1 - place]
         rows = [axis for axis in range(x.ndim) if axis not in contract[1 - place]]
@@ -155,7 +179,11 @@ class _Run:
         numbers = list(range(len(rows)))
         return jnp.transpose(y, [*back, *numbers] if place == 0 else [*numbers, *back])
 
-    def _refused(self, primitive: str) -> ConfigError:
+    def _rearranged(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """The weight with other axes or dtype; a stored one stays as it is, and its product works these out."""
+        return operands[:1] if isinstance(operands[0], Stored) else _bind(jaxpr, eqn, operands)
+
+    def _unsupported(self, primitive: str) -> ConfigError:
         return unsupported_linear(self.where, f"its call does more with the weight than one product ({primitive})")
 
 

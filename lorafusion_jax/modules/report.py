@@ -15,7 +15,9 @@ from flax import nnx
 from lorafusion_jax.modules.adapted import own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import find_places
+from lorafusion_jax.modules.quantised_base import StoredWeight, stored_weight
 from lorafusion_jax.modules.tree import dotted
+from lorafusion_jax.weights.table import NONE
 
 _HEADER = ("layer", "class", "K x N", "adapters", "")
 
@@ -30,6 +32,7 @@ class AdaptedRow:
     out_features: int
     layers: int
     ranks: dict[str, int]
+    stored: str = NONE  # how the frozen weight is stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +74,8 @@ class LoRAReport:
     def _cells(self) -> Iterator[tuple[str, ...]]:
         for row in self.adapted:
             ranks = ", ".join(f"{name} r={rank}" for name, rank in row.ranks.items())
-            stacked = f"{row.layers} layers, stacked" if row.layers > 1 else ""
-            yield row.path, row.kind, f"{row.in_features} x {row.out_features}", ranks, stacked
+            notes = [f"{row.layers} layers, stacked"] * (row.layers > 1) + [row.stored] * (row.stored != NONE)
+            yield row.path, row.kind, f"{row.in_features} x {row.out_features}", ranks, ", ".join(notes)
         for skipped in self.skipped:
             yield skipped.path, skipped.kind, "", "none", skipped.why
 
@@ -102,7 +105,9 @@ def lora_report(model: nnx.Module) -> LoRAReport:
             why = place.unsupported_reason if not isinstance(place.linear, Linear) else "no adapter targets it"
             if place.is_head and isinstance(place.linear, Linear):
                 why = "output head: all-linear leaves it out, name it to adapt it"
-            skipped.setdefault(number, SkippedRow(path=path, kind=type(place.module).__name__, why=why))
+            if (weight := stored_weight(place.module)) is not None:
+                why = f"no adapter targets it, {weight.kind}"
+            skipped.setdefault(number, SkippedRow(path=path, kind=own_class(place.module).__name__, why=why))
         elif number not in adapted:
             adapted[number] = _row(path, place.module, plan)
             for name, count in plan.parameters().items():
@@ -112,11 +117,17 @@ def lora_report(model: nnx.Module) -> LoRAReport:
         adapted=tuple(adapted.values()),
         skipped=tuple(skipped.values()),
         parameters=parameters,
-        frozen=sum(leaf.size for leaf in frozen),
+        frozen=sum(leaf.size for leaf in frozen) + sum(weight.num_weights for weight in _stored_weights(model)),
     )
 
 
+def _stored_weights(model: nnx.Module) -> list[StoredWeight]:
+    layers = {id(place.module): place.module for place in find_places(model)}
+    return [weight for layer in layers.values() if (weight := stored_weight(layer)) is not None]
+
+
 def _row(path: str, module: nnx.Module, plan) -> AdaptedRow:
+    weight = stored_weight(module)
     return AdaptedRow(
         path=path,
         kind=own_class(module).__name__,
@@ -124,4 +135,5 @@ def _row(path: str, module: nnx.Module, plan) -> AdaptedRow:
         out_features=plan.linear.out_features,
         layers=plan.layers,
         ranks={plan.adapters[index].name: plan.adapters[index].rank for index in plan.members},
+        stored=NONE if weight is None else weight.kind,
     )

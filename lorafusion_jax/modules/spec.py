@@ -5,14 +5,13 @@ A adapters · R padded rank
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 from lorafusion_jax.adapters.kind import unknown_kind
-from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.errors import ConfigError, did_you_mean, raise_all
 from lorafusion_jax.layout.layer import LAYER
 
 TARGETS = LAYER.targets
@@ -101,9 +100,9 @@ def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
 
 
 def _unknown(name: str, available: Sequence[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, [*available, ALL_LINEAR], n=1)
+    near = did_you_mean(name, [*available, ALL_LINEAR])
     return ConfigError(
         "lora.unknown-target",
-        f"there is no projection '{name}'" + (f"; did you mean '{near[0]}'?" if near else "."),
+        f"there is no projection '{name}'" + (f"; {near}" if near else "."),
         fix=f"lora.targets: {ALL_LINEAR}   or some of [{', '.join(available)}]",
     )

@@ -94,8 +94,8 @@ def context_of(count: int) -> LoRAContext | None:
     if len(use.context.scale) != count:
         raise RunError(
             "lora.other-adapters",
-            f"the context is of {len(use.context.scale)} adapters and the model has {count}.",
-            fix="use_adapters: the adapters that apply_lora got, in the same order",
+            f"the context has {len(use.context.scale)} adapters, but the model has {count}.",
+            fix="give use_adapters the adapters that apply_lora got, in the same order",
         )
     return use.context
 
@@ -107,7 +107,7 @@ def _context(adapters: LoRAContext | Sequence[AdapterSpec], table: Any, options:
         given = [*(["table"] if table is not None else []), *options]
         raise ConfigError(
             "lora.table",
-            f"a context is complete; {', '.join(given)} has no effect on it.",
+            f"a context holds all settings, so {', '.join(given)} would have no effect.",
             fix=f"LoRAContext.of(adapters, …, {', '.join(f'{name}=…' for name in given)})",
         )
     return adapters

@@ -21,7 +21,7 @@ from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.modules.tree import walk
+from lorafusion_jax.modules.tree import dotted, walk
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged
 
@@ -121,6 +121,7 @@ def only_adapter(model: nnx.Module, name: str) -> nnx.Module:
         ConfigError: `lora.unknown-adapter`.
     """
     found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
         if number not in found:
@@ -151,11 +152,13 @@ def merge_adapter(model: nnx.Module, name: str, *, keep: bool = False) -> nnx.Mo
             copy, `nnx.clone(model)`, if you need them.
 
     Raises:
-        ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged.
+        ConfigError: `lora.unknown-adapter`; `lora.merged`, an adapter is already merged; `lora.merge-quantized`, the
+            frozen weights are stored in fewer bytes.
     """
     if any(hasattr(layer, BASE) for _, layer in walk(model)):
         raise ConfigError("lora.merged", "an adapter is merged into this model already.", fix="unmerge_adapter(model)")
     found = {id(layer): (plan, index) for layer, plan, index in _layers_of(model, name)}
+    _check_unquantised(model)
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, "lora_plan")}
     for number, layer in layers.items():
         weight = getattr(layer, layer.lora_plan.linear.weight)
@@ -183,13 +186,27 @@ def unmerge_adapter(model: nnx.Module) -> nnx.Module:
     layers: dict[int, Any] = {id(layer): layer for _, layer in walk(model) if hasattr(layer, BASE)}
     if not layers:
         raise ConfigError(
-            "lora.not-merged", "there is nothing to take back.", fix="merge_adapter(model, name, keep=True) before"
+            "lora.not-merged",
+            "no adapter is merged with keep=True.",
+            fix="call merge_adapter(model, name, keep=True) before",
         )
     for layer in layers.values():
         getattr(layer, layer.lora_plan.linear.weight)[...] = getattr(layer, BASE)[...]
         delattr(layer, BASE)
         layer.__class__ = adapted_class(type(layer))
     return model
+
+
+def _check_unquantised(model: nnx.Module) -> None:
+    for path, layer in walk(model):
+        plan = getattr(layer, "lora_plan", None)
+        if plan is not None and not isinstance(getattr(layer, plan.linear.weight), nnx.Param):
+            raise ConfigError(
+                "lora.merge-quantized",
+                "the weight is stored in fewer bytes, and an adapter cannot be merged into it without rounding.",
+                where=dotted(path),
+                fix="merge into the original weights: apply_lora(Model(…), specs), load_adapter, merge_adapter",
+            )
 
 
 def _strip(layer: Any) -> None:

@@ -6,12 +6,12 @@ Other packages can install an entry point of the group `lorafusion_jax.objective
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from lorafusion_jax.errors import did_you_mean
 from lorafusion_jax.objective.protocol import OBJECTIVES, Chosen, Objective
 from lorafusion_jax.plugins import find, not_known
 
@@ -44,11 +44,9 @@ def choose(name: str, options: Mapping[str, Any]) -> Chosen:
     known = {each.name: each for each in dataclasses.fields(found.options)}
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = did_you_mean(key, known)
             has = f"the options {', '.join(sorted(known))}" if known else "no options"
-            raise ValueError(
-                f"options of {name}, which has {has}, not '{key}'" + (f"; did you mean '{near[0]}'?" if near else "")
-            )
+            raise ValueError(f"options of {name}, which has {has}, not '{key}'" + (f"; {near}" if near else ""))
     # As in the rest of a job file, true is not a number.
     given = {
         key: str(value).lower() if isinstance(value, bool) and known[key].type not in (bool, "bool") else value

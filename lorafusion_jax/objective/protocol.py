@@ -97,7 +97,7 @@ class Objective:
         if taken := set(self.metrics) & set(TAKEN):
             raise ValueError(f"metrics cannot be called {', '.join(sorted(taken))}")
         if missing := self.needs - GIVEN:
-            raise ValueError(f"a run cannot give an objective {', '.join(sorted(missing))}")
+            raise ValueError(f"a run does not provide {', '.join(sorted(missing))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def per_adapter(
             weights = None if params is None else _slice(params, number, axis)
             change, after = each[name].update(own, state.states[name], weights, **extra)
             if mask is not None:
-                change = _where(mask[number], change, jax.tree.map(_nothing, change))
+                change = _where(mask[number], change, jax.tree.map(_zero_update, change))
                 after = _where(mask[number], after, state.states[name])
             changes.append(change)
             states[name] = after
@@ -91,7 +91,7 @@ def _where(on: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda one, other: jnp.where(on, one, other), new, old)
 
 
-def _nothing(leaf: jax.Array) -> jax.Array:
+def _zero_update(leaf: jax.Array) -> jax.Array:
     """An update that changes no bit of a weight: -0, because -0 + 0 is 0 and -0 + -0 is -0."""
     return jnp.full_like(leaf, -0.0)
 
@@ -113,7 +113,7 @@ def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
     if isinstance(active, str) or (isinstance(active, Sequence) and any(isinstance(name, str) for name in active)):
         wanted = [active] if isinstance(active, str) else list(active)
         if wrong := [name for name in wanted if name not in names]:
-            raise ConfigError("optim.unknown-adapter", f"active names {wrong} and there are {list(names)}.")
+            raise ConfigError("optim.unknown-adapter", f"active names {wrong}, but the adapters are {list(names)}.")
         return jnp.array([name in wanted for name in names])
     mask = jnp.asarray(active)
     if mask.dtype != bool:
@@ -121,7 +121,7 @@ def _mask(active: Any, names: Sequence[str]) -> jax.Array | None:
     if mask.shape != (len(names),):
         raise ConfigError(
             "optim.per-adapter",
-            f"active has shape {mask.shape} and there are {len(names)} adapters.",
+            f"active has shape {mask.shape}, but there are {len(names)} adapters.",
             fix="active=active_adapters(table, number of adapters), or their names",
         )
     return mask

@@ -41,7 +41,7 @@ def hyper(settings: OptimizerSettings, lr: float) -> Hyper:
         return Hyper(np.float32(lr), np.float32(settings.weight_decay), np.float32(settings.clip), options)
 
 
-def still(settings: OptimizerSettings) -> Hyper:
+def unchanging_hyper(settings: OptimizerSettings) -> Hyper:
     """Numbers of a step that does not change weights: rate and decay are 0, all other numbers are the job's.
 
     If all numbers were zero, Adam and clipping would divide 0 by 0. NaN draws less power on GPUs, so measurements with
@@ -64,7 +64,7 @@ def transformation(settings: OptimizerSettings, numbers: Hyper) -> optax.Gradien
     """
     kind = optimizer(settings.name)
     built = kind.build(numbers.lr, numbers.weight_decay, numbers.options)
-    return _checked(settings.name, _per_layer(built) if kind.per_layer else built)
+    return _with_checks(settings.name, _per_layer(built) if kind.per_layer else built)
 
 
 def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> Tree:
@@ -75,7 +75,7 @@ def clipped[Tree](gradient: Tree, norm: chex.Numeric, largest: chex.Numeric) -> 
     return jax.tree.map(lambda leaf: jnp.where(norm < largest, leaf, leaf / norm * largest), gradient)
 
 
-def _checked(name: str, built: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_checks(name: str, built: optax.GradientTransformation) -> optax.GradientTransformation:
     """Checks that updates and new state have the structure, shapes and dtypes of their inputs.
 
     Otherwise an optimizer of another package could change the dtype of weights or cause recompilation in each step. The

@@ -70,7 +70,7 @@ class Base:
     def give(self, weights: Sequence[StageWeights]) -> None:
         """Gives the stages the weights that were read."""
         for stage, own in zip(self.stages, weights, strict=True):
-            stage.take_base(own)
+            stage.replace_base(own)
 
 
 def load_stages(

@@ -44,7 +44,7 @@ class Batches:
         parts = _parts(plan)
         for size in sorted(parts):
             room = _room(config, parts[size])
-            self._rooms[size] = room.joined(self._rooms[size]) if size in self._rooms else room
+            self._rooms[size] = room.union(self._rooms[size]) if size in self._rooms else room
         self.loss_tokens = {
             (a.name, batch): int(count)
             for a in config.adapters
@@ -57,13 +57,13 @@ class Batches:
         }
 
     def of(self, slot: int) -> Microbatch:
-        return self._assembled(self._plan.slots[slot].replicas, self._plan.slot_capacities[slot])
+        return self._assemble(self._plan.slots[slot].replicas, self._plan.slot_capacities[slot])
 
     def empty(self, slot: int = 0) -> list[Microbatch]:
         """A microbatch of padding of each capacity that is used from a slot on: it adds zero to every sum."""
         used = zip(self._plan.slots[slot:], self._plan.slot_capacities[slot:], strict=True)
         sizes = {size for each, size in used if not each.is_noop}
-        return [self._assembled([()] * self._plan.data_parallel, size) for size in sorted(sizes)]
+        return [self._assemble([()] * self._plan.data_parallel, size) for size in sorted(sizes)]
 
     def loads(self, most: int = 3) -> list[Load]:
         """Slots of each capacity whose samples differ most in Σ length²: the lightest, the heaviest, some between."""
@@ -75,10 +75,10 @@ class Batches:
             chosen = {ranked[round(place)] for place in np.linspace(0, len(ranked) - 1, most)} if ranked else set()
             found += [Load(self.of(slot), size, squares[slot]) for slot in sorted(chosen)]
             if not ranked:  # a capacity that no slot takes: one segment of padding
-                found.append(Load(self._assembled([()] * self._plan.data_parallel, size), size, size * size))
+                found.append(Load(self._assemble([()] * self._plan.data_parallel, size), size, size * size))
         return found
 
-    def _assembled(self, replicas: Sequence[Sequence[SampleRef]], capacity_tokens: int) -> Microbatch:
+    def _assemble(self, replicas: Sequence[Sequence[SampleRef]], capacity_tokens: int) -> Microbatch:
         room = self._rooms.get(capacity_tokens, _room(self._config, ()))
         rows = [
             assemble(
@@ -101,7 +101,7 @@ class _Room(NamedTuple):
     table: tuple[int, int] | None
     adapters: int
 
-    def joined(self, other: _Room) -> _Room:
+    def union(self, other: _Room) -> _Room:
         """Room for the microbatches of both."""
         table = self.table if other.table is None else other.table if self.table is None else None
         if self.table is not None and other.table is not None:
@@ -115,7 +115,7 @@ def _room(config: JobConfig, parts: Sequence[Sequence[str]]) -> _Room:
     return _Room(*places(config, parts), adapter_places(together, len(config.adapters)))
 
 
-def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
+def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
     """Turns the rows of some adapters into padding, in place. Other rows do not change.
 
     Args:
@@ -123,16 +123,16 @@ def without(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
     """
     if not adapters:
         return batch
-    gone = np.isin(batch.row_adapter, list(adapters))
+    removed = np.isin(batch.row_adapter, list(adapters))
     samples = batch.samples
     if samples is not None:
         samples = samples._replace(adapter=np.where(np.isin(samples.adapter, list(adapters)), -1, samples.adapter))
     return batch._replace(
         samples=samples,
-        tokens=np.where(gone, 0, batch.tokens),
-        targets=np.where(gone, 0, batch.targets),
-        weights=np.where(gone, np.float32(0), batch.weights),
-        row_adapter=np.where(gone, -1, batch.row_adapter),
+        tokens=np.where(removed, 0, batch.tokens),
+        targets=np.where(removed, 0, batch.targets),
+        weights=np.where(removed, np.float32(0), batch.weights),
+        row_adapter=np.where(removed, -1, batch.row_adapter),
         tile_adapter=np.where(np.isin(batch.tile_adapter, list(adapters)), -1, batch.tile_adapter),
     )
 

@@ -26,14 +26,14 @@ class LostCoordinator:
         address: host:port of the coordinator.
 
     Attributes:
-        told: set once this process has reported that another one is lost.
+        reported: set once this process has reported that another one is lost.
     """
 
     def __init__(self, address: str):
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
-        self.told = threading.Event()
-        self._handler = _HANDLER(self._aborted)  # must live as long as the process
+        self.reported = threading.Event()
+        self._handler = _HANDLER(self._on_abort)  # must live as long as the process
 
     def watch(self) -> None:
         """Replaces the C handler of SIGABRT. Handlers of Python would run only after the process has ended."""
@@ -41,14 +41,14 @@ class LostCoordinator:
         libc.signal.restype = ctypes.c_void_p
         libc.signal(int(signal.SIGABRT), self._handler)
 
-    def _aborted(self, number: int) -> None:
-        if self._answers():  # the abort has another reason: let it continue
+    def _on_abort(self, number: int) -> None:
+        if self._coordinator_answers():  # the abort has another reason: let it continue
             return
-        if not self.told.is_set():
+        if not self.reported.is_set():
             os.write(2, f"{self.error()}\n".encode())
         os._exit(RunError.exit_code)
 
-    def _answers(self) -> bool:
+    def _coordinator_answers(self) -> bool:
         try:
             with socket.create_connection((self._host.strip("[]"), self._port), CONNECT_S):
                 return True
@@ -59,8 +59,8 @@ class LostCoordinator:
         """Returns the error to report."""
         return RunError(
             PROCESS_LOST,
-            "the first process of this run went away, or the network to it.",
-            why=f"{self._host}:{self._port}, where it coordinated the others, does not answer",
-            fix="read the end of that process's own output or log for the reason; then lorafusion resume RUN in all "
-            "processes goes on from the last checkpoint, which stands",
+            "the first process of this run is lost, or the network to it.",
+            why=f"its coordinator at {self._host}:{self._port} does not answer",
+            fix="read the end of that process's own output or log for the reason. Then lorafusion resume RUN in all "
+            "processes continues from the last checkpoint, which is intact",
         )

@@ -60,7 +60,7 @@ class Evaluator:
 
     def __call__(self, name: str) -> Evaluation:
         plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
-        tokens, under_way = int(self._sets[name].loss_mask.sum()), deque()
+        tokens, in_flight = int(self._sets[name].loss_mask.sum()), deque()
         sums = dict.fromkeys(("loss", *chosen.objective.metrics), 0.0)
 
         def add(totals: Mapping[str, Array]) -> None:
@@ -70,10 +70,10 @@ class Evaluator:
         with self._executor.blaming(None, None, [name]):
             for slot in plan.slots:
                 # Enough in flight to keep every stage busy, but activations do not pile up between stages.
-                if len(under_way) > len(self._executor.stages):
-                    add(under_way.popleft().result())
-                under_way.append(self._executor.evaluate(self._rows(plan, slot), [name]))
-            for each in under_way:
+                if len(in_flight) > len(self._executor.stages):
+                    add(in_flight.popleft().result())
+                in_flight.append(self._executor.evaluate(self._rows(plan, slot), [name]))
+            for each in in_flight:
                 add(each.result())
         count = len(self._sets[name]) if chosen.of_samples else max(tokens, 1)
         loss, *metrics = (total / count for total in sums.values())
@@ -81,12 +81,12 @@ class Evaluator:
 
     def empty(self) -> Microbatch | None:
         """Returns a microbatch of padding, for compilation; None if no adapter is evaluated."""
-        return self._assembled([() for _ in self._executor.local_replicas]) if self._sets else None
+        return self._assemble([() for _ in self._executor.local_replicas]) if self._sets else None
 
     def _rows(self, plan: Plan, slot: Slot) -> Microbatch:
-        return self._assembled([slot.replicas[replica] for replica in self._executor.local_replicas])
+        return self._assemble([slot.replicas[replica] for replica in self._executor.local_replicas])
 
-    def _assembled(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
+    def _assemble(self, replicas: Sequence[Sequence[SampleRef]]) -> Microbatch:
         batch = self._config.batch
         rows = [
             assemble(

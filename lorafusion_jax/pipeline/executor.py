@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,67 +26,13 @@ from jax import Array, process_count
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.optim.step import Hyper
 from lorafusion_jax.pipeline.failures import is_of_devices, place_of, stage_failed
-from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
-from lorafusion_jax.pipeline.programs import BatchSummary
+from lorafusion_jax.pipeline.move import to_stage, transfer
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage, Stepped
+from lorafusion_jax.pipeline.step_result import ClosedBatch, StepResult, in_order, not_finite
 from scheduling.pipeline import Event
 
 AHEAD = 1  # slots queued beyond those in the pipeline: devices need not wait for the host, and memory is bounded
-
-
-class _ClosedBatch(NamedTuple):
-    """An adapter's global batch, closed on one stage."""
-
-    stage: int
-    summary: BatchSummary
-    finite: Array  # per leaf
-
-
-class StepResult:
-    """Result of an optimizer step that was issued. Reading it waits for the devices.
-
-    Args:
-        adapter: the adapter's place.
-        closed: its closed global batch on every stage.
-        stepped: result of the step on every stage, in order of stages.
-    """
-
-    def __init__(self, adapter: int, closed: Sequence[Future[_ClosedBatch]], stepped: Sequence[Future[Stepped]]):
-        self._adapter, self._closed, self._stepped = adapter, tuple(closed), tuple(stepped)
-
-    @property
-    def closed(self) -> list[_ClosedBatch]:
-        """In order of stages."""
-        return _in_order(self._closed)
-
-    @property
-    def stepped(self) -> list[Stepped]:
-        """In order of stages."""
-        return [each.result() for each in self._stepped]
-
-    @property
-    def loss(self) -> float:
-        return float(sum(float(to_local(each.summary.loss)) for each in self.closed))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """All metrics of all objectives of the run; those of other objectives are 0."""
-        return {name: float(to_local(total)) for name, total in self.closed[-1].summary.metrics.items()}
-
-    @property
-    def grad_norm(self) -> float:
-        return float(np.sqrt(sum(float(to_local(each.summary.squares)) for each in self.closed)))
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every stage took the step; if not, see `Executor.put_back`."""
-        return all(bool(to_local(each.alive)[self._adapter]) for each in self.stepped)
-
-
-def _in_order(closed: Sequence[Future[_ClosedBatch]]) -> list[_ClosedBatch]:
-    """Sorts by stage: a sum over stages must not depend on which closed first."""
-    return sorted((each.result() for each in closed), key=lambda each: each.stage)
 
 
 class _FailedEvent(Exception):
@@ -104,7 +50,7 @@ def _lanes(stages: int) -> list[ThreadPoolExecutor]:
     return [ThreadPoolExecutor(1, f"stage-{stage}") for stage in range(stages)]
 
 
-def _try_evaluation(stage: Stage, rows: Microbatch) -> None:
+def _compile_evaluation(stage: Stage, rows: Microbatch) -> None:
     stage.try_evaluation(to_stage(rows, stage.mesh))
 
 
@@ -112,7 +58,7 @@ def _shapes(rows: Microbatch) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(rows)]
 
 
-def _timed(work: Callable[[], None]) -> tuple[float, float]:
+def _time_work(work: Callable[[], None]) -> tuple[float, float]:
     began = time.perf_counter()
     work()
     return began, time.perf_counter()
@@ -135,11 +81,11 @@ class Executor:
         self._lanes = _lanes(len(self.stages))
         self._index = {name: number for number, name in enumerate(names)}
         self._batches: dict[int, list[Any]] = {}  # slot -> per stage
-        self._arrived: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
+        self._inputs: dict[tuple[str, int, int], Future[Array]] = {}  # (kind, stage, slot) -> input
         self._running: deque[tuple[int, Future[Array]]] = deque()  # slots and the result of their last event
         self._adapters: dict[int, Sequence[str]] = {}  # slot in flight -> its adapters
         self._completed: list[int] = []  # finished slots that `completed_slots` has not returned yet
-        self._closing: dict[int, list[Future[_ClosedBatch]]] = {}  # adapter -> one for each stage that has closed it
+        self._closing: dict[int, list[Future[ClosedBatch]]] = {}  # adapter -> one for each stage that has closed it
         self._last_slot: dict[int, int] = {}  # adapter -> the slot that completed its global batch
         self._failure: _FailedEvent | None = None  # the first failure; later work is not run
         self._failing = threading.Lock()
@@ -150,7 +96,7 @@ class Executor:
         """Replicas whose microbatches this process provides."""
         return self.stages[0].mesh.local_replicas
 
-    def take_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
+    def replace_stages(self, stages: Sequence[Stage], names: Sequence[str]) -> None:
         """Replaces the stages, on the same devices. No event may be in flight."""
         assert not self._running
         assert len(stages) == len(self.stages)
@@ -162,7 +108,7 @@ class Executor:
         self,
         rows: Sequence[Microbatch],
         held_out: Microbatch | None = None,
-        news: Callable[[Sequence[str]], None] = lambda left: None,
+        on_progress: Callable[[Sequence[str]], None] = lambda left: None,
     ) -> dict[str, tuple[float, float]]:
         """Compiles what all stages run, side by side: empty microbatches on each of them, and every kind of step.
 
@@ -172,7 +118,7 @@ class Executor:
         Args:
             rows: padding only, [replicas of this process, ...]; one of each capacity.
             held_out: the same of an evaluation.
-            news: told what is still under way, whenever that changes.
+            on_progress: called with what still compiles, whenever that changes.
 
         Returns:
             What was compiled → start and end by `time.perf_counter`.
@@ -181,20 +127,20 @@ class Executor:
             return {}
         work: dict[str, tuple[int, Callable[[], None]]] = {}
         for place, stage in enumerate(self.stages):
-            work[f"stage {place}"] = place, partial(self._try_out, stage, rows)
+            work[f"stage {place}"] = place, partial(self._compile_stage, stage, rows)
             if held_out is not None:
-                work[f"evaluation of stage {place}"] = place, partial(_try_evaluation, stage, held_out)
+                work[f"evaluation of stage {place}"] = place, partial(_compile_evaluation, stage, held_out)
         times: dict[str, tuple[float, float]] = {}
         with ThreadPoolExecutor(1 if process_count() > 1 else len(work), "compile") as threads:
-            under_way = {threads.submit(_timed, each): name for name, (_, each) in work.items()}
+            running = {threads.submit(_time_work, each): name for name, (_, each) in work.items()}
             left = dict.fromkeys(work)
-            news(list(left))
-            for done in as_completed(under_way):
-                name = under_way[done]
+            on_progress(list(left))
+            for done in as_completed(running):
+                name = running[done]
                 with self.blaming(work[name][0], None):
                     times[name] = done.result()
                 del left[name]
-                news(list(left))
+                on_progress(list(left))
         self._warm += map(_shapes, rows)
         return times
 
@@ -202,7 +148,7 @@ class Executor:
         """Whether what microbatches of these shapes run is compiled."""
         return all(_shapes(each) in self._warm for each in rows)
 
-    def _try_out(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
+    def _compile_stage(self, stage: Stage, rows: Sequence[Microbatch]) -> None:
         for each in rows:  # in turn: the sums of a stage go from one pass to the next
             stage.time_passes(to_stage(each, stage.mesh))
         stage.compile_steps(len(self.stages))
@@ -236,12 +182,12 @@ class Executor:
             with self.blaming(None, None):
                 raise self._failure
         self._adapters[event.slot] = adapters
-        needed = self._arrived.pop((event.kind, event.stage, event.slot), None)
+        needed = self._inputs.pop((event.kind, event.stage, event.slot), None)
         run = self._forward if event.kind == "forward" else self._backward
-        done = self._on(event.stage, event.slot, adapters, lambda: run(event, needed))
+        done = self._submit(event.stage, event.slot, adapters, lambda: run(event, needed))
         step = 1 if event.kind == "forward" else -1
         if 0 <= event.stage + step < len(self.stages):
-            self._arrived[event.kind, event.stage + step, event.slot] = done
+            self._inputs[event.kind, event.stage + step, event.slot] = done
         elif event.kind == "backward":
             self._running.append((event.slot, done))
 
@@ -251,13 +197,13 @@ class Executor:
         event = event._replace(adapters=(adapter,))  # batches of other adapters may end in this slot, too
         self._last_slot[number] = event.slot
 
-        def run() -> _ClosedBatch:
-            with self._recorded(event) as record:
+        def run() -> ClosedBatch:
+            with self._record_event(event) as record:
                 summary, finite = self.stages[event.stage].close_batch(number)
                 record(summary.squares)
-            return _ClosedBatch(event.stage, summary, finite)
+            return ClosedBatch(event.stage, summary, finite)
 
-        self._closing.setdefault(number, []).append(self._on(event.stage, event.slot, [adapter], run))
+        self._closing.setdefault(number, []).append(self._submit(event.stage, event.slot, [adapter], run))
         return len(self._closing[number]) == len(self.stages)
 
     def step(self, adapter: str, numbers: Hyper) -> StepResult:
@@ -266,14 +212,14 @@ class Executor:
         slot, closed = self._last_slot.pop(number), self._closing.pop(number)
 
         def run(place: int, stage: Stage) -> Stepped:
-            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in _in_order(closed)]
-            with self._recorded(Event("update", place, slot, (adapter,)), stepping=True) as record:
+            summaries = [transfer(each.summary.without_metrics, stage.mesh) for each in in_order(closed)]
+            with self._record_event(Event("update", place, slot, (adapter,)), stepping=True) as record:
                 stepped = stage.step(number, summaries, numbers)
                 record(stepped.alive)
             return stepped
 
         stepped = [
-            self._on(place, slot, [adapter], partial(run, place, stage)) for place, stage in enumerate(self.stages)
+            self._submit(place, slot, [adapter], partial(run, place, stage)) for place, stage in enumerate(self.stages)
         ]
         return StepResult(number, closed, stepped)
 
@@ -285,17 +231,17 @@ class Executor:
         """
         for place, (stage, stepped) in enumerate(zip(self.stages, result.stepped, strict=True)):
             if stepped.before is not None:
-                self._on(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
+                self._submit(place, None, [adapter], partial(stage.put_back, self._index[adapter], stepped.before))
 
     def read[T](self, what: Callable[[Stage], T]) -> list[Future[T]]:
         """Reads from every stage, after all work issued so far."""
-        return [self._on(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
+        return [self._submit(place, None, (), partial(what, stage)) for place, stage in enumerate(self.stages)]
 
     def wait_dispatched(self) -> None:
         """Waits until all work is dispatched. Then the stages' arrays may be read; reading waits for their values."""
         for place in range(len(self.stages)):
             with self.blaming(place, None):
-                self._on(place, None, (), lambda: None).result()
+                self._submit(place, None, (), lambda: None).result()
 
     @contextmanager
     def blaming(self, stage: int | None, slot: int | None, adapters: Sequence[str] = ()) -> Iterator[None]:
@@ -323,7 +269,7 @@ class Executor:
                 adapters = first.adapters or self._adapters.get(slot, adapters)
             cause = problem.problem if isinstance(problem, _FailedEvent) else problem
             if not is_of_devices(cause):
-                cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume goes on from before")
+                cause.add_note(f"raised{place_of(stage, slot, adapters)}; lorafusion resume RUN continues from before")
                 raise cause from None
             raise stage_failed(
                 cause, stage, slot, adapters, remat=next((each.remat for each in self.stages), None)
@@ -340,28 +286,8 @@ class Executor:
             self._wait_oldest()
 
     def not_finite(self, adapter: str, result: StepResult) -> str | None:
-        """Describes what was not finite in a refused step, with stage and layers. None if it was the loss."""
-        names = self.stages[0].leaf_names(self.stages[0].spec(self._index[adapter]))
-        found = [to_local(each.finite) for each in result.closed]
-        if bad := self._first_bad(names, found):
-            return f"gradient not finite ({bad})"
-        if not np.isfinite(result.loss):
-            return None
-        if not np.isfinite(result.grad_norm):
-            return "norm of the gradient not finite"
-        found = [to_local(each.finite) for each in result.stepped]
-        bad = self._first_bad([*names, "optimizer state"], found)
-        return f"the step would write numbers that are not finite ({bad})" if bad else None
-
-    def _first_bad(self, names: Sequence[str], finite: Sequence[np.ndarray]) -> str | None:
-        for place, (stage, own) in enumerate(zip(self.stages, finite, strict=True)):
-            bad = next((name for name, good in zip(names, own, strict=True) if not good), None)
-            if bad is None:
-                continue
-            here = stage.extent.layers_of(bad) if bad in stage.lora else None
-            layers = "" if here is None else f" of layers {here[0]} to {here[-1]}"
-            return bad + (f"{layers}, stage {place}" if len(self.stages) > 1 else "")
-        return None
+        """Describes what was not finite in a refused step; see `step_result.not_finite`."""
+        return not_finite(self.stages, self._index[adapter], result)
 
     def evaluate(self, rows: Microbatch, adapters: Sequence[str] = ()) -> Future[dict[str, Array]]:
         """Issues a held-out microbatch. Returns sums of loss and metrics of each adapter, [A] on the last stage."""
@@ -372,7 +298,7 @@ class Executor:
 
         done: Future[Any] | None = None
         for place, stage in enumerate(self.stages):
-            done = self._on(place, None, adapters, partial(run, stage, done))
+            done = self._submit(place, None, adapters, partial(run, stage, done))
         assert done is not None
         return done
 
@@ -384,7 +310,7 @@ class Executor:
         self._adapters.pop(slot, None)
         self._completed.append(slot)
 
-    def _on[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
+    def _submit[T](self, stage: int, slot: int | None, adapters: Sequence[str], work: Callable[[], T]) -> Future[T]:
         """Runs work on a stage's thread, after all work issued before."""
 
         def run() -> T:
@@ -402,7 +328,7 @@ class Executor:
     def _forward(self, event: Event, needed: Future[Array] | None) -> Array:
         x = None if needed is None else needed.result()
         stage, last = self.stages[event.stage], event.stage + 1 == len(self.stages)
-        with self._recorded(event) as record:
+        with self._record_event(event) as record:
             batches = self._batches.pop(event.slot) if last else self._batches[event.slot]
             result = stage.forward(event.slot, batches[event.stage], x)
             record(result)
@@ -410,13 +336,13 @@ class Executor:
 
     def _backward(self, event: Event, needed: Future[Array] | None) -> Array:
         dy = None if needed is None else needed.result()
-        with self._recorded(event) as record:
+        with self._record_event(event) as record:
             dx = self.stages[event.stage].backward(event.slot, dy)
             record(dx)
             return transfer(dx, self.stages[event.stage - 1].mesh) if event.stage else dx
 
     @contextmanager
-    def _recorded(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
+    def _record_event(self, event: Event, *, stepping: bool = False) -> Iterator[Callable[[Array], None]]:
         """Yields a function that records the event's result for the spans."""
         issued = None if self._spans is None else self._spans.issued(event, stepping=stepping)
         found: list[Array] = []

@@ -80,16 +80,17 @@ def stage_failed(
     if _PEER_LOST.search(text):
         return RunError(
             PROCESS_LOST,
-            f"another process of this run{_which(text)} went away, or the network to it; met{at or ' between slots'}.",
+            f"another process of this run{_which(text)} is lost, or the network to it; "
+            f"noticed{at or ' between slots'}.",
             why=why,
-            fix="read the end of that process's own output or log for the reason; then lorafusion resume RUN in all "
-            "processes goes on from the last checkpoint, which stands",
+            fix="read the end of that process's own output or log for the reason. Then lorafusion resume RUN in all "
+            "processes continues from the last checkpoint, which is intact",
         )
     return RunError(
         "train.stage-failed",
         f"the device failed{at}.",
         why=why,
-        fix="lorafusion resume RUN goes on from the last checkpoint",
+        fix="lorafusion resume RUN continues from the last checkpoint",
     )
 
 

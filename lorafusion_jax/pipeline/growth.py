@@ -21,7 +21,7 @@ from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather, scatter
 
 
-def grown(
+def grow_stages(
     stages: Sequence[Stage], config: JobConfig, specs: Sequence[AdapterSpec], weights: Mapping[int, Arrays]
 ) -> list[Stage]:
     """Returns stages with more adapters, the new ones at their first step. Collective over processes.
@@ -40,14 +40,14 @@ def grown(
         stage.start(lora)
     fresh = gather(more)
     optimizers = fresh.pop("optimizers") | held.pop("optimizers")
-    scatter(more, _with(held, fresh) | {"optimizers": optimizers})
+    scatter(more, _overlay(held, fresh) | {"optimizers": optimizers})
     return more
 
 
-def _with(held: Any, fresh: Any) -> Any:
+def _overlay(held: Any, fresh: Any) -> Any:
     """Writes the arrays of the old adapters over the beginning of those of all adapters."""
     if isinstance(fresh, dict):
-        return {name: _with(held[name], leaf) if name in held else leaf for name, leaf in fresh.items()}
+        return {name: _overlay(held[name], leaf) if name in held else leaf for name, leaf in fresh.items()}
     array = np.array(fresh)
     array[tuple(slice(size) for size in np.shape(held))] = held
     return array

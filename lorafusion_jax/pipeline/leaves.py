@@ -170,7 +170,7 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Ar
     return lax.scatter_add(sums, _starts(sums.ndim, SUMS, at, layer, first), own, numbers, mode="promise_in_bounds")
 
 
-def joined(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):
+def stack_adapters(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):
     """Joins the arrays of each adapter, [L, K, r] and so on, to arrays of all adapters, on the host."""
     arrays = {}
     for name, at in columns.items():
@@ -180,8 +180,8 @@ def joined(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray
     return arrays
 
 
-def apart(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
-    """Returns one adapter's arrays: the inverse of `joined`."""
+def take_adapter(columns: Mapping[str, Columns], arrays: Mapping[str, np.ndarray], index: int, *, lead: int = WEIGHTS):
+    """Returns one adapter's arrays: the inverse of `stack_adapters`."""
     own = {}
     for name, at in columns.items():
         if at.width[index]:

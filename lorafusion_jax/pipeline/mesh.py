@@ -80,7 +80,7 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
     if needed > len(devices):
         raise ConfigError(
             "mesh.devices",
-            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp) and there "
+            f"the mesh needs {needed} devices ({stages} stages × {data} data × {fsdp} fsdp), but there "
             f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}.",
             why=f"{devices[0].device_kind}, {processes} process{'es' if processes > 1 else ''}",
             fix="lower mesh.stages, mesh.data or mesh.fsdp, or start more processes"
@@ -89,9 +89,9 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
     if data % processes:
         raise ConfigError(
             "mesh.processes",
-            f"mesh.data is {data} and there are {processes} processes.",
-            why="a stage hands its activations on inside a process; replicas are what processes share",
-            fix=f"mesh.data={processes} or a multiple of it",
+            f"{processes} processes cannot share mesh.data={data} equally.",
+            why="activations move between stages inside a process, so every process holds whole replicas",
+            fix=f"mesh.data: {processes}, or a multiple of it",
         )
     each = needed // processes
     chosen: list = []
@@ -100,7 +100,7 @@ def stage_meshes(stages: int = 1, data: int = 1, fsdp: int = 1) -> list[StageMes
         if len(own) < each:
             raise ConfigError(
                 "mesh.processes",
-                f"process {process} has {len(own)} devices and needs {each}.",
+                f"process {process} has {len(own)} devices, but needs {each}.",
                 fix="start every process with the same number of devices",
             )
         chosen += own[:each]

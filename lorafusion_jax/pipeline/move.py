@@ -41,16 +41,16 @@ def transfer(arrays: Any, stage: StageMesh) -> Any:
     Parts stay inside their process, so this is not a collective.
     """
     if jax.process_count() == 1:
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, _like(leaf, stage)), arrays)
-    return jax.tree.map(lambda leaf: _by_parts(leaf, _like(leaf, stage)), arrays)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, _sharding_on(leaf, stage)), arrays)
+    return jax.tree.map(lambda leaf: _put_shards(leaf, _sharding_on(leaf, stage)), arrays)
 
 
-def _like(array: jax.Array, stage: StageMesh) -> NamedSharding:
+def _sharding_on(array: jax.Array, stage: StageMesh) -> NamedSharding:
     spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else stage.everywhere.spec
     return NamedSharding(stage.mesh, spec)
 
 
-def _by_parts(array: jax.Array, target: NamedSharding) -> jax.Array:
+def _put_shards(array: jax.Array, target: NamedSharding) -> jax.Array:
     places = target.addressable_devices_indices_map(array.shape)
     held = {_key(shard.index): shard.data for shard in array.addressable_shards}
     parts = [jax.device_put(held[_key(index)], device) for device, index in places.items()]

@@ -17,10 +17,10 @@ from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import bank_rank
 from lorafusion_jax.pipeline.leaves import LAYERS, own_names
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import like
+from lorafusion_jax.pipeline.state import abstract_state
 
 
-def like_padded(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
+def abstract_padded_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     """Returns shapes and dtypes of such a checkpoint, written with this number of replicas."""
     parts = stages[0].parts
     lora = {
@@ -33,13 +33,13 @@ def like_padded(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
         if (rank := bank_rank(parts.specs, linear.name))
         for leaf in leaves_of(tuple(spec.kind for spec in parts.specs))
     }
-    return like(stages, replicas) | {
+    return abstract_state(stages, replicas) | {
         "lora": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in lora.items()},
         "sums": {name: jax.ShapeDtypeStruct((replicas, *shape), jnp.float32) for name, shape in lora.items()},
     }
 
 
-def unpadded(stages: Sequence[Stage], arrays: dict[str, Any]) -> dict[str, Any]:
+def remove_padding(stages: Sequence[Stage], arrays: dict[str, Any]) -> dict[str, Any]:
     """Converts to the form of `state.scatter`: every adapter at its own rank and targets."""
     parts = stages[0].parts
 

@@ -208,7 +208,7 @@ class Parts:
         """
         graph, lora_state, frozen_state = self._modules[self.half(frozen)]
         module = nnx.merge(
-            graph, _filled(lora_state, self._low_rank(lora, inputs.kinds)), _filled(frozen_state, frozen)
+            graph, _fill_state(lora_state, self._low_rank(lora, inputs.kinds)), _fill_state(frozen_state, frozen)
         )
         return run_layer(module, x_TD, inputs.layers, number, self.settings.attention)
 
@@ -255,7 +255,7 @@ def _weights(frozen: Mapping[str, Any], layer: str, half: Half | None) -> Stored
     return {name: weight for name, weight in own.items() if half in (None, LAYER.half_of(name))}
 
 
-def _filled(state: Any, arrays: Weights) -> Any:
+def _fill_state(state: Any, arrays: Weights) -> Any:
     return nnx.from_flat_state([(path, leaf.replace(arrays[_name(path)])) for path, leaf in nnx.to_flat_state(state)])
 
 

@@ -43,8 +43,8 @@ def join(
     """
     try:
         if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
-            raise ValueError(f"{coordinator} names no port")
-        with _waiting():
+            raise ValueError(f"{coordinator} has no port")
+        with _announce_wait():
             jax.distributed.initialize(coordinator, num_processes, process, shutdown_timeout_seconds=LEAVE_S)
     except (ValueError, RuntimeError) as problem:
         raise RunError(
@@ -64,7 +64,7 @@ def join(
 
 
 @contextmanager
-def _waiting() -> Iterator[None]:
+def _announce_wait() -> Iterator[None]:
     """Reports a long wait, and lets signals end it: jax waits in C++ for 5 minutes, where no Python handler runs."""
     note = threading.Timer(
         SILENT_S, print, ["waiting for the other processes, 5 minutes at most …"], {"file": sys.stderr}
@@ -119,7 +119,7 @@ def exit_after_peer_loss(code: int) -> None:
         code: exit code.
     """
     for coordinator in _lost:
-        coordinator.told.set()
+        coordinator.reported.set()
     if jax.distributed.is_initialized():
         atexit.register(_exit, code)  # runs before jax's exit handlers
 
@@ -149,12 +149,12 @@ def _exit(code: int, *, failed: bool = False) -> None:
             state.client.key_value_set(f"{_LEFT}/{state.process_id}", "")
     else:
         end = time.monotonic() + (GRACE_S if failed else LEAVE_S)
-        while len(state.client.key_value_dir_get(_LEFT)) < _still_leaving(failed) and time.monotonic() < end:
+        while len(state.client.key_value_dir_get(_LEFT)) < _expected_exits(failed) and time.monotonic() < end:
             time.sleep(0.1)
     os._exit(code)
 
 
-def _still_leaving(failed: bool) -> int:
+def _expected_exits(failed: bool) -> int:
     """Returns how many other processes will report that they exit: all, or all but one that was killed."""
     state = distributed.global_state
     assert state.client is not None

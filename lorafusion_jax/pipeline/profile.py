@@ -84,7 +84,7 @@ def _update_seconds(stage: Stage, repeats: int) -> float:
     for _ in range(repeats + 1):
         began = time.perf_counter()
         summary, _ = stage.close_batch(0)
-        stage.step(0, [summary], stage.still(0))
+        stage.step(0, [summary], stage.unchanging_hyper(0))
         jax.block_until_ready(stage.lora)
         best = min(best, time.perf_counter() - began)
     return best

@@ -10,13 +10,12 @@ A adapters · L layers of the stage · R replicas · P places for the adapters o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
@@ -26,31 +25,18 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import LAYER, RematPolicy
 from lorafusion_jax.models.forward import embed
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.optim.step import Hyper, clipped, transformation, zero_hyper
+from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
+from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import LAYERS, Columns, Leaves, Place
 from lorafusion_jax.pipeline.mesh import REPLICAS, StageMesh
 from lorafusion_jax.pipeline.parts import Inputs, Parts, StoredWeights, Weights
 from lorafusion_jax.pipeline.remat import Split
 from pallas_kernels import compiler_options
 
-Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
-ROWS, WHOLE = P(REPLICAS), P()
+ROWS, REPLICATED = P(REPLICAS), P()
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
-
-
-class BatchSummary(NamedTuple):
-    """Summary of an adapter's closed global batch on one stage; float32 scalars."""
-
-    squares: Array  # Σ gradient² over the stage
-    finite: Array  # 1 if all gradients are finite and no earlier step of the adapter was refused here
-    loss: Array  # on the last stage; 0 elsewhere
-    metrics: dict[str, Array]  # metrics of all objectives, on the last stage; empty elsewhere
-
-    @property
-    def without_metrics(self) -> BatchSummary:
-        """The part that a step needs; it has the same structure on every stage."""
-        return self._replace(metrics={})
 
 
 class StagePrograms:
@@ -76,7 +62,7 @@ class StagePrograms:
         table = (parts.model.vocab_size, parts.model.hidden_size)
         self._table_axis = _axis(P(*stage.split(table)))
         table_spec = P(*stage.split(table))
-        block = ([weights], WHOLE, WHOLE, ROWS, ROWS)  # a list: the same specs for each piece of the block
+        block = ([weights], REPLICATED, REPLICATED, ROWS, ROWS)  # a list: the same specs for each piece of the block
         self.inputs = self._jit(partial(self._inputs, dropout=True), (ROWS,), ROWS)
         self.inputs_without_dropout = self._jit(partial(self._inputs, dropout=False), (ROWS,), ROWS)
         self.embed = self._jit(self._embed, (table_spec, ROWS), ROWS)
@@ -85,8 +71,8 @@ class StagePrograms:
         self.forward = self._jit(self._forward, block, (ROWS, ROWS), options=kernels)
         self.backward = self._jit(self._backward, gradients, (ROWS, ROWS), donate=(6, 7), options=kernels)
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
-        self.head = self._jit(self._head, (WHOLE, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
-        self.totals = self._jit(self._totals, (WHOLE, table_spec, ROWS, ROWS), WHOLE)
+        self.head = self._jit(self._head, (REPLICATED, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
+        self.totals = self._jit(self._totals, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
 
     def close_batch(self, spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
@@ -98,7 +84,7 @@ class StagePrograms:
         if kind not in self._steps:
             whole, rows = self._stage.everywhere, self._stage.by_replica
             self._steps[kind] = jax.jit(
-                partial(_close_batch, self._columns, spec),
+                partial(adapter_step.close_batch, self._columns, spec),
                 donate_argnums=(1, 2),
                 out_shardings=(whole, whole, whole, rows, rows),
             )
@@ -123,7 +109,9 @@ class StagePrograms:
         if kind not in self._steps:
             donated = (1, 3) if alone else (1,)
             self._steps[kind] = jax.jit(
-                partial(_step, self._columns, spec, optim), donate_argnums=donated, out_shardings=self._stage.everywhere
+                partial(adapter_step.step, self._columns, spec, optim),
+                donate_argnums=donated,
+                out_shardings=self._stage.everywhere,
             )  # `alive` is not donated: it is a few bytes, and others wait for it to know that the step is done
         return self._steps[kind](place, lora, gradient, optimizer, alive, tuple(summaries), numbers)
 
@@ -149,7 +137,7 @@ class StagePrograms:
         """
         kind = ("put back", tuple(own), tuple(leaf.shape for leaf in own.values()))
         if kind not in self._steps:
-            put_back = partial(_put_back, self._columns)
+            put_back = partial(adapter_step.put_back, self._columns)
             self._steps[kind] = jax.jit(put_back, donate_argnums=(1,), out_shardings=self._stage.everywhere)
         return self._steps[kind](place, lora, own, alive)
 
@@ -180,34 +168,34 @@ class StagePrograms:
         return _row(self._parts.inputs(_own(batch), dropout=dropout))
 
     def _embed(self, table: Array, tokens: Array) -> Array:
-        return embed(_gathered(table, self._table_axis), tokens[0])[None]
+        return embed(_gather(table, self._table_axis), tokens[0])[None]
 
     def _forward(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
-        kept = []
+        residuals = []
         for place, weights in enumerate(frozen):
             before = x
-            whole, x = self._whole(weights, x)
+            whole, x = self._materialize(weights, x)
             given = (whole, inputs, number + place)
-            own = self._at(lora, weights, number + place, inputs)
+            own = self._lora_views(lora, weights, number + place, inputs)
             x, rest = self._split(weights, place, inputs).forward(given, own, x)
-            kept.append(((before,) if place else (), rest))
-        return x[None], _row(kept)
+            residuals.append(((before,) if place else (), rest))
+        return x[None], _row(residuals)
 
     def _backward(
-        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any, kept: Any, dy: Array,
-        sums: Leaves,
+        self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any, residuals: Any,
+        dy: Array, sums: Leaves,
     ):  # fmt: skip
-        x, inputs, kept, dy = x[0], _own(inputs), _own(kept), dy[0]
+        x, inputs, residuals, dy = x[0], _own(inputs), _own(residuals), dy[0]
         for place in reversed(range(len(frozen))):
-            weights, (before, rest) = frozen[place], kept[place]
-            whole, dy = self._whole(weights, dy)
+            weights, (before, rest) = frozen[place], residuals[place]
+            whole, dy = self._materialize(weights, dy)
             given = (whole, inputs, number + place)
-            own = self._at(lora, weights, number + place, inputs)
+            own = self._lora_views(lora, weights, number + place, inputs)
             split = self._split(weights, place, inputs)
             gradient, dy = split.backward(given, own, before[0] if place else x, rest, dy)
             sums = sums | {
-                name: lv.add(sums[name], *self._where(name, number + place, inputs), own)
+                name: lv.add(sums[name], *self._leaf_place(name, number + place, inputs), own)
                 for name, own in ((f"{LAYERS}{short}", own) for short, own in gradient.items())
             }
         return dy[None], sums
@@ -215,8 +203,8 @@ class StagePrograms:
     def _evaluate(self, frozen: Sequence[StoredWeights], lora: Leaves, number: Array, x: Array, inputs: Any):
         x, inputs = x[0], _own(inputs)
         for place, weights in enumerate(frozen):
-            whole, x = self._whole(weights, x)
-            x = self._layer((whole, inputs, number + place), self._at(lora, weights, number + place, inputs), x)
+            whole, x = self._materialize(weights, x)
+            x = self._layer((whole, inputs, number + place), self._lora_views(lora, weights, number + place, inputs), x)
         return x[None]
 
     def _split(self, weights: StoredWeights, place: int, inputs: Inputs) -> Split:
@@ -225,19 +213,19 @@ class StagePrograms:
         kind = (self._parts.half(weights), place, shapes)
         return self._splits.setdefault(kind, Split(self._layer, self._remat))
 
-    def _at(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
+    def _lora_views(self, lora: Leaves, weights: StoredWeights, number: Array, inputs: Inputs) -> Weights:
         """Returns the trainable leaves of the microbatch's adapters in the layer or half layer of `weights`.
 
         Names are relative to the layer.
         """
         half = self._parts.half(weights)
         return {
-            name.removeprefix(LAYERS): lv.view(leaf, *self._where(name, number, inputs))
+            name.removeprefix(LAYERS): lv.view(leaf, *self._leaf_place(name, number, inputs))
             for name, leaf in lora.items()
             if half in (None, LAYER.half_of(name))
         }
 
-    def _where(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
+    def _leaf_place(self, name: str, number: Array, inputs: Inputs) -> tuple[Columns, Array, Array]:
         """Returns a leaf's columns, the layer's index on this stage and the windows of the microbatch's adapters."""
         layer = number - self._extent.layers_of(name).start
         return self._columns[name], layer, inputs.windows[self._rows[name]]
@@ -247,7 +235,7 @@ class StagePrograms:
         return self._parts.layer(frozen, lora, x, inputs, number)
 
     def _head(self, norm: Array, table: Array, x: Array, batch: Microbatch, before: Totals):
-        table, batch = _gathered(table, self._table_axis), _own(batch)
+        table, batch = _gather(table, self._table_axis), _own(batch)
 
         def loss(x: Array):
             totals = self._parts.totals(norm, table, x, batch)
@@ -257,17 +245,17 @@ class StagePrograms:
         return dx[None], totals["loss"][None], jax.tree.map(jnp.add, before, totals)
 
     def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
-        totals = self._parts.totals(norm, _gathered(table, self._table_axis), x[0], _own(batch))
+        totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch))
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
 
-    def _whole(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
+    def _materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer or half layer in the form that its ops use.
 
         Devices gather the stored arrays. Dequantisation of a layer waits for its input x (in backward: for the gradient
         of its output). Otherwise XLA could dequantise all layers of a program at once.
         """
         specs = {name: self._frozen_specs[name] for name in stored}
-        stored = jax.tree.map(lambda leaf, spec: _gathered(leaf, _axis(spec)), stored, specs)
+        stored = jax.tree.map(lambda leaf, spec: _gather(leaf, _axis(spec)), stored, specs)
         if self._parts.dequantises:
             stored, x = lax.optimization_barrier((stored, x))
         return self._parts.usable(stored), x
@@ -276,57 +264,6 @@ class StagePrograms:
 def hidden_gathers(fsdp: int) -> dict[str, bool]:
     """Returns the XLA option that overlaps gathering weights with compute, with fsdp. XLA_FLAGS takes precedence."""
     return {OVERLAP: True} if fsdp > 1 and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
-
-
-def _close_batch(
-    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array
-):
-    index = place.index
-    taken = lv.take(sums, columns, spec, place.first, lead=lv.SUMS)
-    own = {name: leaf.sum(0) for name, leaf in taken.items()}
-    finite = _finite_leaves(own)
-    squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
-    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
-    loss = mine.pop("loss", jnp.zeros(()))
-    summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
-    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
-    zeros = jax.tree.map(jnp.zeros_like, taken)
-    return own, summary, finite, lv.put(sums, columns, place.first, zeros, lead=lv.SUMS), cleared
-
-
-def _step(
-    columns: Mapping[str, Columns], spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves,
-    gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
-):  # fmt: skip
-    healthy = alive[place.index]
-    for summary in summaries:
-        healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
-    if optim.clip > 0:  # by the norm over all stages; an infinite norm would make every gradient zero
-        norm = jnp.sqrt(sum(summary.squares for summary in summaries))
-        healthy &= jnp.isfinite(norm)
-        gradient = clipped(gradient, norm, numbers.clip)
-    own = lv.take(lora, columns, spec, place.first)
-    changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
-    moved = optax.apply_updates(own, changes)
-    finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
-    healthy &= jnp.all(finite)
-    moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
-    before = own if len(summaries) > 1 else None
-    return lv.put(lora, columns, place.first, moved), stepped, alive.at[place.index].set(healthy), finite, before
-
-
-def _put_back(columns: Mapping[str, Columns], place: Place, lora: Leaves, own: Leaves, alive: Array):
-    return lv.put(lora, columns, place.first, own), alive.at[place.index].set(False)
-
-
-def _finite_leaves(leaves: Any) -> Array:
-    """Whether all of a leaf is finite, for each leaf in order of names."""
-    return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
-
-
-def _all_finite(tree: Any) -> Array:
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.bool_(True)
 
 
 def _own(rows: Any) -> Any:
@@ -341,5 +278,5 @@ def _axis(spec: P) -> int | None:
     return next((number for number, name in enumerate(spec) if name == "fsdp"), None)
 
 
-def _gathered(leaf: Array, axis: int | None) -> Array:
+def _gather(leaf: Array, axis: int | None) -> Array:
     return leaf if axis is None else lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -62,10 +62,10 @@ class Reading:
         self._thread.shutdown()
 
     def _read(self) -> list[StageWeights]:
-        weights = self._base.read(self._look)
+        weights = self._base.read(self._check_cancelled)
         self.times = self._began, time.perf_counter()
         return weights
 
-    def _look(self, size: int) -> None:
+    def _check_cancelled(self, size: int) -> None:
         if self._cancelled.is_set():
             raise _Cancelled

@@ -28,14 +28,14 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.base import memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.growth import grown
+from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
-from lorafusion_jax.pipeline.padded_state import like_padded, unpadded
+from lorafusion_jax.pipeline.padded_state import abstract_padded_state, remove_padding
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, like, scatter
+from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatter
 from lorafusion_jax.report.format import count
 
 
@@ -59,9 +59,9 @@ class Session:
     ):
         self._reading, self.spans = reading, Spans(len(stages))
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
-        self._take(config, prepared, stages, specs)
+        self._set_adapters(config, prepared, stages, specs)
 
-    def _take(
+    def _set_adapters(
         self, config: JobConfig, prepared: Prepared, stages: Sequence[Stage], specs: Sequence[AdapterSpec]
     ) -> None:
         self._config, self._stages = config, tuple(stages)
@@ -91,13 +91,13 @@ class Session:
         return cls(config, prepared, base.stages, specs, Reading(base))
 
     def finish_loading(
-        self, rows: Sequence[Microbatch] = (), news: Callable[[str], None] = lambda text: None
+        self, rows: Sequence[Microbatch] = (), on_progress: Callable[[str], None] = lambda text: None
     ) -> dict[str, Times]:
         """Waits for the base model and compiles meanwhile.
 
         Args:
             rows: a microbatch of padding of each capacity, as training will have them; none: nothing is compiled.
-            news: told what goes on, whenever that changes.
+            on_progress: called with what is running, whenever that changes.
 
         Returns:
             Start and end, by `time.perf_counter`, of reading the base ("base") and of each compilation.
@@ -108,14 +108,14 @@ class Session:
         """
         reading = f"reading {count(self._reading.num_bytes)}B"
 
-        def tell(left: Sequence[str]) -> None:
+        def report(left: Sequence[str]) -> None:
             compiling = [f"compiling {', '.join(left)}"] if left else []
-            under_way = [*compiling, *([] if self._reading.done else [reading])]
-            if under_way:
-                news("  ·  ".join(under_way))
+            running = [*compiling, *([] if self._reading.done else [reading])]
+            if running:
+                on_progress("  ·  ".join(running))
 
         try:
-            times = self.executor.warm_up(rows, self._evaluator.empty(), tell) if rows else {}
+            times = self.executor.warm_up(rows, self._evaluator.empty(), report) if rows else {}
         finally:  # also where a stage fails: a model that cannot be read is worse
             self._reading.finish()
         assert self._reading.times is not None
@@ -149,9 +149,9 @@ class Session:
         assert [adapter.name for adapter in config.adapters][: len(self._places)] == self.names
         self.executor.wait_dispatched()
         specs = adapter_specs(config)
-        stages = grown(self._stages, config, specs, weights)
-        self.executor.take_stages(stages, [spec.name for spec in specs])
-        self._take(config, prepared, stages, specs)
+        stages = grow_stages(self._stages, config, specs, weights)
+        self.executor.replace_stages(stages, [spec.name for spec in specs])
+        self._set_adapters(config, prepared, stages, specs)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""
@@ -195,9 +195,9 @@ class Session:
             padded: whether an earlier version wrote them, see `padded_state`.
         """
         if padded:
-            arrays = unpadded(self._stages, restore(like_padded(self._stages, replicas)))
+            arrays = remove_padding(self._stages, restore(abstract_padded_state(self._stages, replicas)))
         else:
-            arrays = restore(like(self._stages, replicas))
+            arrays = restore(abstract_state(self._stages, replicas))
         scatter(self._stages, arrays)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Session:
     @property
     def state_bytes(self) -> int:
         """Size of the state of a `snapshot`, with the copies of all replicas."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.changing() for stage in self._stages]))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves([stage.trainable_arrays() for stage in self._stages]))
 
     @property
     def num_trainable(self) -> int:
@@ -219,8 +219,8 @@ class Session:
     @property
     def stored(self) -> dict[str, int]:
         """Elements stored on the devices of one replica: weights, gradients, moments."""
-        held = [stage.held() for stage in self._stages]
-        return {what: sum(each[what] for each in held) for what in held[0]}
+        counts = [stage.count_elements() for stage in self._stages]
+        return {what: sum(each[what] for each in counts) for what in counts[0]}
 
     @property
     def num_frozen(self) -> int:

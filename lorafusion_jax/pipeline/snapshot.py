@@ -54,7 +54,7 @@ class Snapshots:
     def compile(self) -> None:
         """Compiles the copies, so that the first snapshot is as fast as later ones."""
         for stage in self._stages:
-            self._program(_changing(stage))
+            self._program(_trainable_state(stage))
 
     def take(self, places: Mapping[str, int]) -> Snapshot:
         """Copies the state. The weights of the adapters in `places` (name → place) can be read separately.
@@ -62,11 +62,11 @@ class Snapshots:
         With several processes, reading an array may be a collective, which needs one order. Then the copy is read
         before this returns, and all processes must call it.
         """
-        roomy = self._have_room()
-        stages = [self._copied(stage) for stage in self._stages] if roomy else self._stages
-        state = partial(_state_once, stages) if roomy else partial(gather, stages)
+        has_room = self._has_room()
+        stages = [self._copy_stage(stage) for stage in self._stages] if has_room else self._stages
+        state = partial(_state_once, stages) if has_room else partial(gather, stages)
         adapters = {name: partial(_adapter, stages, place) for name, place in places.items()}
-        if roomy and jax.process_count() == 1:
+        if has_room and jax.process_count() == 1:
             return Snapshot(state=state, adapters=adapters, on_devices=True)
         own = {name: read() for name, read in adapters.items()}  # before `state`, which frees the copy
         held = state()
@@ -76,14 +76,14 @@ class Snapshots:
             on_devices=False,
         )
 
-    def _have_room(self) -> bool:
+    def _has_room(self) -> bool:
         if self._free is None:
-            self._free = [min(map(_unused, stage.mesh.mesh.local_devices)) for stage in self._stages]
-        needed = [_device_bytes(_changing(stage)) for stage in self._stages]
+            self._free = [min(map(_never_used_bytes, stage.mesh.mesh.local_devices)) for stage in self._stages]
+        needed = [_device_bytes(_trainable_state(stage)) for stage in self._stages]
         return not any_process(any(size > free for size, free in zip(needed, self._free, strict=True)))
 
-    def _copied(self, stage: Stage) -> Stage:
-        arrays = _changing(stage)
+    def _copy_stage(self, stage: Stage) -> Stage:
+        arrays = _trainable_state(stage)
         view = copy.copy(stage)
         for name, array in self._program(arrays)(arrays).items():
             setattr(view, name, array)
@@ -98,7 +98,7 @@ class Snapshots:
         return self._programs[key]
 
 
-def _changing(stage: Stage) -> dict[str, Any]:
+def _trainable_state(stage: Stage) -> dict[str, Any]:
     return {name: getattr(stage, name) for name in CHANGING}
 
 
@@ -107,7 +107,7 @@ def _copy(arrays: Any) -> Any:
 
 
 def _state_once(stages: Sequence[Stage]) -> dict[str, Any]:
-    for leaf in jax.tree.leaves([_changing(stage) for stage in stages]):
+    for leaf in jax.tree.leaves([_trainable_state(stage) for stage in stages]):
         leaf.copy_to_host_async()
     state = gather(stages)
     for stage in stages:
@@ -124,7 +124,7 @@ def _device_bytes(arrays: Any) -> int:
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def _unused(device: Any) -> float:
+def _never_used_bytes(device: Any) -> float:
     """Returns the bytes of a device that training has never used; infinity if unknown (CPU)."""
     memory = device.memory_stats() or {}
     if "bytes_limit" not in memory:

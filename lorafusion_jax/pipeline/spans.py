@@ -45,7 +45,7 @@ class Spans:
         self._host: list[Span] = []
         self._lock = threading.Lock()
         self._failed: list[Issued] = []
-        self._gone = False
+        self._joined = False
         self._num_stages = num_stages
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(num_stages)]
         self._threads = [
@@ -126,9 +126,9 @@ class Spans:
         return None if first is None else first.event
 
     def _join(self, patience: float | None = None) -> None:
-        if self._gone:
+        if self._joined:
             return
-        self._gone = True
+        self._joined = True
         for each in self._queues:
             each.put(None)
         for thread in self._threads:

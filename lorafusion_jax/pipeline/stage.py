@@ -17,23 +17,24 @@ from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import metric_names
-from lorafusion_jax.optim.step import Hyper, hyper, still
+from lorafusion_jax.optim.step import Hyper, hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.adapter_step import BatchSummary, Totals
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import replicate
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
-from lorafusion_jax.pipeline.programs import BatchSummary, StagePrograms, Totals
+from lorafusion_jax.pipeline.programs import StagePrograms
 
 NO_SLOT = -1  # slot of a pass outside of a plan
 
 
-class _Live(NamedTuple):
+class _InFlight(NamedTuple):
     """Arrays of a microbatch between its forward and its backward pass on a stage."""
 
     inputs: Any
     xs: list[Array]  # input of each block
-    kept: list[Any]
+    residuals: list[Any]
     dy: Array | None  # on the last stage, from the head
 
 
@@ -50,7 +51,7 @@ class Stage:
 
     Args:
         parts: pieces of the model.
-        weights: frozen arrays on this stage's devices; `take_base` replaces them.
+        weights: frozen arrays on this stage's devices; `replace_base` replaces them.
         mesh: its devices.
         adapters: settings of the adapters, in stacking order.
         remat: rematerialisation policy.
@@ -72,14 +73,14 @@ class Stage:
         self.programs = StagePrograms(parts, mesh, weights.extent, remat)
         self._parts, self._adapters, self._specs = parts, tuple(adapters), parts.specs
         self._groups = _groups(weights.extent.pieces, block)
-        self.take_base(weights)
+        self.replace_base(weights)
         firsts = [weights.extent.pieces[group[0]].layer for group in self._groups]
         self._numbers = [replicate(np.int32(first), mesh) for first in firsts]  # first layer of each block
         self._places = [
             replicate(lv.place_of(parts.columns, parts.specs, index), mesh) for index in range(len(adapters))
         ]
-        self._normal = jax.jit(_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
-        self._live: dict[int, _Live] = {}
+        self._normal = jax.jit(_random_normal, static_argnums=(0, 1), out_shardings=mesh.by_replica)
+        self._in_flight: dict[int, _InFlight] = {}
         self._gradients: dict[int, Leaves] = {}
         self.lora: Leaves = {}
         self.sums: Leaves = {}
@@ -87,7 +88,7 @@ class Stage:
         self.totals: Totals | None = None  # on the last stage
         self.alive: Array = replicate(np.ones(len(adapters), bool), mesh)
 
-    def take_base(self, weights: StageWeights) -> None:
+    def replace_base(self, weights: StageWeights) -> None:
         """Replaces the frozen arrays, which may have been placeholders."""
         self.weights = weights
         self._blocks = [tuple(weights.pieces[number] for number in group) for group in self._groups]
@@ -114,7 +115,7 @@ class Stage:
 
     def start(self, lora: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Sets each adapter's initial weights, given for all layers of the model, and resets all other state."""
-        self._live, self._gradients = {}, {}
+        self._in_flight, self._gradients = {}, {}
         self.alive = replicate(np.ones(len(self._adapters), bool), self.mesh)
         self.take_weights(lora)
         rows, replicas = self.mesh.by_replica, self.mesh.replicas
@@ -135,12 +136,13 @@ class Stage:
             {name: leaf[self.extent.layers_of(name)] for name, leaf in lora[spec.name].items()} for spec in self._specs
         ]
         self.lora = {  # leaf by leaf, so that the host does not hold all of them twice
-            name: replicate(lv.joined({name: at}, own)[name], self.mesh) for name, at in self._parts.columns.items()
+            name: replicate(lv.stack_adapters({name: at}, own)[name], self.mesh)
+            for name, at in self._parts.columns.items()
         }
 
     def _new_optimizers(self) -> dict[str, Any]:
         """Creates the initial states of all optimizers, with a program that makes one of each kind per call."""
-        kinds = list(self._of_a_kind().values())
+        kinds = list(self._by_kind().values())
 
         def new(places: list[lv.Place], lora: Leaves) -> list[Any]:
             return [
@@ -155,7 +157,7 @@ class Stage:
             states |= {self._specs[index].name: state for index, state in zip(chosen, made, strict=True)}
         return {spec.name: states[spec.name] for spec in self._specs}
 
-    def _of_a_kind(self) -> dict[tuple, list[int]]:
+    def _by_kind(self) -> dict[tuple, list[int]]:
         """Groups adapters whose optimizer steps share one program."""
         kinds: dict[tuple, list[int]] = {}
         for index, (spec, settings) in enumerate(zip(self._specs, self._adapters, strict=True)):
@@ -165,13 +167,13 @@ class Stage:
 
     def one_of_every_kind(self) -> list[int]:
         """Returns adapters that together use all programs of adapters."""
-        return [own[0] for own in self._of_a_kind().values()]
+        return [own[0] for own in self._by_kind().values()]
 
-    def changing(self) -> list[Any]:
+    def trainable_arrays(self) -> list[Any]:
         """Returns all arrays that training changes."""
         return [self.lora, self.sums, self.optimizers]
 
-    def held(self) -> dict[str, int]:
+    def count_elements(self) -> dict[str, int]:
         """Counts the elements stored for training on one replica: weights, gradients, moments."""
         moments = [leaf for leaf in jax.tree.leaves(self.optimizers) if leaf.ndim]
         return {
@@ -191,27 +193,27 @@ class Stage:
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         xs: list[Array] = []
-        kept: list[Any] = []
+        residuals: list[Any] = []
         for block, number in zip(self._blocks, self._numbers, strict=True):
             xs.append(here)
             here, rest = programs.forward(block, self.lora, number, here, inputs)
-            kept.append(rest)
+            residuals.append(rest)
         if weights.head is None:
-            self._live[slot] = _Live(inputs, xs, kept, None)
+            self._in_flight[slot] = _InFlight(inputs, xs, residuals, None)
             return here
         dy, losses, self.totals = programs.head(weights.norm, weights.head, here, batch, self.totals)
-        self._live[slot] = _Live(inputs, xs, kept, dy)
+        self._in_flight[slot] = _InFlight(inputs, xs, residuals, dy)
         return losses
 
     def backward(self, slot: int, dy: Array | None) -> Array:
         """Adds a microbatch's gradients to the sums and returns the gradient of its input."""
-        inputs, xs, kept, own = self._live.pop(slot)
+        inputs, xs, residuals, own = self._in_flight.pop(slot)
         gradient: Any = own if dy is None else dy
         assert gradient is not None, "a stage that is not the last waits for the gradient of the next"
         del own  # donated below
         for block, number in zip(reversed(self._blocks), reversed(self._numbers), strict=True):
             gradient, self.sums = self.programs.backward(
-                block, self.lora, number, xs.pop(), inputs, kept.pop(), gradient, self.sums
+                block, self.lora, number, xs.pop(), inputs, residuals.pop(), gradient, self.sums
             )
         return gradient
 
@@ -248,9 +250,9 @@ class Stage:
         own, self.optimizers[self._specs[index].name] = before
         self.lora, self.alive = self.programs.put_back(self._places[index], self.lora, own, self.alive)
 
-    def still(self, index: int) -> Hyper:
+    def unchanging_hyper(self, index: int) -> Hyper:
         """Returns hyperparameters with which `step` does not change the weights, for timing it."""
-        return still(self._adapters[index].optim)
+        return unchanging_hyper(self._adapters[index].optim)
 
     def time_passes(self, batch: Microbatch) -> tuple[float, float]:
         """Runs forward and backward without the other stages, with random inputs, and waits for them.
@@ -279,7 +281,7 @@ class Stage:
         while another still runs one of these, and the two would be matched.
         """
         optimizers = {index: self.optimizers[self._specs[index].name] for index in self.one_of_every_kind()}
-        lora, sums, totals, alive, optimizers = _copied((self.lora, self.sums, self.totals, self.alive, optimizers))
+        lora, sums, totals, alive, optimizers = _copy((self.lora, self.sums, self.totals, self.alive, optimizers))
         for index, optimizer in optimizers.items():
             spec, optim, place = self._specs[index], self._adapters[index].optim, self._places[index]
             gradient, summary, _, sums, totals = self.programs.close_batch(spec, place, sums, totals, alive)
@@ -326,10 +328,10 @@ def _groups(pieces: Sequence[Piece], block: int) -> list[list[int]]:
     return groups
 
 
-def _copied(arrays: Any) -> Any:
+def _copy(arrays: Any) -> Any:
     places = jax.tree.map(lambda leaf: leaf.sharding, arrays)
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(arrays)
 
 
-def _normal(shape: tuple[int, ...], dtype: Any) -> Array:
+def _random_normal(shape: tuple[int, ...], dtype: Any) -> Array:
     return jax.random.normal(jax.random.key(0), shape, dtype)

@@ -32,13 +32,13 @@ def gather(stages: Sequence[Stage]) -> dict[str, Any]:
     """
     last = stages[-1]
     assert last.totals is not None
-    loss, metrics = _apart(last.totals)
+    loss, metrics = _split_loss(last.totals)
     arrays = {
         "lora": _own_arrays(stages, [stage.lora for stage in stages], lead=lv.WEIGHTS),
         "sums": _own_arrays(stages, [stage.sums for stage in stages], lead=lv.SUMS),
         "loss": to_host(loss),
         "alive": to_host(stages[0].alive),
-        "optimizers": _joined([stage.optimizers for stage in stages]),
+        "optimizers": _concatenate([stage.optimizers for stage in stages]),
     }
     return arrays | ({"metrics": jax.tree.map(to_host, metrics)} if metrics else {})
 
@@ -50,26 +50,26 @@ def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
     """
     replicas = stages[0].mesh.replicas
     totals = {"loss": arrays["loss"], **arrays.get("metrics", {})}
-    totals = {name: _for_replicas(leaf, replicas) for name, leaf in totals.items()}
+    totals = {name: _spread_rows(leaf, replicas) for name, leaf in totals.items()}
     for stage in stages:
         mesh, extent = stage.mesh, stage.extent
         mine = np.asarray(mesh.local_replicas)
         sums = [
-            {name: _for_replicas(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
+            {name: _spread_rows(leaf, replicas)[mine][:, extent.layers_of(name)] for name, leaf in own.items()}
             for own in (arrays["sums"][name] for name in stage.names)
         ]
         stage.take_weights(arrays["lora"])
-        stage.sums = to_stage(lv.joined(stage.parts.columns, sums, lead=lv.SUMS), mesh)
+        stage.sums = to_stage(lv.stack_adapters(stage.parts.columns, sums, lead=lv.SUMS), mesh)
         stage.optimizers = replicate(_of_stage(extent, arrays["optimizers"]), mesh)
         stage.alive = replicate(np.asarray(arrays["alive"]), mesh)
         if stage.totals is not None:
             stage.totals = to_stage({name: leaf[mine] for name, leaf in totals.items()}, mesh)
 
 
-def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
+def abstract_state(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
     """Returns shapes and dtypes of the result of `gather` with this number of replicas."""
 
-    def joined(trees: list[Any]) -> Any:
+    def concatenated(trees: list[Any]) -> Any:
         def join(*leaves: Any) -> Any:
             layers = sum(leaf.shape[0] for leaf in leaves) if leaves[0].ndim else None
             return jax.ShapeDtypeStruct(
@@ -80,7 +80,7 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
 
     last, parts = stages[-1], stages[-1].parts
     assert last.totals is not None
-    loss, metrics = _apart(last.totals)
+    loss, metrics = _split_loss(last.totals)
     row = jax.ShapeDtypeStruct((replicas, loss.shape[1]), jnp.float32)
     own = parts.own_shapes()
     arrays = {
@@ -88,21 +88,21 @@ def like(stages: Sequence[Stage], replicas: int) -> dict[str, Any]:
         "sums": _structs(own, replicas),
         "loss": row,
         "alive": jax.ShapeDtypeStruct(last.alive.shape, last.alive.dtype),
-        "optimizers": joined([stage.optimizers for stage in stages]),
+        "optimizers": concatenated([stage.optimizers for stage in stages]),
     }
     return arrays | ({"metrics": dict.fromkeys(metrics, row)} if metrics else {})
 
 
 def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
     """Joins an adapter's parts (`Stage.adapter`) on the host: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
-    return _joined(list(parts))
+    return _concatenate(list(parts))
 
 
 def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], *, lead: int) -> Own:
     columns, hosts = stages[0].parts.columns, [jax.tree.map(to_host, tree) for tree in trees]
 
     def own(index: int) -> dict[str, np.ndarray]:
-        parts = [lv.apart(columns, host, index, lead=lead) for host in hosts]
+        parts = [lv.take_adapter(columns, host, index, lead=lead) for host in hosts]
         return {name: np.concatenate([part[name] for part in parts], lead - 1) for name in parts[0]}
 
     return {name: own(index) for index, name in enumerate(stages[0].names)}
@@ -115,7 +115,7 @@ def _structs(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], *front: int) -
     }
 
 
-def _apart(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _split_loss(totals: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss, which every checkpoint has, and the metrics of objectives."""
     return totals["loss"], {name: total for name, total in totals.items() if name != "loss"}
 
@@ -132,7 +132,7 @@ def _of_stage(extent: Extent, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _joined(trees: list[Any]) -> Any:
+def _concatenate(trees: list[Any]) -> Any:
     def join(*leaves: jax.Array) -> np.ndarray:
         held = [to_host(leaf) for leaf in leaves]
         return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
@@ -140,7 +140,7 @@ def _joined(trees: list[Any]) -> Any:
     return jax.tree.map(join, *trees)
 
 
-def _for_replicas(rows: Any, replicas: int) -> np.ndarray:
+def _spread_rows(rows: Any, replicas: int) -> np.ndarray:
     rows = np.asarray(rows)
     if rows.shape[0] == replicas:
         return rows

@@ -33,7 +33,7 @@ def plan_floor_s(config: JobConfig, model: ModelConfig, prepared: Prepared, plan
     """
     if device not in CEILINGS:
         return None
-    learned = sum(_learned(prepared, adapter.name) for adapter in config.adapters)
+    learned = sum(_learned_tokens(prepared, adapter.name) for adapter in config.adapters)
     share = learned / max(plan.data_parallel * sum(size * count for size, count in plan.slots_of_size.items()), 1)
     problem = memory_problem(config, model)
     tokens = {name: int(data.stream_tokens().sum()) for name, data in prepared.adapters.items()}
@@ -107,7 +107,7 @@ def _mlp(problem: MemoryProblem, shares: Sequence[float] | None) -> MlpCost:
     )
 
 
-def _learned(prepared: Prepared, adapter: str) -> int:
+def _learned_tokens(prepared: Prepared, adapter: str) -> int:
     """Learned tokens of an adapter's stream, over all epochs."""
     data = prepared.adapters[adapter]
     of_sample = np.add.reduceat(data.train.loss_mask, data.train.offsets[:-1], dtype=np.int64)

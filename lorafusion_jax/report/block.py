@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from lorafusion_jax.report.events import SlotDone
-from lorafusion_jax.report.format import count, duration, percent, rate, waits, whole, without
+from lorafusion_jax.report.format import count, duration, exact, omissions, percent, rate, waits
 
 COLUMNS = ("steps", "share", "loss", "metrics", "gnorm", "lr", "held-out", "speed", "eta")
 DROPPED_FIRST = ("gnorm", "lr", "share", "metrics", "held-out", "speed")  # where the terminal is too narrow for all
@@ -43,10 +43,10 @@ def head_line(
     name: str, slot: int, slots: int, speed: SlotDone | None, width: int, predicted_bubbles: float | None = None
 ) -> Text:
     """One line about the whole run. Details that do not fit are omitted."""
-    parts = [f"{name}  {whole(slot)}/{whole(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
+    parts = [f"{name}  {exact(slot)}/{exact(slots)} mb  {100 * slot / max(slots, 1):.0f} %"]
     if speed is not None and speed.eta_s is not None and slot < slots:
         tokens = f"{count(speed.processed_tokens_per_s or 0)} tok/s"
-        eta = f"eta {duration(speed.eta_s)}{without(speed.eta_leaves_out)}"
+        eta = f"eta {duration(speed.eta_s)}{omissions(speed.eta_leaves_out)}"
         ends = time.strftime("%H:%M", time.localtime(time.time() + speed.eta_s))
         useful = f"{tokens} ({count(speed.useful_tokens_per_s or 0)} useful)"
         idle, beside_plan = _bubbles(speed.bubble_share, predicted_bubbles)
@@ -78,7 +78,7 @@ def adapter_lines(rows: Mapping[str, Row], speed: SlotDone | None, width: int) -
     longest = max((len(name) for name in rows), default=0)
     name_width = min(longest, max(12, width // 3))
     cells = {name: _cells(name, row, speed) for name, row in rows.items() if not row.failure}
-    columns = _fitting(cells, width - name_width - 1)
+    columns = _fit_columns(cells, width - name_width - 1)
     lines = []
     for name, row in rows.items():
         shown = name if len(name) <= name_width else name[: name_width - 1] + "…"
@@ -118,7 +118,7 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
     tokens = speed.adapter_tokens_per_s.get(name) if speed else None
     left = speed.adapter_eta_s.get(name) if speed else None
     return {
-        "steps": f"{whole(row.step)}/{whole(row.num_steps)}",
+        "steps": f"{exact(row.step)}/{exact(row.num_steps)}",
         "share": f"{100 * row.step / max(row.num_steps, 1):.0f} %",
         "loss": "" if row.loss is None else f"loss {row.loss:.3f}",
         "metrics": "  ".join(f"{key} {value:.3g}" for key, value in row.metrics.items()),
@@ -130,7 +130,7 @@ def _cells(name: str, row: Row, speed: SlotDone | None) -> dict[str, str]:
     }
 
 
-def _fitting(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, int]:
+def _fit_columns(cells: Mapping[str, Mapping[str, str]], width: int) -> dict[str, int]:
     """Column → width, for the columns that fit."""
     columns = {
         column: longest

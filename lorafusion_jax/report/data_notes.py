@@ -8,7 +8,7 @@ from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
 from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.data.tokenized import TokenizedSet
-from lorafusion_jax.report.format import percent, whole
+from lorafusion_jax.report.format import exact, percent
 
 SHOWN = 5
 
@@ -28,12 +28,12 @@ def data_notes(config: JobConfig, prepared: Prepared) -> list[str]:
 def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -> Iterator[str]:
     report, limit = samples.report, settings.max_length
     yield from (f"{report.source}: {note}" for note in report.notes)
-    longer = _longer(report.uncut, limit, tile)
+    longer = _suggest_length(report.uncut, limit, tile)
     if report.cut:
         cut = samples.rows[samples.lengths == limit]  # may include uncut rows of exactly this length
         rows = f": {_rows(cut.tolist())}" if len(cut) == report.cut else ""
         yield (
-            f"{who}: {_share(report.cut, report.rows)} are cut at {whole(limit)} tokens{rows}\n"
+            f"{who}: {_share(report.cut, report.rows)} are cut at {exact(limit)} tokens{rows}\n"
             f"    {longer}, or set data.on_long: drop"
         )
     if report.dropped:
@@ -41,14 +41,14 @@ def _notes(who: str, samples: TokenizedSet, settings: DataSettings, tile: int) -
         yield f"{who}: {lost} have no token to learn from and are left out: {_rows(report.dropped)}"
     if report.too_long:
         lost = _share(len(report.too_long), report.rows)
-        yield f"{who}: {lost} exceed {whole(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
+        yield f"{who}: {lost} exceed {exact(limit)} tokens and are left out: {_rows(report.too_long)}\n    {longer}"
 
 
 def _share(some: int, rows: int) -> str:
-    return f"{whole(some)} of {whole(rows)} rows ({percent(some / rows)})"
+    return f"{exact(some)} of {exact(rows)} rows ({percent(some / rows)})"
 
 
-def _longer(uncut: Sequence[int], limit: int, tile: int) -> str:
+def _suggest_length(uncut: Sequence[int], limit: int, tile: int) -> str:
     """Suggests lengths; the quantiles end with those of 98 % and of all rows."""
     *_, most, longest = (-(-tokens // tile) * tile for tokens in uncut)
     if most > limit:

@@ -126,7 +126,7 @@ class RunStarted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDone(RunEvent):
-    """Throughput and time left, in wall time since the first slots of a sitting; None before there is any.
+    """Throughput and time left, in wall time since the first slots of a session; None before there is any.
 
     Attributes:
         slot_seconds: of a slot, without pauses.
@@ -282,8 +282,8 @@ class RunFinished(RunEvent):
     """The plan is through.
 
     Attributes:
-        seconds: of slots, over all sittings.
-        evaluation_s, saving_s: in which the last sitting did not train; None: not known any more.
+        seconds: of slots, over all sessions.
+        evaluation_s, saving_s: in which the last session did not train; None: no longer known.
     """
 
     kind = "finished"

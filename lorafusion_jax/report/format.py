@@ -23,13 +23,13 @@ def sizes(capacities: Iterable[int]) -> str:
     >>> sizes((3072, 8192)), sizes((8192,))
     ('3 072 / 8 192', '8 192')
     """
-    return " / ".join(map(whole, capacities))
+    return " / ".join(map(exact, capacities))
 
 
-def whole(number: int) -> str:
+def exact(number: int) -> str:
     """Formats an exact count, with spaces between thousands.
 
-    >>> whole(8000), whole(412)
+    >>> exact(8000), exact(412)
     ('8 000', '412')
     """
     return f"{number:,}".replace(",", " ")
@@ -113,10 +113,10 @@ def waits(share: float | None, seconds: Mapping[str, float] | None) -> str:
     return f"  ·  {percent(share)} {', '.join(sorted(seconds))}"
 
 
-def without(leaves_out: Sequence[str] | None) -> str:
+def omissions(leaves_out: Sequence[str] | None) -> str:
     """What a time left does not count.
 
-    >>> without(["evaluations"])
+    >>> omissions(["evaluations"])
     ' without evaluations'
     """
     return f" without {', '.join(leaves_out)}" if leaves_out else ""

@@ -22,7 +22,7 @@ def read_timeline(run: Path) -> Timeline:
         raise CheckpointError(
             "run.no-timeline",
             f"there is no {FILE} in {run}.",
-            why="a session writes it when it ends",
+            why="a run writes it when it ends",
             fix=f"lorafusion status {run}",
         )
     return Timeline.from_json(file.read_text(encoding="utf-8"))

@@ -92,7 +92,7 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
         if changed:
             raise CheckpointError(
                 "run.data-changed",
-                f"the {what} of {', '.join(changed)} changed since the run was started.",
+                f"the {what} of {', '.join(changed)} changed since the run started.",
                 fix="restore the files, or start a new run with lorafusion train",
             )
 

@@ -34,7 +34,7 @@ from lorafusion_jax.report.events import (
     StateSaved,
     StepTaken,
 )
-from lorafusion_jax.report.format import count, duration, layout, percent, sizes, whole
+from lorafusion_jax.report.format import count, duration, exact, layout, percent, sizes
 
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -122,7 +122,7 @@ class Screen:
                 self._on_changed(event)
             case PlanRevised():
                 self._slots, self._phase = event.slots, ""
-                left, before = whole(event.slots_left), whole(event.slots_left_before)
+                left, before = exact(event.slots_left), exact(event.slots_left_before)
                 self._line(f"planned again: {left} slots left instead of {before}", always=True)
             case RequestRefused():
                 self._line(f"request refused: {event.text}", always=True, style="bold yellow")
@@ -172,10 +172,10 @@ class Screen:
         self._rows = _rows_at(event)
         devices = layout(event.mesh, event.layers, event.remat) if event.mesh else ""
         for text in (
-            f"{self._name}  plan {event.plan[:12]}  ·  {whole(event.slots)} microbatches of "
-            f"{sizes(map(int, event.sizes)) or whole(event.capacity_tokens)} tokens, {percent(event.density)} used",
+            f"{self._name}  plan {event.plan[:12]}  ·  {exact(event.slots)} microbatches of "
+            f"{sizes(map(int, event.sizes)) or exact(event.capacity_tokens)} tokens, {percent(event.density)} used",
             f"  {count(event.trainable)} trainable and {count(event.frozen)} frozen parameters  ·  "
-            f"{event.device}" + (f"  ·  resumed at microbatch {whole(event.slot)}" if event.slot else ""),
+            f"{event.device}" + (f"  ·  resumed at microbatch {exact(event.slot)}" if event.slot else ""),
             *([f"  {devices}"] if devices else ()),
         ):
             self._line(text, always=True)
@@ -185,7 +185,7 @@ class Screen:
             self._line(f"  {event.memory_warning}", always=True, style="bold yellow")
 
     def _on_moved(self, event: RunMoved) -> None:
-        left, before = whole(event.slots_left), whole(event.slots_left_before)
+        left, before = exact(event.slots_left), exact(event.slots_left_before)
         there = " and ".join(
             f"{count} {what}{'' if count == 1 else 's'}"
             for what, count in (("stage", event.stages), ("replica", event.replicas))
@@ -195,7 +195,7 @@ class Screen:
     def _on_started_up(self, event: StartedUp) -> None:
         self._phase = ""
         began, ended = event.parts["base"]
-        programs = f"  ·  {whole(event.compiled)} programs compiled, {whole(event.from_cache)} from the cache"
+        programs = f"  ·  {exact(event.compiled)} programs compiled, {exact(event.from_cache)} from the cache"
         counted = programs if event.compiled or event.from_cache else ""
         self._line(f"read the base in {duration(ended - began)}{counted}")
 

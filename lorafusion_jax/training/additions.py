@@ -12,7 +12,7 @@ from typing import Any
 from lorafusion_jax.checkpoint.requests import Request
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts, warm_start_digests
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
-from lorafusion_jax.config.join import check_names, joined, only
+from lorafusion_jax.config.join import add_adapters, check_names, select_adapters
 from lorafusion_jax.config.schema import AdapterConfig, Extension, JobConfig
 from lorafusion_jax.data.prepare import Prepared, in_order, prepare
 from lorafusion_jax.errors import RunError, raise_all
@@ -59,9 +59,9 @@ def with_adapters(job: Job, adapters: Sequence[AdapterConfig], lacks_memory: Lac
         data_parallel=job.plan.data_parallel,
         tile_tokens=job.plan.tile_tokens,
     )
-    config = joined(job.config, adapters)
+    config = add_adapters(job.config, adapters)
     if (lacking := lacks_memory(config)) is not None:
-        raise RunError("add.memory", "the devices have no memory for more adapters.", why=lacking)
+        raise RunError("add.memory", "the devices lack the memory for more adapters.", why=lacking)
     return replace(job, config=config, prepared=_with_data(job.prepared, prepared))
 
 
@@ -91,7 +91,7 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
         LoraFusionError: this process cannot read the data of a new adapter.
     """
     new = [adapter.name for adapter in config.adapters if adapter.name not in prepared.adapters]
-    all_data = _with_data(prepared, prepare(only(config, new))) if new else prepared
+    all_data = _with_data(prepared, prepare(select_adapters(config, new))) if new else prepared
     in_new_order = {
         adapter.name: in_order(adapter, own.train, own.eval, config.train.max_steps)
         for adapter in config.adapters
@@ -100,9 +100,11 @@ def reread(config: JobConfig, prepared: Prepared) -> Prepared:
     return replace(prepared, adapters=in_new_order)
 
 
-def noted(job: Job, record: dict[str, Any]) -> dict[str, Any]:
+def new_record_entries(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of run.json about adapters that the job's plan does not have yet."""
-    new = only(job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of])
+    new = select_adapters(
+        job.config, [adapter.name for adapter in job.config.adapters if adapter.name not in job.plan.job_of]
+    )
     names = {adapter.name for adapter in new.adapters}
     found = {
         "data": job.prepared.digests(),

@@ -52,8 +52,8 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
     }
     everything = dataclasses.replace(prepared, adapters=data)
     quantize = config.base.quantize
-    after = _evaluated(config, everything, quantize)
-    before = after if quantize == NONE else None if comes_quantised else _evaluated(config, everything, NONE)
+    after = _evaluate_base(config, everything, quantize)
+    before = after if quantize == NONE else None if comes_quantised else _evaluate_base(config, everything, NONE)
     return {
         name: BaseLoss(
             tokens=int(own.eval.loss_mask.sum()),
@@ -66,7 +66,7 @@ def base_losses(config: JobConfig, prepared: Prepared, *, comes_quantised: bool 
     }
 
 
-def _evaluated(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
+def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict[str, float]:
     own = config.model_copy(update={"base": config.base.model_copy(update={"quantize": quantize})})
     specs = [dataclasses.replace(spec, kind="lora") for spec in adapter_specs(config)]
     session = Session.open(own, prepared, specs)

@@ -50,8 +50,8 @@ def recorded_changes(folder: RunFolder) -> list[Change]:
     return [Change(**row) for move in folder.moves() for row in move.get("changes", ())]
 
 
-def until(changes: Iterable[Change], slot: int) -> list[Change]:
-    """Changes of a run that is planned again from a slot: what was to come later comes there, as run.json has it."""
+def cap_slots(changes: Iterable[Change], slot: int) -> list[Change]:
+    """Caps the slots of changes at the slot from which the run is planned again, as run.json does."""
     return [replace(change, slot=min(change.slot, slot)) for change in changes]
 
 
@@ -81,11 +81,13 @@ def check_request(action: Action, name: str, adapters: Mapping[str, str]) -> Non
         )
     status = adapters[name]
     if action == "continue" and status != "paused":
-        raise ConfigError("control.not-paused", f"{name} is not paused but {status}.")
+        raise ConfigError(
+            "control.not-paused", f"{name} is {status}, not paused.", fix="only a paused adapter can continue"
+        )
     if status in ("failed", "cancelled") or (status == "done" and action != "extend"):
-        raise ConfigError("control.ended", f"{name} is {status}: nothing of it is left to train.")
+        raise ConfigError("control.ended", f"{name} is {status}: it has nothing left to train.")
     if action in ("pause", "finish", "extend") and status == "paused":
-        raise ConfigError("control.paused", f"{name} is paused.", fix="continue or cancel it")
+        raise ConfigError("control.paused", f"{name} is paused.", fix="continue it first, or cancel it")
 
 
 def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[Change]]:
@@ -127,7 +129,7 @@ def apply(change: Change, progress: Progress) -> AdapterEvent | None:
         assert change.steps is not None
         adapter = AdapterProgress(name=change.adapter, num_steps=change.steps)
         progress.adapters[change.adapter] = adapter
-        return _changed(change, adapter)
+        return _changed_event(change, adapter)
     adapter = progress.adapters[change.adapter]
     before = adapter.status, adapter.num_steps
     if adapter.status == "running" and change.action == "free":
@@ -135,15 +137,15 @@ def apply(change: Change, progress: Progress) -> AdapterEvent | None:
         return AdapterFailed(
             slot=change.slot, adapter=adapter.name, step=adapter.step, reason=change.reason, kept_step=adapter.step
         )
-    goes_on = change.action == "extend" and adapter.status == "done" and adapter.step < (change.steps or 0)
-    if adapter.status in ("running", "paused") or goes_on:  # other adapters have ended
-        _carry_out(change, adapter)
+    continues = change.action == "extend" and adapter.status == "done" and adapter.step < (change.steps or 0)
+    if adapter.status in ("running", "paused") or continues:  # other adapters have ended
+        _update_adapter(change, adapter)
     if (adapter.status, adapter.num_steps) == before and change.action != "weight":
         return None
-    return _changed(change, adapter)
+    return _changed_event(change, adapter)
 
 
-def _changed(change: Change, adapter: AdapterProgress) -> AdapterChanged:
+def _changed_event(change: Change, adapter: AdapterProgress) -> AdapterChanged:
     return AdapterChanged(
         slot=change.slot,
         adapter=adapter.name,
@@ -155,7 +157,7 @@ def _changed(change: Change, adapter: AdapterProgress) -> AdapterChanged:
     )
 
 
-def _carry_out(change: Change, adapter: AdapterProgress) -> None:
+def _update_adapter(change: Change, adapter: AdapterProgress) -> None:
     match change.action:
         case "cancel":
             adapter.status, adapter.reason = "cancelled", f"cancelled by request at slot {change.slot}"

@@ -24,7 +24,7 @@ from lorafusion_jax.report.record import check_record
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Loop
-from lorafusion_jax.training.start import checked_base
+from lorafusion_jax.training.resume_run import checked_base
 from lorafusion_jax.training.state import AdapterProgress, Progress
 from scheduling import Plan
 
@@ -86,7 +86,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
     own = config.model_copy(update={"adapters": (config.adapter(name),)})
     own_data = Prepared(tokenizer=prepared.tokenizer, adapters={name: prepared.adapters[name]})
     alone = first_steps(plan_training(own, own_data), name, steps)
-    pair = _trained(config, prepared, joint, name), _trained(own, own_data, alone, name)
+    pair = _train(config, prepared, joint, name), _train(own, own_data, alone, name)
     return Comparison(
         adapter=name,
         steps=steps,
@@ -140,7 +140,7 @@ def _on_layout_of(config: JobConfig, plan: Plan) -> JobConfig:
     return config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
 
 
-def _trained(config: JobConfig, prepared: Prepared, plan: Plan, name: str) -> Arrays:
+def _train(config: JobConfig, prepared: Prepared, plan: Plan, name: str) -> Arrays:
     check_mesh(config)
     session = Session.open(config, prepared)
     try:

@@ -42,9 +42,9 @@ class ExportQueue:
 
         def on_done(found: Path | Problem | None) -> None:
             if isinstance(found, Problem):
-                self._tell_refusal(name, step, slots_done, found)
+                self._report_failure(name, step, slots_done, found)
 
-        self._queue.submit(lambda: self._attempt(name, step, read, failure), on_done)
+        self._queue.submit(lambda: self._try_write(name, step, read, failure), on_done)
 
     def submit(self, adapter: AdapterProgress, slots_done: int) -> None:
         """Queues the folder of an adapter that has ended. `poll` reports when it is complete."""
@@ -53,15 +53,15 @@ class ExportQueue:
 
         def on_done(found: Path | Problem | None) -> None:
             if isinstance(found, Problem):
-                self._refused(adapter, slots_done, found)
+                self._fail_adapter(adapter, slots_done, found)
                 return
             self._listener(AdapterExported(slot=slots_done, adapter=name, step=step, path=str(found)))
             if adapter.status == "done":
                 self._listener(AdapterDone(slot=slots_done, adapter=name, step=step))
 
-        self._queue.submit(lambda: self._attempt(name, step, own, failure), on_done)
+        self._queue.submit(lambda: self._try_write(name, step, own, failure), on_done)
 
-    def _attempt(self, name: str, step: int, own: Weights, failure: str) -> Path | Problem | None:
+    def _try_write(self, name: str, step: int, own: Weights, failure: str) -> Path | Problem | None:
         if not is_first():
             return None
         try:
@@ -71,10 +71,10 @@ class ExportQueue:
                 raise
             return problem
 
-    def _refused(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
-        self._tell_refusal(adapter.name, adapter.step, slots_done, problem)
+    def _fail_adapter(self, adapter: AdapterProgress, slots_done: int, problem: Problem) -> None:
+        self._report_failure(adapter.name, adapter.step, slots_done, problem)
         if adapter.status == "done":  # the checkpoint has its last weights: resume writes the folder again
-            adapter.status, adapter.reason = "failed", f"its folder could not be written: {_described(problem)['what']}"
+            adapter.status, adapter.reason = "failed", f"its folder could not be written: {_describe(problem)['what']}"
             self._listener(
                 AdapterFailed(
                     slot=slots_done,
@@ -85,8 +85,8 @@ class ExportQueue:
                 )
             )
 
-    def _tell_refusal(self, name: str, step: int, slots_done: int, problem: Problem) -> None:
-        self._listener(ExportFailed(slot=slots_done, adapter=name, step=step, **_described(problem)))
+    def _report_failure(self, name: str, step: int, slots_done: int, problem: Problem) -> None:
+        self._listener(ExportFailed(slot=slots_done, adapter=name, step=step, **_describe(problem)))
 
 
 def _disk_is_full(problem: Problem) -> bool:
@@ -95,7 +95,7 @@ def _disk_is_full(problem: Problem) -> bool:
     return problem.errno in DISK_FULL
 
 
-def _described(problem: Problem) -> dict[str, str]:
+def _describe(problem: Problem) -> dict[str, str]:
     if isinstance(problem, OSError):
         return {"code": "save.failed", "what": str(problem)}
     first = problem.errors[0] if isinstance(problem, ErrorList) else problem

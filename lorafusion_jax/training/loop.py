@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lorafusion_jax.data.assemble import Microbatch
-from lorafusion_jax.pipeline.batches import without
+from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, is_alone
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.signals import deferred_stop
-from lorafusion_jax.training.changes import Change, apply, until
+from lorafusion_jax.training.changes import Change, apply, cap_slots
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.meter import COMPILING, SAVING, Meter
@@ -59,11 +59,11 @@ class Loop:
     ):
         self._job, self._executor, self._progress, self._emit, self._hooks = job, executor, progress, emit, hooks
         self._program, self._changes = program, deque(changes)
-        self._left_out: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it entered
+        self._failed_at_entry: dict[int, frozenset[str]] = {}  # slot -> adapters that had failed when it entered
         self._tables = PlanTables(job, executor.local_replicas)
         self._meter = Meter([], [], {}, progress.slot)
         self._steps = Steps(job, self._tables, executor, progress, self._meter, emit, hooks)
-        self._take_plan()
+        self._start_plan()
         self._seconds_before = progress.seconds  # of earlier processes of this run
         self._saved_at, self._logged_at = time.monotonic(), 0.0
         self._stop = threading.Event()  # set by a signal
@@ -76,19 +76,19 @@ class Loop:
             RunError: a device failed. The last checkpoint is intact.
         """
         with deferred_stop() as self._stop, self._executor.blaming(None, None):
-            todo, stopped = self._settle(self._events_left()), False
+            todo, stopped = self._update_plan(self._events_left()), False
             if todo:
-                self._compile()
+                self._compile_missing()
             while todo and not stopped:
-                todo = self._issue(todo)
+                todo = self._issue_until_pause(todo)
                 self._drain()
                 self._progress.slot = todo[0].slot if todo else self._job.plan.num_slots
                 stopped = any_process(self._stop.is_set())
-                todo = self._settle(todo, revise=not stopped)
+                todo = self._update_plan(todo, revise=not stopped)
                 if todo and not stopped:
-                    self._save()
-            self._emit(self._figures(self._progress.slot))
-            self._save(wait=True)
+                    self._save_state()
+            self._emit(self._progress_event(self._progress.slot))
+            self._save_state(wait=True)
         if todo:
             raise Interrupted
 
@@ -97,41 +97,41 @@ class Loop:
         program = schedule.one_forward_one_backward(plan) if self._program is None else self._program
         return [event for event in issue_order(program, plan.num_stages) if event.slot >= self._progress.slot]
 
-    def _settle(self, todo: list[schedule.Event], *, revise: bool = True) -> list[schedule.Event]:
+    def _update_plan(self, todo: list[schedule.Event], *, revise: bool = True) -> list[schedule.Event]:
         """Applies the changes at a drained slot. Returns the remaining events."""
-        self._carry_out_changes()
+        self._apply_changes()
         while revise and (changes := self._hooks.revise()) is not None:
-            self._changes = deque([*until(self._changes, self._progress.slot), *changes])
+            self._changes = deque([*cap_slots(self._changes, self._progress.slot), *changes])
             self._tables.renew()
-            self._take_plan()
-            self._carry_out_changes()
+            self._start_plan()
+            self._apply_changes()
             todo = self._events_left()
-        if self._anybody_left() or not todo:
+        if self._any_running() or not todo:
             return todo
         self._progress.slot = self._job.plan.num_slots
         return []
 
-    def _take_plan(self) -> None:
+    def _start_plan(self) -> None:
         """Continues with the job's plan, which is equal to the one before in all slots that are done."""
         self._progress.plan = self._job.plan.digest
         self._meter.replan(self._tables.slot_tokens, self._tables.slot_rows, self._tables.last_slot)
-        for name in self._failed():
+        for name in self._failed_adapters():
             self._meter.drop(name, self._progress.slot)
 
-    def _carry_out_changes(self) -> None:
+    def _apply_changes(self) -> None:
         added: list[str] = []
         while self._changes and self._changes[0].slot <= self._progress.slot:
             change = self._changes.popleft()
             event = apply(change, self._progress)
             if event is not None:
                 self._emit(event)
-                self._follow(self._progress.adapters[change.adapter])
+                self._evaluate_and_export(self._progress.adapters[change.adapter])
                 added += [change.adapter] if change.action == "add" else []
         if added:
             self._hooks.add(added, self._progress.slot)
-            self._compile()
+            self._compile_missing()
 
-    def _follow(self, adapter: AdapterProgress) -> None:
+    def _evaluate_and_export(self, adapter: AdapterProgress) -> None:
         """Evaluates and exports an adapter that a change has ended or paused."""
         every = self._job.config.train.eval_every_steps
         # Otherwise it was evaluated after its step.
@@ -141,7 +141,7 @@ class Loop:
             self._meter.drop(adapter.name, self._progress.slot)
             self._hooks.finish(adapter.name, self._progress.slot)
 
-    def _issue(self, todo: list[schedule.Event]) -> list[schedule.Event]:
+    def _issue_until_pause(self, todo: list[schedule.Event]) -> list[schedule.Event]:
         """Issues events in order until a pause is due. Returns the events of slots that did not enter."""
         slots = [event.slot for event in todo if event.kind == "forward" and event.stage == 0]
         batches = prefetch(self._tables.batches.of, slots)
@@ -161,8 +161,8 @@ class Loop:
     def _run_event(self, event: schedule.Event, batches: Iterator[Microbatch]) -> None:
         enters = event.kind == "forward" and event.stage == 0
         if enters:  # fixed per slot: all its events, on every process, leave out the same adapters
-            self._left_out[event.slot] = self._failed()
-        failed, tokens = self._left_out[event.slot], self._tables.slot_tokens[event.slot]
+            self._failed_at_entry[event.slot] = self._failed_adapters()
+        failed, tokens = self._failed_at_entry[event.slot], self._tables.slot_tokens[event.slot]
         if event.kind == "update":
             for name in event.adapters:
                 if name not in failed and self._executor.close_batch(event, name):
@@ -172,27 +172,27 @@ class Loop:
         if failed.issuperset(tokens):
             return
         if batch is not None:
-            self._executor.admit(event.slot, without(batch, [self._tables.index[name] for name in failed]))
-            self._notice(self._executor.completed_slots())
+            self._executor.admit(event.slot, mask_adapters(batch, [self._tables.index[name] for name in failed]))
+            self._read_results(self._executor.completed_slots())
         self._executor.issue(event, tuple(tokens))
 
-    def _failed(self) -> frozenset[str]:
+    def _failed_adapters(self) -> frozenset[str]:
         return frozenset(name for name, adapter in self._progress.adapters.items() if adapter.status == "failed")
 
-    def _notice(self, slots: list[int]) -> None:
+    def _read_results(self, slots: list[int]) -> None:
         """Counts finished slots and reads the results of their steps."""
         self._meter.slots_done(slots)
         for slot in slots:
-            self._steps.look_until(slot + 1)
-            self._log(slot + 1)
+            self._steps.read_until(slot + 1)
+            self._log_progress(slot + 1)
         self._hooks.finished()
 
     def _drain(self) -> None:
         self._executor.wait_all()
-        self._notice(self._executor.completed_slots())
-        self._steps.look_at_all()
+        self._read_results(self._executor.completed_slots())
+        self._steps.read_all()
 
-    def _compile(self) -> None:
+    def _compile_missing(self) -> None:
         """Compiles what the start has not."""
         slot = self._progress.slot
         rows = self._tables.batches.empty(slot)
@@ -218,14 +218,15 @@ class Loop:
             left_s += seconds * evaluations(adapter.step, adapter.num_steps, every)
         return left_s
 
-    def _anybody_left(self) -> bool:
+    def _any_running(self) -> bool:
         """Whether an adapter still trains, or will again. All processes see the same at the same slot."""
         return bool(self._changes) or any(a.status == "running" for a in self._progress.adapters.values())
 
     def _pause_due(self, slot: int) -> bool:
-        if not self._anybody_left() or (self._changes and self._changes[0].slot <= slot):
+        if not self._any_running() or (self._changes and self._changes[0].slot <= slot):
             return True
-        if self._job.config.train.on_failed == "replan" and not self._failed().issubset(dict(self._job.plan.stopped)):
+        stopped = dict(self._job.plan.stopped)
+        if self._job.config.train.on_failed == "replan" and not self._failed_adapters() <= stopped.keys():
             return True
         save = self._job.config.save
         if save.every_steps is not None and self._steps.since_save >= save.every_steps:
@@ -234,18 +235,18 @@ class Loop:
         wanted |= save.every_minutes is not None and time.monotonic() - self._saved_at > 60 * save.every_minutes
         return any_process(wanted) if slot % ASK_EVERY == 0 or is_alone() else False
 
-    def _save(self, *, wait: bool = False) -> None:
+    def _save_state(self, *, wait: bool = False) -> None:
         self._progress.seconds = self._seconds_before + self._meter.seconds
         with self._meter.paused(SAVING):
             self._hooks.save(wait)
         self._steps.since_save, self._saved_at = 0, time.monotonic()
 
-    def _figures(self, slots_done: int) -> SlotDone:
+    def _progress_event(self, slots_done: int) -> SlotDone:
         figures = self._meter.snapshot(slots_done, self._evaluations_left_s())
         return SlotDone(slot=slots_done, **figures, bubble_share=self._hooks.bubble_share())
 
-    def _log(self, slots_done: int) -> None:
+    def _log_progress(self, slots_done: int) -> None:
         every = self._job.config.train.log_every_s
         if time.monotonic() - self._logged_at >= (LOG_EVERY_S if every is None else every):
             self._logged_at = time.monotonic()
-            self._emit(self._figures(slots_done))
+            self._emit(self._progress_event(slots_done))

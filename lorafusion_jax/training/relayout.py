@@ -8,7 +8,7 @@ from lorafusion_jax.checkpoint.new_run import SHOWN, differences
 from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.load import override_resolved
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.errors import ConfigError, raise_all
+from lorafusion_jax.errors import ConfigError, first_few, raise_all
 from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
@@ -35,7 +35,7 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
     if not overrides:
         return config
     keys = [text.partition("=")[0] for text in overrides]
-    raise_all([_fixed(key) for key in keys if not _may_change(key)])
+    raise_all([_not_changeable(key) for key in keys if not _may_change(key)])
     changed = override_resolved(config, overrides)
     if changed.mesh.stages != config.mesh.stages and "mesh.layers" not in keys:
         changed = changed.model_copy(update={"mesh": changed.mesh.model_copy(update={"layers": None})})
@@ -50,13 +50,12 @@ def check_settings(before: JobConfig | None, now: JobConfig) -> None:
     """
     edited = [] if before is None else [one for one in differences(before, now) if not _may_differ(one.key)]
     if edited:
-        more = f"; and {len(edited) - SHOWN} more" if len(edited) > SHOWN else ""
         raise ConfigError(
             "run.config-changed",
-            "config.yaml is not the one that this run began with.",
-            where="; ".join(map(str, edited[:SHOWN])) + more,
-            why="the run goes on with the settings that it began with",
-            fix="put the old values back, or start a new run with lorafusion train",
+            "config.yaml was edited after this run started.",
+            where=first_few(edited, SHOWN, "; "),
+            why="a run keeps the settings that it started with",
+            fix="restore the old values, or start a new run with lorafusion train",
         )
 
 
@@ -76,15 +75,15 @@ def check_drop(names: Sequence[str], adapters: Mapping[str, str]) -> None:
             fix = f"--drop takes one of: {', '.join(adapters)}"
             errors.append(ConfigError("resume.unknown-adapter", f"the run has no adapter '{name}'.", fix=fix))
         elif adapters[name] in ("done", "cancelled"):
-            what = f"{name} is {adapters[name]}: there is nothing left of it to drop."
+            what = f"{name} is {adapters[name]}: it has nothing left to drop."
             errors.append(ConfigError("resume.done", what, fix="leave out --drop " + name))
         elif adapters[name] == "to join":
-            what = f"{name} joins the run after the checkpoint that it goes on from."
+            what = f"{name} joins the run later than the checkpoint from which it continues."
             errors.append(
                 ConfigError("resume.to-join", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop")
             )
         elif adapters[name] == "paused":
-            what = f"{name} is paused: its samples are left out already."
+            what = f"{name} is paused, so the plan already leaves out its samples."
             errors.append(ConfigError("resume.paused", what, fix=f"lorafusion cancel RUN {name}   or leave out --drop"))
     raise_all(errors)
 
@@ -132,10 +131,10 @@ def _may_change(key: str) -> bool:
     return new_name(key) in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE  # an old name has its own error
 
 
-def _fixed(key: str) -> ConfigError:
+def _not_changeable(key: str) -> ConfigError:
     return ConfigError(
         "resume.fixed",
-        f"{key} cannot change while a run is under way.",
-        why="the run goes on with the data and adapters that it began with",
-        fix=f"lorafusion train starts a new run; resume takes {', '.join(MAY_CHANGE[:-1])} and save.*",
+        f"{key} cannot change when a run is resumed.",
+        why="a run keeps the data and adapters that it started with",
+        fix=f"start a new run with lorafusion train; resume accepts {', '.join(MAY_CHANGE[:-1])} and save.*",
     )

@@ -10,8 +10,8 @@ from lorafusion_jax.config.join import in_force
 from lorafusion_jax.errors import ErrorList, LoraFusionError
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import Listener, PhaseBegun, PlanRevised, RequestRefused
-from lorafusion_jax.training.additions import LacksMemory, noted, reread, with_request
-from lorafusion_jax.training.changes import Change, check_request, recorded_changes, revise, until
+from lorafusion_jax.training.additions import LacksMemory, new_record_entries, reread, with_request
+from lorafusion_jax.training.changes import Change, cap_slots, check_request, recorded_changes, revise
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from scheduling import Plan, PlanError
@@ -35,12 +35,12 @@ class Revisions:
         lacks_memory: LacksMemory,
         listener: Listener,
     ):
-        self._job, self._folder, self._progress, self._tell = job, folder, progress, listener
+        self._job, self._folder, self._progress, self._emit = job, folder, progress, listener
         self._lacks_memory = lacks_memory
         self._recorded = list(recorded)
         self._postponed: set[str] = set()  # requests about adapters that join at a later slot
 
-    def asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether a request is pending. Lists one folder."""
         return is_first() and any(file.name not in self._postponed for file in request_files(self._folder.path))
 
@@ -50,15 +50,15 @@ class Revisions:
         Collective over processes.
         """
         before, slot = self._job.plan, self._progress.slot
-        changes = self._decide(slot) if is_first() else None
+        changes = self._decide_changes(slot) if is_first() else None
         if not any_process(changes is not None):
             return None
-        self._recorded = until(self._recorded, slot)
+        self._recorded = cap_slots(self._recorded, slot)
         if changes is None:  # another process has decided
-            changes = self._follow()
+            changes = self._read_decision()
         self._recorded += changes
         plan = self._job.plan
-        self._tell(
+        self._emit(
             PlanRevised(
                 slot=slot,
                 slots=plan.num_slots,
@@ -69,14 +69,14 @@ class Revisions:
         )
         return changes
 
-    def _decide(self, slot: int) -> list[Change] | None:
-        changes = {change.adapter: change for change in self._freed(slot)}
+    def _decide_changes(self, slot: int) -> list[Change] | None:
+        changes = {change.adapter: change for change in self._free_slots(slot)}
         after = self._job
         self._postponed = set()
         for request in self._requests():
             if not changes.keys().isdisjoint(request.adapters):  # left to the next revision
                 continue
-            if (following := self._asked_for(after, request)) is None:
+            if (following := self._apply_request(after, request)) is None:
                 continue
             after = following
             changes |= {
@@ -87,24 +87,24 @@ class Revisions:
             }
         if not changes:
             return None
-        self._tell(PhaseBegun(text="planning"))
+        self._emit(PhaseBegun(text="planning"))
         plan, made = revise(after, slot, list(changes.values()))
-        self._write(after, plan, slot, made)
+        self._write_plan(after, plan, slot, made)
         return made
 
-    def _write(self, after: Job, plan: Plan, slot: int, changes: Sequence[Change]) -> None:
+    def _write_plan(self, after: Job, plan: Plan, slot: int, changes: Sequence[Change]) -> None:
         added = after.config != self._job.config
         self._folder.write_move(
             plan,
             slot,
             [change.row() for change in changes],
             config=after.config if added else None,
-            noted=noted(after, self._folder.read_record()) if added else {},
+            noted=new_record_entries(after, self._folder.read_record()) if added else {},
         )
         self._job.config, self._job.prepared, self._job.plan = after.config, after.prepared, plan
-        self._remove(change.request for change in changes)
+        self._remove_requests(change.request for change in changes)
 
-    def _follow(self) -> list[Change]:
+    def _read_decision(self) -> list[Change]:
         """Reads what the first process has written."""
         job = self._job
         job.plan = self._folder.read_plan()
@@ -112,7 +112,7 @@ class Revisions:
         job.prepared = reread(job.config, job.prepared)
         return [change for change in recorded_changes(self._folder) if change not in self._recorded]
 
-    def _freed(self, slot: int) -> list[Change]:
+    def _free_slots(self, slot: int) -> list[Change]:
         """Returns changes that give the slots of failed adapters to the others."""
         if self._job.config.train.on_failed == "keep":
             return []
@@ -128,14 +128,14 @@ class Revisions:
         known = {change.request for change in self._recorded}
         for file in request_files(self._folder.path):
             if file.name in known:  # executed before the process was killed
-                self._remove([file.name])
+                self._remove_requests([file.name])
                 continue
             try:
                 yield Request.read(file)
             except (OSError, ValueError, TypeError, RecursionError) as problem:
-                self._refuse(file.name, f"{file.name} is no request: {problem}")
+                self._refuse(file.name, f"{file.name} is not a request: {problem}")
 
-    def _asked_for(self, job: Job, request: Request) -> Job | None:
+    def _apply_request(self, job: Job, request: Request) -> Job | None:
         """Returns the job after a request; None if the request is postponed or rejected."""
         try:
             if request.action != "add":
@@ -147,21 +147,21 @@ class Revisions:
                 check_request(request.action, name, status)
             return with_request(job, request, self._lacks_memory)
         except (LoraFusionError, PlanError) as problem:
-            self._refuse(request.name, f"{request.what}: {_in_short(problem)}")
+            self._refuse(request.name, f"{request.what}: {_one_line(problem)}")
             return None
 
     def _refuse(self, request: str, why: str) -> None:
-        self._tell(RequestRefused(slot=self._progress.slot, text=why))
-        self._remove([request])
+        self._emit(RequestRefused(slot=self._progress.slot, text=why))
+        self._remove_requests([request])
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def _remove_requests(self, names: Iterable[str]) -> None:
         for name in filter(None, names):
             (self._folder.path / FOLDER / name).unlink(missing_ok=True)
 
 
-def _in_short(problem: LoraFusionError | PlanError) -> str:
+def _one_line(problem: LoraFusionError | PlanError) -> str:
     """Describes an error in one line."""
     errors = problem.errors if isinstance(problem, ErrorList) else (problem,)
     more = [*errors[0].problems[:1]] if isinstance(errors[0], PlanError) else []
-    told = " ".join(filter(None, (errors[0].what, errors[0].why, *more)))
-    return told if len(errors) == 1 else f"{told} (and {len(errors) - 1} more mistakes)"
+    text = " ".join(filter(None, (errors[0].what, errors[0].why, *more)))
+    return text if len(errors) == 1 else f"{text} (and {len(errors) - 1} more mistakes)"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
-from lorafusion_jax.config.join import only
-from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.pipeline.session import Session
@@ -22,60 +20,26 @@ from lorafusion_jax.planning.training_plan import slots_of_sizes
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.events import (
     AdapterChanged,
-    AdapterEvaluated,
     AdapterFailed,
     Listener,
     PhaseBegun,
     RunEvent,
-    RunFinished,
     RunInterrupted,
     RunStarted,
-    RunStopped,
 )
-from lorafusion_jax.signals import deferred_stop, stop_if_asked
+from lorafusion_jax.signals import deferred_stop
 from lorafusion_jax.training.adapter_writer import AdapterWriter
 from lorafusion_jax.training.background import BackgroundQueue
 from lorafusion_jax.training.changes import recorded_changes, stopped_otherwise
+from lorafusion_jax.training.evaluations import Evaluations
 from lorafusion_jax.training.export_queue import ExportQueue
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Interrupted, Loop
+from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.saver import Saver
-from lorafusion_jax.training.state import AdapterProgress, Progress
-from scheduling import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """Result of a run.
-
-    Attributes:
-        seconds: time spent in slots, over all processes of the run.
-    """
-
-    folder: Path
-    adapters: dict[str, AdapterProgress]
-    seconds: float
-    plan: Plan
-
-    @property
-    def exit_code(self) -> int:
-        failed = [adapter.status == "failed" for adapter in self.adapters.values()]
-        return 0 if not any(failed) else 1 if all(failed) else 3
-
-    def event(
-        self, peak_bytes: int | None = None, *, evaluation_s: float | None = None, saving_s: float | None = None
-    ) -> RunFinished:
-        """Returns the event that reports this result."""
-        return RunFinished(
-            slot=len(self.plan.slots),
-            exit_code=self.exit_code,
-            seconds=round(self.seconds, 3),
-            peak_bytes=peak_bytes,
-            evaluation_s=evaluation_s,
-            saving_s=saving_s,
-        )
+from lorafusion_jax.training.state import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +50,7 @@ class StartUp:
         failure: error of a stage.
     """
 
-    news: Sequence[RunEvent] = ()
+    events: Sequence[RunEvent] = ()
     failure: RunError | None = None
 
 
@@ -118,9 +82,9 @@ class Run:
         self._store, self._session, self._progress, self._listener = store, session, progress, listener
         self._resumed, self._start_up = resumed, start_up
         self._recorded = recorded_changes(folder)
-        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._tell)
-        self._told = _told_changes(folder)
-        self._evaluations: list[tuple[int, float]] = []  # loss tokens, seconds
+        self._revisions = Revisions(job, folder, progress, self._recorded, session.lacks_memory, self._emit)
+        self._reported = _reported_changes(folder)
+        self._evaluations = Evaluations(job, session, self._emit)
         self._queue = BackgroundQueue("writer")
         writer = AdapterWriter(job, folder, progress)
         self._exports = ExportQueue(writer, session.read, listener, self._queue)
@@ -133,17 +97,17 @@ class Run:
             Interrupted: a signal was received. The state is saved.
             RunError: a device failed or the disk is full. The last checkpoint is intact.
         """
-        with ExitStack() as held, self._recording_its_end():
+        with ExitStack() as resources, self._record_end():
             self._store.check_space(self._session.state_bytes)
-            self._tell_start()
-            for news in self._start_up.news:
-                self._tell(news)
+            self._emit_start()
+            for event in self._start_up.events:
+                self._emit(event)
             try:
                 if self._start_up.failure is not None:
                     raise self._start_up.failure
-                self._begin()
-                held.enter_context(deferred_stop())  # also while results are written
-                self._loop().run()
+                self._prepare()
+                resources.enter_context(deferred_stop())  # also while results are written
+                self._make_loop().run()
             finally:
                 self._queue.close()
                 self._write_timeline()
@@ -153,62 +117,63 @@ class Run:
                 seconds=self._progress.seconds,
                 plan=self._job.plan,
             )
-            evaluation_s = round(sum(seconds for _, seconds in self._evaluations), 3)
-            self._tell(
+            self._emit(
                 result.event(
-                    self._session.peak_bytes, evaluation_s=evaluation_s, saving_s=round(self._saver.paused_s, 3)
+                    self._session.peak_bytes,
+                    evaluation_s=round(self._evaluations.seconds, 3),
+                    saving_s=round(self._saver.paused_s, 3),
                 )
             )
             return result
 
-    def _loop(self) -> Loop:
+    def _make_loop(self) -> Loop:
         hooks = Hooks(
             save=lambda wait: self._saver.save(self._progress, wait=wait),
-            evaluate=self._evaluate,
-            finish=self._finish,
-            add=self._add,
+            evaluate=self._evaluations.evaluate,
+            finish=self._export,
+            add=self._add_adapters,
             finished=self._queue.poll,
-            wants_revision=self._revisions.asked,
+            wants_revision=self._revisions.has_requests,
             revise=self._revisions.revise,
             bubble_share=self._session.spans.bubble_share,
-            evaluation_s=self._evaluation_s,
+            evaluation_s=self._evaluations.expected_s,
         )
         return Loop(
             self._job,
             self._session.executor,
             self._progress,
-            self._tell,
+            self._emit,
             hooks,
             changes=[change for change in self._recorded if change.slot >= self._progress.slot],
         )
 
-    def _tell(self, event: RunEvent) -> None:
+    def _emit(self, event: RunEvent) -> None:
         if isinstance(event, AdapterChanged):  # a resumed run repeats the changes at its checkpoint's slot
             key = event.slot, event.adapter, event.action, event.num_steps
-            if key in self._told:
+            if key in self._reported:
                 return
-            self._told.add(key)
+            self._reported.add(key)
         self._listener(event)
 
     @contextmanager
-    def _recording_its_end(self) -> Iterator[None]:
+    def _record_end(self) -> Iterator[None]:
         """Records in the run folder why training stopped before the end of its plan."""
         try:
             yield
         except Interrupted:
-            self._tell(RunInterrupted(slot=self._progress.slot))
+            self._emit(RunInterrupted(slot=self._progress.slot))
             raise
         except BaseException as problem:
             with suppress(OSError):  # the disk may be full
-                self._tell(RunStopped(slot=self._progress.slot, code=_code(problem), what=_what(problem)))
+                self._emit(stop_event(problem, self._progress.slot))
             raise
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
         """Runs what precedes the first microbatch: first evaluations, missing exports, drops."""
         self._session.compile_reads()
         if not self._resumed:
-            for adapter in only(self._job.config, self._session.names).adapters:
-                self._evaluate(adapter.name, 0, self._progress.slot)
+            for adapter in select_adapters(self._job.config, self._session.names).adapters:
+                self._evaluations.evaluate(adapter.name, 0, self._progress.slot)
             return
         slot, unwritten = self._progress.slot, self._progress.unwritten
         for name, adapter in self._progress.adapters.items():  # killed between checkpoint and export
@@ -217,28 +182,28 @@ class Run:
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
                 self._exports.submit_running(adapter, slot)
         self._queue.poll(wait=True)
-        self._drop(slot)
+        self._end_dropped(slot)
         for adapter in unwritten:
             adapter.status, adapter.reason = "done", ""
-            self._finish(adapter.name, slot)
+            self._export(adapter.name, slot)
 
-    def _drop(self, slot: int) -> None:
+    def _end_dropped(self, slot: int) -> None:
         """Ends adapters that were dropped when the run was resumed."""
         for adapter in self._progress.drop(stopped_otherwise(self._job.plan, self._recorded)):
-            self._tell(
+            self._emit(
                 AdapterFailed(
                     slot=slot, adapter=adapter.name, step=adapter.step, reason=adapter.reason, kept_step=adapter.step
                 )
             )
-            self._finish(adapter.name, slot)
+            self._export(adapter.name, slot)
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         session, progress = self._session, self._progress.adapters
         predicted = None
         if is_first():
             self._folder.write_record(self._folder.read_record() | session.device)
             predicted = predicted_run(self._job.config, self._job.prepared, self._job.plan)
-        self._tell(
+        self._emit(
             RunStarted(
                 slot=self._progress.slot,
                 device=session.device["device"],
@@ -264,42 +229,14 @@ class Run:
             )
         )
 
-    def _evaluate(self, name: str, step: int, slots_done: int) -> None:
-        stop_if_asked()
-        if self._job.prepared.adapters[name].eval is None:
-            return
-        self._tell(PhaseBegun(text=f"evaluating {name}"))
-        began = time.perf_counter()
-        with self._session.spans.pause(f"evaluating {name}"):
-            found = self._session.evaluate(name)
-        self._evaluations.append((found.tokens, time.perf_counter() - began))
-        self._tell(
-            AdapterEvaluated(
-                slot=slots_done,
-                adapter=name,
-                step=step,
-                eval_loss=found.loss,
-                eval_tokens=found.tokens,
-                metrics={f"eval_{key}": value for key, value in found.metrics.items()},
-            )
-        )
-
-    def _evaluation_s(self, name: str) -> float | None:
-        """Estimates by the fastest time per token so far, because the first evaluation compiles."""
-        held_out = self._job.prepared.adapters[name].eval
-        if held_out is None or len(self._evaluations) < 2:
-            return None
-        token_s = min(seconds / max(tokens, 1) for tokens, seconds in self._evaluations)
-        return token_s * int(held_out.loss_mask.sum())
-
-    def _finish(self, name: str, slots_done: int) -> None:
+    def _export(self, name: str, slots_done: int) -> None:
         adapter = self._progress.adapters[name]
         if adapter.step:
             self._exports.submit(adapter, slots_done)
 
-    def _add(self, names: Sequence[str], slots_done: int) -> None:
-        self._tell(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
-        config = only(self._job.config, list(self._progress.adapters))
+    def _add_adapters(self, names: Sequence[str], slots_done: int) -> None:
+        self._emit(PhaseBegun(slot=slots_done, text=f"making room for {', '.join(names)}"))
+        config = select_adapters(self._job.config, list(self._progress.adapters))
         new = config.model_copy(update={"adapters": config.adapters[len(self._session.names) :]})
         first = len(config.adapters) - len(new.adapters)
         weights = {first + place: arrays for place, arrays in read_warm_starts(new).items()}
@@ -307,8 +244,8 @@ class Run:
             self._session.add(config, self._job.prepared, weights)
             self._session.compile_reads()
         for name in names:
-            self._evaluate(name, 0, slots_done)
-        self._drop(slots_done)
+            self._evaluations.evaluate(name, 0, slots_done)
+        self._end_dropped(slots_done)
 
     def _write_timeline(self) -> None:
         timeline = self._session.spans.close(self._job.plan)
@@ -317,20 +254,7 @@ class Run:
                 self._folder.write_timeline(timeline.to_json())
 
 
-def _told_changes(folder: RunFolder) -> set[tuple[int, str, str, int]]:
+def _reported_changes(folder: RunFolder) -> set[tuple[int, str, str, int]]:
     rows = read_rows(folder.path / "events.jsonl")
     changed = (row for row in rows if row["kind"] == AdapterChanged.kind)
     return {(row["slot"], row["adapter"], row["action"], row["num_steps"]) for row in changed}
-
-
-def _code(problem: BaseException) -> str:
-    return problem.code if isinstance(problem, LoraFusionError) else type(problem).__name__
-
-
-def _what(problem: BaseException) -> str:
-    """Describes in one line why training stopped."""
-    if isinstance(problem, LoraFusionError):
-        return problem.what
-    if isinstance(problem, KeyboardInterrupt):  # a second signal, or one before the first microbatch
-        return "at once, by a signal"
-    return str(problem).partition("\n")[0][:300] or type(problem).__name__

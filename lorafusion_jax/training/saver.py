@@ -56,13 +56,13 @@ class Saver:
         began = time.perf_counter()
         with self._session.spans.pause("saving"):
             self._queue.poll(wait=True)  # at most one save runs, and the folder of a done adapter exists
-            self._begin(progress, began)
+            self._start_save(progress, began)
             if wait:
                 self._queue.poll(wait=True)
                 barrier("saved")
         self.paused_s += time.perf_counter() - began
 
-    def _begin(self, progress: Progress, began: float) -> None:
+    def _start_save(self, progress: Progress, began: float) -> None:
         running = {own.name: own for own in progress.adapters.values() if own.status == "running" and own.step}
         snapshot = self._session.snapshot(list(running))
         slot, position, state, paused = progress.slot, progress.position(), snapshot.state, time.perf_counter() - began

@@ -91,7 +91,7 @@ class Progress:
         if form not in range(1, FORM + 1):
             raise CheckpointError(
                 "run.later-version",
-                f"checkpoint {position.get('slot')} has arrays of form {form}, and this version reads 1 to {FORM}.",
+                f"checkpoint {position.get('slot')} has format {form}; this version reads formats 1 to {FORM}.",
                 fix="resume the run with the version of lorafusion-jax that wrote it, or a later one",
             )
         try:
@@ -103,7 +103,7 @@ class Progress:
                 "run.bad-state",
                 f"the position of checkpoint {position.get('slot')} cannot be read.",
                 why=str(problem),
-                fix=f"remove state/{position.get('slot')} of the run folder to go on from the checkpoint before",
+                fix=f"remove state/{position.get('slot')} of the run folder to continue from the checkpoint before it",
             ) from None
 
 

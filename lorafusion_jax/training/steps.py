@@ -20,7 +20,7 @@ from lorafusion_jax.training.state import AdapterProgress, Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class IssuedStep:
     """An optimizer step that was issued and whose result was not read yet."""
 
     adapter: str
@@ -50,7 +50,7 @@ class Steps:
     ):
         self._job, self._tables, self._executor = job, tables, executor
         self._progress, self._meter, self._emit, self._hooks = progress, meter, emit, hooks
-        self._taken: deque[Taken] = deque()
+        self._issued: deque[IssuedStep] = deque()
         self.since_save = 0
 
     def take(self, name: str, slot: int) -> None:
@@ -59,7 +59,7 @@ class Steps:
         lr = float(tables.rates[name][number])
         result = self._executor.step(name, hyper(self._job.config.adapter(name).optim, lr))
         self.since_save += 1
-        taken = Taken(
+        issued = IssuedStep(
             adapter=name,
             step=number + 1,
             lr=lr,
@@ -67,29 +67,29 @@ class Steps:
             slots_done=slot + 1,
             result=result,
         )
-        self._taken.append(taken)
+        self._issued.append(issued)
         last = number + 1 == self._progress.adapters[name].num_steps
         # An evaluation needs the weights of this step; those of the last step stay.
-        if self._evaluated(name, number + 1) and not last:
-            self.look_at_all()
+        if self._needs_evaluation(name, number + 1) and not last:
+            self.read_all()
 
-    def look_until(self, slots_done: int) -> None:
+    def read_until(self, slots_done: int) -> None:
         """Reads the results of the steps in the first `slots_done` slots, which are done."""
-        while self._taken and self._taken[0].slots_done <= slots_done:
-            self._look()
+        while self._issued and self._issued[0].slots_done <= slots_done:
+            self._read_next()
 
-    def look_at_all(self) -> None:
+    def read_all(self) -> None:
         """Waits for all steps and reads their results."""
-        while self._taken:
-            self._look()
+        while self._issued:
+            self._read_next()
 
     def evaluate(self, name: str, step: int, slots_done: int) -> None:
         """Evaluates an adapter. The meter counts the time as a pause."""
         with self._meter.paused(EVALUATING):
             self._hooks.evaluate(name, step, slots_done)
 
-    def _look(self) -> None:
-        step = self._taken.popleft()
+    def _read_next(self) -> None:
+        step = self._issued.popleft()
         adapter = self._progress.adapters[step.adapter]
         if adapter.status == "failed":  # the devices have refused this step, too
             return
@@ -112,16 +112,16 @@ class Steps:
                 metrics={name: metrics[name] for name in own},
             )
         )
-        if self._evaluated(adapter.name, step.step):
+        if self._needs_evaluation(adapter.name, step.step):
             self.evaluate(adapter.name, step.step, step.slots_done)
         if step.step == adapter.num_steps:
             adapter.status = "done"
             self._hooks.finish(adapter.name, step.slots_done)
 
-    def _fail(self, adapter: AdapterProgress, step: Taken) -> None:
+    def _fail(self, adapter: AdapterProgress, step: IssuedStep) -> None:
         self._executor.put_back(step.adapter, step.result)
         adapter.status = "failed"
-        adapter.reason = f"{self._culprit(step)} at step {step.step}, slot {step.slots_done - 1}"
+        adapter.reason = f"{self._failure_cause(step)} at step {step.step}, slot {step.slots_done - 1}"
         self._meter.drop(step.adapter, step.slots_done)
         self._emit(
             AdapterFailed(
@@ -134,13 +134,13 @@ class Steps:
         )
         self._hooks.finish(step.adapter, step.slots_done)
 
-    def _evaluated(self, name: str, step: int) -> bool:
+    def _needs_evaluation(self, name: str, step: int) -> bool:
         """Whether the adapter is evaluated after this step."""
         every = self._job.config.train.eval_every_steps
         last = step == self._progress.adapters[name].num_steps
         return self._job.prepared.adapters[name].eval is not None and (last or bool(every and step % every == 0))
 
-    def _culprit(self, step: Taken) -> str:
+    def _failure_cause(self, step: IssuedStep) -> str:
         last = len(self._executor.stages) - 1
         bad = self._executor.not_finite(step.adapter, step.result)
         return bad or "loss not finite" + (f" (stage {last})" if last else "")

@@ -97,18 +97,18 @@ def as_arrays(dropout: Dropout) -> Dropout:
 
 def _check_values(ops: Operands, num_adapters: int) -> None:
     """Raises ValueError for numbers out of range where they are known: traced ones cannot be looked at."""
-    table = _known(ops.tile_adapter)
+    table = _concrete(ops.tile_adapter)
     if table is not None and (wrong := (table < -1) | (table >= num_adapters)).any():
         tile = int(np.flatnonzero(wrong)[0])
         raise ValueError(
             f"tile_adapter[{tile}] is {table[tile]}, expected -1 (padding rows) to {num_adapters - 1}: "
             f"a and b hold {num_adapters} adapters"
         )
-    ranks = None if ops.ranks is None else _known(ops.ranks)
+    ranks = None if ops.ranks is None else _concrete(ops.ranks)
     if ranks is not None and (ranks < 0).any():
         adapter = int(np.flatnonzero(ranks < 0)[0])
         raise ValueError(f"ranks[{adapter}] is {ranks[adapter]}, expected 0 or more: the columns of a that it uses")
-    if ops.dropout is None or (rates := _known(ops.dropout.rate)) is None:
+    if ops.dropout is None or (rates := _concrete(ops.dropout.rate)) is None:
         return
     if (wrong := ~((rates >= 0) & (rates < 1))).any():
         adapter = int(np.flatnonzero(wrong)[0])
@@ -117,7 +117,7 @@ def _check_values(ops: Operands, num_adapters: int) -> None:
         )
 
 
-def _known(array: Any) -> np.ndarray | None:
+def _concrete(array: Any) -> np.ndarray | None:
     """The numbers of an array that this process holds whole; None while tracing, or where there is but a shape."""
     abstract = isinstance(array, Tracer | jax.ShapeDtypeStruct)
     if abstract or not getattr(array, "is_fully_addressable", True):

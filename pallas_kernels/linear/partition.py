@@ -95,7 +95,11 @@ def _run_backward(call: Call, mesh: Any, layout: Layout, ops: Operands, saved: A
     banks = tuple({i: banks[i] for i in ops.with_lora} for banks in (specs.as_, specs.bs))
     run = functools.partial(shard.backward, call, layout)
     dx, das, dbs = _shard_map(run, mesh, in_specs, (specs.x, *banks))(_place(ops, specs, mesh, call), saved, dys)
-    return _like((ops.x,), {0: dx}, mesh)[0], _like(ops.as_, das, mesh), _like(ops.bs, dbs, mesh)
+    return (
+        _with_shardings_of((ops.x,), {0: dx}, mesh)[0],
+        _with_shardings_of(ops.as_, das, mesh),
+        _with_shardings_of(ops.bs, dbs, mesh),
+    )
 
 
 def _shard_map(function: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -118,7 +122,9 @@ def _place(ops: Operands, specs: Operands, mesh: Any, call: Call) -> Operands:
     return jax.tree.map(lambda v, spec: jax.sharding.reshard(v, NamedSharding(mesh, spec)), ops, specs)
 
 
-def _like(arrays: tuple[jax.Array | None, ...], gradients: dict[int, jax.Array], mesh: Any) -> dict[int, jax.Array]:
+def _with_shardings_of(
+    arrays: tuple[jax.Array | None, ...], gradients: dict[int, jax.Array], mesh: Any
+) -> dict[int, jax.Array]:
     """Gradients by number in the shardings of what they belong to."""
 
     def spec(i: int) -> PartitionSpec:
@@ -173,12 +179,17 @@ def _partitioned_forward(call: Call, tree: Any, x_ndim: int) -> Any:
 
     def partition(mesh, arguments, results):
         del results
-        layout, ops, specs = _chosen(call, tree, mesh, arguments)
+        layout, ops, specs = _layout_chosen_by_xla(call, tree, mesh, arguments)
         outputs = tuple(layout.spec_of_y(i) for i in range(len(ops.ws)))
-        return mesh, lambda *leaves: local(call, layout, leaves), _on(mesh, outputs), _on(mesh, jax.tree.leaves(specs))
+        return (
+            mesh,
+            lambda *leaves: local(call, layout, leaves),
+            _shardings(mesh, outputs),
+            _shardings(mesh, jax.tree.leaves(specs)),
+        )
 
     rule = _Rule.of(tree, x_ndim, single=call.static.single)
-    function = custom_partitioning(lambda *leaves: local(_by_xla(call), _whole(tree, x_ndim), leaves))
+    function = custom_partitioning(lambda *leaves: local(_by_xla(call), _unsharded_layout(tree, x_ndim), leaves))
     function.def_partition(partition=partition, sharding_rule=f"{rule.operands} -> {rule.ys}", reduction_factors=("k",))
     return function
 
@@ -194,13 +205,18 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
 
     def partition(mesh, arguments, results):
         del results
-        layout, ops, specs = _chosen(call, tree, mesh, arguments[: tree.num_leaves])
+        layout, ops, specs = _layout_chosen_by_xla(call, tree, mesh, arguments[: tree.num_leaves])
         banks = (*(specs.as_[i] for i in ops.with_lora), *(specs.bs[i] for i in ops.with_lora))
         inputs = [*jax.tree.leaves(specs), *(layout.spec_of_y(i) for i in range(len(ops.ws)))]
-        return mesh, lambda *values: local(call, layout, values), _on(mesh, (specs.x, *banks)), _on(mesh, inputs)
+        return (
+            mesh,
+            lambda *values: local(call, layout, values),
+            _shardings(mesh, (specs.x, *banks)),
+            _shardings(mesh, inputs),
+        )
 
     rule = _Rule.of(tree, x_ndim, single=call.static.single)
-    function = custom_partitioning(lambda *values: local(_by_xla(call), _whole(tree, x_ndim), values))
+    function = custom_partitioning(lambda *values: local(_by_xla(call), _unsharded_layout(tree, x_ndim), values))
     function.def_partition(
         partition=partition,
         sharding_rule=f"{rule.operands}, {rule.ys} -> {rule.gradients}",
@@ -209,7 +225,7 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
     return function
 
 
-def _chosen(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, Operands, Operands]:
+def _layout_chosen_by_xla(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, Operands, Operands]:
     """The layout that follows from XLA's choice, the shapes of the operands, and their specs in this layout."""
     ops = jax.tree.unflatten(tree, arguments)
     layout = layout_of(ops.x.sharding.spec, [w.sharding.spec for w in ops.ws], x_ndim=len(ops.x.shape))
@@ -217,7 +233,7 @@ def _chosen(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, O
     return layout, ops, layout.specs(ops, single=call.static.single)
 
 
-def _whole(tree: Any, x_ndim: int) -> Layout:
+def _unsharded_layout(tree: Any, x_ndim: int) -> Layout:
     ops = jax.tree.unflatten(tree, range(tree.num_leaves))
     return Layout(leading=((),) * (x_ndim - 1), k=(), ns=((),) * len(ops.ws))
 
@@ -227,7 +243,7 @@ def _by_xla(call: Call) -> Call:
     return dataclasses.replace(call, implementation=XLA)
 
 
-def _on(mesh: Any, specs: Any) -> tuple[NamedSharding, ...]:
+def _shardings(mesh: Any, specs: Any) -> tuple[NamedSharding, ...]:
     return tuple(NamedSharding(mesh, spec) for spec in specs)
 
 

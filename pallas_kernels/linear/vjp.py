@@ -53,8 +53,8 @@ def gradients(ops: Operands, dx: jax.Array | None, das: dict[int, jax.Array], db
     return Operands(
         x=dx,
         ws=none,
-        as_=_of(das, ops.as_),
-        bs=_of(dbs, ops.bs),
+        as_=_gradients_of(das, ops.as_),
+        bs=_gradients_of(dbs, ops.bs),
         biases=none,
         tile_adapter=None,
         scale=None,
@@ -62,5 +62,5 @@ def gradients(ops: Operands, dx: jax.Array | None, das: dict[int, jax.Array], db
     )
 
 
-def _of(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
+def _gradients_of(by_number: dict[int, jax.Array], banks: tuple[jax.Array | None, ...]):
     return tuple(None if a is None else by_number[i].astype(a.dtype) for i, a in enumerate(banks))

@@ -29,7 +29,7 @@ def unsupported_reason(static: Static, ops: Operands) -> str | None:
 
 def forward(static: Static, ops: Operands) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
     """Returns every y, every S of the projections with LoRA, and no packed bits (they are cheap to make again)."""
-    ops = _known(static, ops)
+    ops = _mask_unknown_adapters(static, ops)
     ss = _down(static, ops, _dropped_tiles(static, ops)) if ops.with_lora else ()
     s_of = dict(zip(ops.with_lora, ss, strict=True))
     ys = tuple(_up(static, ops, i, s_of.get(i)) for i in range(len(ops.ws)))
@@ -41,7 +41,7 @@ def backward(
 ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
     """Returns dx, and dA and dB (float32) by projection number."""
     del bits
-    ops = _known(static, ops)
+    ops = _mask_unknown_adapters(static, ops)
     dx_TK: Any = sum(frozen_product_transposed(dy, w) for dy, w in zip(dys, ops.ws, strict=True))
     das, dbs = {}, {}
     if ops.with_lora:
@@ -53,12 +53,12 @@ def backward(
         for i, s_IJR in zip(ops.with_lora, ss, strict=True):
             ds_IJR, dbs[i] = _dsdb(static, ops, i, s_IJR, _tiles(static, dys[i]))
             das[i] = _da(static, ops, ds_IJR, dropped_IJK)
-            low_IJK = low_IJK + _batched("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
+            low_IJK = low_IJK + _contract("ijr,ikr->ijk", ds_IJR, _bank(static, ops, ops.as_[i]), low_type)
         dx_TK = dx_TK + _finish_dx(static, ops, low_IJK, keep).reshape(dx_TK.shape)
     return dx_TK, das, dbs
 
 
-def _known(static: Static, ops: Operands) -> Operands:
+def _mask_unknown_adapters(static: Static, ops: Operands) -> Operands:
     """Tiles of adapters that do not exist are tiles of nobody, as in the kernels."""
     table = ops.tile_adapter
     return dataclasses.replace(ops, tile_adapter=jnp.where(table < static.num_adapters, table, -1))
@@ -68,7 +68,7 @@ def _down(static: Static, ops: Operands, dropped_IJK: jax.Array) -> tuple[jax.Ar
     """S = drop(x) A, one per projection with LoRA."""
     ss = []
     for i in ops.with_lora:
-        s_IJR = _batched("ijk,ikr->ijr", dropped_IJK, _bank(static, ops, ops.as_[i]))
+        s_IJR = _contract("ijk,ikr->ijr", dropped_IJK, _bank(static, ops, ops.as_[i]))
         if ops.dropout is not None:
             s_IJR = s_IJR * _of_tiles(static, ops, inverse_keep(ops.dropout.rate))
         ss.append(named_s(_select(static, ops, s_IJR).astype(ops.x.dtype)))
@@ -83,22 +83,22 @@ def _up(static: Static, ops: Operands, i: int, s_IJR: jax.Array | None) -> jax.A
         y_TN = y_TN + bias.astype(y_TN.dtype)
     if s_IJR is not None:
         scaled_IJR = (s_IJR.astype(jnp.float32) * _of_tiles(static, ops, ops.scale)).astype(s_IJR.dtype)
-        low_IJN = _batched("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
+        low_IJN = _contract("ijr,irn->ijn", scaled_IJR, _bank(static, ops, ops.bs[i]), y_TN.dtype)
         y_TN = y_TN + _select(static, ops, low_IJN).reshape(y_TN.shape)
     return y_TN
 
 
 def _dsdb(static: Static, ops: Operands, i: int, s_IJR: jax.Array, dy_IJN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dS = scale dY B^T and dB = scale S^T dY."""
-    ds_IJR = _batched("ijn,irn->ijr", dy_IJN, _bank(static, ops, ops.bs[i])) * _of_tiles(static, ops, ops.scale)
+    ds_IJR = _contract("ijn,irn->ijr", dy_IJN, _bank(static, ops, ops.bs[i])) * _of_tiles(static, ops, ops.scale)
     ds_IJR = _select(static, ops, ds_IJR).astype(ops.x.dtype)
-    db_ARN = _sum(static, ops, _batched("ijr,ijn->irn", s_IJR, dy_IJN))
+    db_ARN = _sum(static, ops, _contract("ijr,ijn->irn", s_IJR, dy_IJN))
     return ds_IJR, db_ARN * ops.scale[:, None, None]
 
 
 def _da(static: Static, ops: Operands, ds_IJR: jax.Array, dropped_IJK: jax.Array) -> jax.Array:
     """dA = drop(x)^T dS."""
-    da_AKR = _sum(static, ops, _batched("ijk,ijr->ikr", dropped_IJK, ds_IJR))
+    da_AKR = _sum(static, ops, _contract("ijk,ijr->ikr", dropped_IJK, ds_IJR))
     return da_AKR if ops.dropout is None else da_AKR * inverse_keep(ops.dropout.rate)[:, None, None]
 
 
@@ -153,7 +153,7 @@ def _precision(dtype: jnp.dtype) -> str | None:
     return "highest" if dtype == jnp.float32 else None
 
 
-def _batched(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def _contract(spec: str, lhs: jax.Array, rhs: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """Contracts with float32 accumulation.
 
     The result is float32 where it is as narrow as a rank or is worked on further, and `dtype` where it is as wide as a

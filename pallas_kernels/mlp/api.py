@@ -82,7 +82,7 @@ def multi_lora_mlp(
     call = _fused_call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, down_dropout, ranks, implementation)
     if call is not None:
         static, ops, down = call
-        ops, down = (_varying(each, ops.x) for each in (ops, down))
+        ops, down = (_vary_banks_like(each, ops.x) for each in (ops, down))
         y = vjp.apply(static, ops, down).reshape(*x.shape[:-1], -1)
         return y if out_sharding is None else partition.place(y, out_sharding)
     gate, up = multi_lora_linears(x, ws[:2], as_[:2], bs[:2], biases=biases[:2], dropout=dropout, **shared)
@@ -129,7 +129,7 @@ def _fused_call(
     return static, ops, dataclasses.replace(down, x=None)
 
 
-def _varying(ops: Operands, x: jax.Array) -> Operands:
+def _vary_banks_like(ops: Operands, x: jax.Array) -> Operands:
     """Outside of the rule, so that dA and dB are summed over the mesh."""
     as_, bs = vary_like((ops.as_, ops.bs), x)
     return dataclasses.replace(ops, as_=as_, bs=bs)

@@ -127,7 +127,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
         row, column = divmod(place, len(comes))
         gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
         come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]
-        if _fits(bins, heavy, here, come, gone) and _fits(bins, light, there, gone, come):
+        if _has_room(bins, heavy, here, come, gone) and _has_room(bins, light, there, gone, come):
             for at in goes[row]:
                 bins.move(ours.keys[at], ours.bits[at], heavy, light)
             for at in comes[column]:
@@ -138,7 +138,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     return False
 
 
-def _fits(
+def _has_room(
     bins: Bins, at: Place, before: dict[Key, int], come: list[tuple[Key, int]], gone: list[tuple[Key, int]]
 ) -> bool:
     """Whether a microbatch has enough tiles after the exchange and does not become empty."""

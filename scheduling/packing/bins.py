@@ -72,10 +72,10 @@ class Bins:
         self.load[source] -= length
         self.load[target] += length
         slots = [at[0] for at in (source, target)] + [self.first[key], self.last[key]]
-        held = [slot for slot in range(min(slots), max(slots) + 1) if self._holds(key, slot)]
+        held = [slot for slot in range(min(slots), max(slots) + 1) if self._contains(key, slot)]
         self.first[key], self.last[key] = held[0], held[-1]
 
-    def _holds(self, key: Key, slot: int) -> bool:
+    def _contains(self, key: Key, slot: int) -> bool:
         return any(key in self.parts[slot, replica] for replica in range(self.shape[1]))
 
     def filling(self) -> Filling:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from scheduling.plan import Plan
 from scheduling.types import AdapterJob, Limits, SampleRef, Slot
 
 Part = tuple[int, int, int]  # (job, batch, bit mask over the batch's samples in ascending order of length)
@@ -122,6 +123,22 @@ def _batches(job: AdapterJob, positions: Sequence[int], limits: Limits) -> tuple
         )
         tail += slots + limits.num_stages - 1
     return tuple(reversed(batches))
+
+
+def to_plan(problem: Problem, filling: Filling, *, seed: int = 0, lower_bound: int = 0) -> Plan:
+    """Builds the plan of a filling. Does not verify it."""
+    limits = problem.limits
+    return Plan(
+        jobs=problem.jobs,
+        slots=to_slots(problem, filling),
+        capacity_tokens=limits.capacity_tokens,
+        num_stages=limits.num_stages,
+        data_parallel=limits.data_parallel,
+        tile_tokens=limits.tile_tokens,
+        seed=seed,
+        lower_bound=lower_bound,
+        smaller=limits.smaller,
+    )
 
 
 def to_slots(problem: Problem, filling: Filling) -> tuple[Slot, ...]:

@@ -42,10 +42,10 @@ def _line(timeline: Timeline, spans: tuple[Span, ...], letters: dict[str, str], 
                 mark = letters.get(adapter, "?")
                 mark = mark.upper() if span.kind == "backward" else mark
                 shares[column][mark] = shares[column].get(mark, 0.0) + share / len(adapters)
-    return "".join(_winner(share, column_s) for share in shares)
+    return "".join(_largest_share(share, column_s) for share in shares)
 
 
-def _winner(shares: dict[str, float], column_s: float) -> str:
+def _largest_share(shares: dict[str, float], column_s: float) -> str:
     if sum(shares.values()) < column_s / 2:
         return IDLE
     return max(sorted(shares), key=shares.__getitem__)

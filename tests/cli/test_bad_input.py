@@ -205,7 +205,8 @@ def nothing_read(monkeypatch):
     def read(*arguments, **named):
         raise AssertionError("data are read first")
 
-    monkeypatch.setattr("lorafusion_jax.training.start.prepare", read)
+    for module in ("start", "resume_run"):
+        monkeypatch.setattr(f"lorafusion_jax.training.{module}.prepare", read)
 
 
 def test_folder_of_another_run(lorafusion, job, finished, nothing_read):
@@ -325,7 +326,7 @@ def test_resume_falls_back_to_the_previous_checkpoint(lorafusion, finished, tmp_
     outcome = lorafusion("resume", run)
     assert outcome.code == 0, outcome.err
     assert f"damaged: {newest / 'position' / 'metadata'}" in outcome.out
-    assert f"goes on from the checkpoint before, {before}" in outcome.out
+    assert f"continues from the checkpoint before it, {before}" in outcome.out
     assert f"resumed at microbatch {before.name}" in outcome.out
     assert weights(run) == weights(finished[1])
 
@@ -338,7 +339,7 @@ def test_the_only_checkpoint_cannot_be_read(lorafusion, finished, tmp_path):
         shutil.rmtree(folder)
     outcome = lorafusion("resume", run)
     assert (outcome.code, outcome.errors) == (2, ["run.bad-state"])
-    assert f"remove {run / 'state'} to begin anew" in outcome.err
+    assert f"remove {run / 'state'} to start again" in outcome.err
 
 
 @pytest.fixture

@@ -343,7 +343,7 @@ def test_a_coordinator_without_a_port_is_named(lorafusion, job):
     options = ("--coordinator", "localhost", "--num-processes", 1, "--process-id", 0)
     outcome = lorafusion("train", job.path, "--out", job.folder / "run", "--distributed", *options)
     assert outcome.errors == ["processes.join"]
-    assert "localhost names no port" in outcome.err
+    assert "localhost has no port" in outcome.err
 
 
 def test_resume_on_another_mesh(lorafusion, finished, tmp_path):

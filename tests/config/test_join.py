@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.join import in_force, joined, read_joining
+from lorafusion_jax.config.join import add_adapters, in_force, read_joining
 from lorafusion_jax.config.schema import Extension
 from lorafusion_jax.errors import ConfigError, ErrorList
 from scheduling import AdapterJob, make_plan
@@ -53,7 +53,7 @@ def test_a_job_file_for_the_same_run_may_say_the_same(begun, tmp_path):
     path = write(tmp_path / "more", **(RUN | base), adapters=[TAX])
     (tax,) = read_joining(path, begun, ["optim.lr=0.5", "batch.global_samples=2"])
     assert (tax.optim.lr, tax.global_samples) == (0.5, 2)
-    assert [adapter.name for adapter in joined(begun, [tax]).adapters] == ["law", "tax"]
+    assert [adapter.name for adapter in add_adapters(begun, [tax]).adapters] == ["law", "tax"]
 
 
 def test_what_belongs_to_the_run_cannot_differ(begun, tmp_path):

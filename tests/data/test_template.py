@@ -2,7 +2,8 @@ import pytest
 from data_helpers import MARKED_TEMPLATE, TEMPLATE, chat
 
 from lorafusion_jax.data import ChatTemplate
-from lorafusion_jax.data.template import TemplateProblem, check_template
+from lorafusion_jax.data.compiled_template import TemplateProblem
+from lorafusion_jax.data.template import check_template
 from lorafusion_jax.errors import CheckpointError
 
 TURNS = chat("2+2?", "four", "3+3?", "six", system="Be brief.")
@@ -52,7 +53,7 @@ def test_template_that_shows_reasoning_of_the_last_answer_only():
 
 def test_template_whose_prefix_is_not_one():
     source = "{{ messages | length }}{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
-    with pytest.raises(TemplateProblem, match="no prefix"):
+    with pytest.raises(TemplateProblem, match="not a prefix"):
         answers(source)
 
 

@@ -152,7 +152,7 @@ def test_a_bug_in_a_stage_is_not_lost(config, healthy, tmp_path, monkeypatch):
         with pytest.raises(KeyError, match="a bug") as caught:
             train(config, tmp_path / "run")
     (note,) = caught.value.__notes__
-    assert re.fullmatch(r"raised at stage 1, slot \d+ \((law|med)\); lorafusion resume goes on from before", note)
+    assert re.fullmatch(r"raised at stage 1, slot \d+ \((law|med)\); lorafusion resume RUN continues from before", note)
     assert resume(tmp_path / "run").exit_code == 0
     assert_equal(healthy[0], read_trained(tmp_path / "run"), 0.0)
 

@@ -37,11 +37,11 @@ ASKED = "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: lorafusion/any/7/1
 def test_a_lost_process_is_told_from_a_failed_device(text, which):
     problem = stage_failed(jax.errors.JaxRuntimeError(text), 1, 7, ["law"])
     assert problem.code == "train.process-lost"
-    assert problem.what.startswith(f"another process of this run{which} went away")
+    assert problem.what.startswith(f"another process of this run{which} is lost")
     assert "stage 1, slot 7 (law)" in problem.what
     assert problem.why == text.splitlines()[0]
     assert "that process's own output or log" in problem.fix
-    assert "the last checkpoint, which stands" in problem.fix
+    assert "the last checkpoint, which is intact" in problem.fix
 
 
 @pytest.mark.parametrize("text", ["INTERNAL: the link is down", "DEADLINE_EXCEEDED: a kernel", ""])
@@ -51,7 +51,7 @@ def test_other_failures_are_those_of_a_device(text):
 
 def test_a_lost_connection_is_known_in_whatever_it_comes():
     """Gathering arrays of several processes raises a ValueError with the transport's words."""
-    with pytest.raises(RunError, match=r"train\.process-lost.*met between slots"), Executor([], []).blaming(None, None):
+    with pytest.raises(RunError, match=r"process-lost.*noticed between slots"), Executor([], []).blaming(None, None):
         raise ValueError(GLOO)
 
 

@@ -23,7 +23,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
-from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, apart, joined, view, windows
+from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms
@@ -167,7 +167,7 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(leaf):
     at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
     own = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
     own[2][Q + leaf][:] = np.nan
-    arrays = joined({Q + leaf: at}, own)
+    arrays = stack_adapters({Q + leaf: at}, own)
     assert arrays[Q + leaf].shape == (2, *inside(10))
     window = windows(columns, jnp.array([1, -1, 0]))[list(columns).index(Q + leaf)]
     seen = np.asarray(jax.jit(view, static_argnums=1)(arrays[Q + leaf], at, jnp.int32(1), window))
@@ -181,7 +181,9 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(leaf):
     if leaf == "lora_a":
         gradient[0, :, 1:] = np.nan  # beyond its own rank
     added = jax.jit(add, static_argnums=1)(arrays[Q + leaf][None], at, jnp.int32(1), window, gradient)
-    after = [apart({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)]
+    after = [
+        take_adapter({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)
+    ]
     np.testing.assert_array_equal(after[2], own[2][Q + leaf])
     for index, place in ((1, 0), (0, 2)):
         rank = SPECS[index].rank

@@ -189,8 +189,8 @@ def test_a_checkpoint_goes_on_with_its_plan_or_a_later_one(planned):
 @pytest.mark.parametrize(
     ("overrides", "code", "fix"),
     [
-        (["batch.capacity_tokens=128"], "resume.fixed", "starts a new run"),
-        (["adapters.law.optim.lr=1"], "resume.fixed", "starts a new run"),
+        (["batch.capacity_tokens=128"], "resume.fixed", "start a new run"),
+        (["adapters.law.optim.lr=1"], "resume.fixed", "start a new run"),
         (["mesh.stage=1"], "resume.fixed", "mesh.stages"),
         (["mesh.stages=none"], "config.override", ""),
         (["train.remat=all"], "config.override", ""),

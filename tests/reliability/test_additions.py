@@ -189,7 +189,7 @@ def test_what_cannot_join_changes_nothing(make_config, tax, healthy, tmp_path, m
         ([new.model_copy(update={"name": "LAW"})], "LAW"),
         ([new, nowhere.model_copy(update={"name": "geo"})], "/nowhere.jsonl"),
         ([folder_gone], "there is no folder /nowhere"),
-        ([large], "no memory for more adapters. stage 0 needs 9 GB"),
+        ([large], "memory for more adapters. stage 0 needs 9 GB"),
     ]
     monkeypatch.setattr(Session, "lacks_memory", lambda self, c: "stage 0 needs 9 GB" * (c.adapters[-1] == large))
     result = train(config, run, listeners=[asks(run, *(("law", 1, adapters, "add") for adapters, _ in refused))])

@@ -26,7 +26,7 @@ def test_a_difference_is_told_with_its_tensor(whole_run, monkeypatch, capsys):
         array = np.full((2, 2), 1.0 + 1e-4 * len(config.adapters))
         return {"layers.0.self_attn.q_proj": (np.ones((2, 2)), array)}
 
-    monkeypatch.setattr(compare_alone, "_trained", spoilt)
+    monkeypatch.setattr(compare_alone, "_train", spoilt)
     assert lorafusion(["verify", str(whole_run.run), "law"]) == 1
     shown = capsys.readouterr()
     assert "error[verify.different]" in shown.err

@@ -139,7 +139,7 @@ def test_a_state_without_its_plan_is_refused(unfinished, command, capsys):
     assert lorafusion([command, *words.get(command, [str(unfinished.run)])]) == 2
     err = capsys.readouterr().err
     assert "error[run.no-plan]" in err
-    assert "bring plan.json back" in err
+    assert "restore plan.json" in err
     assert {path: path.stat().st_mtime_ns for path in unfinished.run.rglob("*")} == before
 
 

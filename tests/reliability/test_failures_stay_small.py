@@ -13,7 +13,7 @@ import pytest
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
-from lorafusion_jax.pipeline.batches import without
+from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.training import RunFolder, resume, train
@@ -138,7 +138,7 @@ def test_rows_of_failed_adapters_become_padding_where_they_stand():
         segment_lengths=counted, tile_adapter=rows[:, ::2], row_adapter=rows, row_key=counted,
         weights=counted.astype(np.float32), adapters=np.arange(3)[None],
     )  # fmt: skip
-    padded = without(batch, [1])
+    padded = mask_adapters(batch, [1])
     assert padded.tokens.tolist() == [[1, 2, 0, 0, 5, 6, 7, 8]]
     assert padded.weights.tolist() == [[1, 2, 0, 0, 5, 6, 7, 8]]
     assert padded.tile_adapter.tolist() == [[0, -1, 2, -1]]
@@ -147,7 +147,7 @@ def test_rows_of_failed_adapters_become_padding_where_they_stand():
     assert kinds[0] == kinds[1]  # else the programs compile again
     for name in ("segment_ids", "segment_offsets", "segment_lengths", "positions", "row_key"):
         assert getattr(padded, name) is getattr(batch, name)
-    assert without(batch, []) is batch
+    assert mask_adapters(batch, []) is batch
 
 
 def test_the_folder_of_a_failed_adapter_says_so(make_config, tmp_path):

@@ -197,9 +197,9 @@ def test_what_cannot_be_done_is_said_and_the_run_goes_on(make_config, healthy, t
     assert set(statuses(result).values()) == {"done"}
     told = [row["text"] for row in events_of(run, "request-refused")]
     assert len(told) == 3
-    assert "bad is not paused but running" in told[0]
+    assert "bad is running, not paused" in told[0]
     assert "no adapter 'nobody'" in told[1]
-    assert "note.json is no request" in told[2]
+    assert "note.json is not a request" in told[2]
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES, atol=0)  # bitwise: nothing was planned again
 
 
@@ -222,7 +222,7 @@ def test_a_kill_while_a_request_is_carried_out(left, make_config, healthy, tmp_p
                 if list(filter(None, names)):
                     raise KeyboardInterrupt
 
-            patch.setattr(Revisions, "_remove", killed)
+            patch.setattr(Revisions, "_remove_requests", killed)
         with pytest.raises(KeyboardInterrupt):
             train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "cancel"))])
     assert len(request_files(run)) == 1

@@ -54,8 +54,8 @@ def attention(
     """
     implementation = implementation or default_implementation(q, k)
     if implementation not in _KERNELS:
-        raise ValueError(f"implementation={implementation!r} is none of {', '.join(map(repr, _KERNELS))}")
-    o_TD = _isolated(implementation, q.shape[-1], q, k, v, segments)
+        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(map(repr, _KERNELS))}")
+    o_TD = _call_isolated(implementation, q.shape[-1], q, k, v, segments)
     return o_TD if flat else o_TD.reshape(q.shape)
 
 
@@ -78,7 +78,7 @@ _KERNELS: dict[str, tuple[Forward, Backward]] = {
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _isolated(implementation, head_dim, q, k, v, segments):
+def _call_isolated(implementation, head_dim, q, k, v, segments):
     return _isolated_fwd(implementation, head_dim, q, k, v, segments)[0]
 
 
@@ -92,4 +92,4 @@ def _isolated_bwd(implementation, head_dim, residuals, do_TD):
     return *_KERNELS[implementation][1](residuals, do_THC), None
 
 
-_isolated.defvjp(_isolated_fwd, _isolated_bwd)
+_call_isolated.defvjp(_isolated_fwd, _isolated_bwd)

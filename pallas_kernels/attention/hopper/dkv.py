@@ -216,15 +216,15 @@ def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) ->
     @functools.partial(pl.run_scoped, s=plgpu.ACC(shape, jnp.float32), dp=plgpu.ACC(shape, jnp.float32))
     def _(s, dp):
         plgpu.barrier_wait(refs.q_bar.at[slot])
-        pl.when(unclean)(functools.partial(_clean, q))
+        pl.when(unclean)(functools.partial(_zero_non_finite, q))
         plgpu.wgmma(s, k, q.transpose((1, 0)))
         plgpu.barrier_wait(refs.do_bar.at[slot])
-        pl.when(unclean)(functools.partial(_clean, do))
+        pl.when(unclean)(functools.partial(_zero_non_finite, do))
         plgpu.wgmma(dp, v, do.transpose((1, 0)))
         lse = plgpu.load(refs.lse_s.at[slot], layout=BY_COLUMN)
         scores = plgpu.wgmma_accumulator_load(s, wait_n=1)
         p = jnp.exp2(scores * (static.scale * LOG2E) - broadcast(lse, shape, 1))
-        masked = functools.partial(_masked, own, query0)
+        masked = functools.partial(_apply_mask, own, query0)
         p = lax.cond((tile_number == own.first_tile) | other_documents, masked, lambda x: x, p)
         multiply(dv, p.astype(static.dtype), do, refs.spare_p_s, own.wg)
         delta = plgpu.load(refs.delta_s.at[slot], layout=BY_COLUMN)
@@ -236,7 +236,7 @@ def _one_tile(static: Static, refs: Refs, own: _Own, sums, slot, tile_number) ->
     plgpu.barrier_arrive(refs.free_bar.at[slot])
 
 
-def _masked(own: _Own, query0, p):
+def _apply_mask(own: _Own, query0, p):
     """Sets p to zero where a query is before the key or of another document."""
 
     def rule(key, query):
@@ -251,7 +251,7 @@ def _remask(p, ds):
     return jnp.where(p == 0, jnp.zeros_like(ds), ds)
 
 
-def _clean(ref) -> None:
+def _zero_non_finite(ref) -> None:
     """Sets non-finite values to zero. Both warpgroups do it, without synchronisation: they write the same."""
     x = plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
     ref[...] = jnp.where(x - x == 0, x, jnp.zeros_like(x)).astype(ref.dtype)

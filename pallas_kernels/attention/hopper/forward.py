@@ -137,12 +137,12 @@ def _one_tile(static: Static, refs: Refs, unit: Unit, mask: Mask, tile_number, c
     total = total * fade + p.sum(axis=1)
     o = o * broadcast(fade, o.shape, 0)
     plgpu.barrier_wait(refs.v_bar.at[slot])
-    o = _accumulated(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
+    o = _accumulate(o, p.astype(static.dtype), refs.v_s.at[slot], refs.spare_s, unit.wg)
     plgpu.barrier_arrive(refs.free_bar.at[slot])
     return new_top, total, o
 
 
-def _accumulated(o, p, v, spare_s, wg):
+def _accumulate(o, p, v, spare_s, wg):
     """Returns o + p v. The second branch is for interpret mode, which has no accumulators with an initial value."""
     if spare_s is None:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p, v))(plgpu.ACC.init(o))

@@ -102,7 +102,7 @@ class _Static:
 def _walk(static: _Static, refs: SimpleNamespace) -> None:
     """A block's way over the output."""
     scopes = _scopes(static.config, static.dtype, static.rank, static.transposed)
-    scopes["buffers"] = _pipeline(static, _nothing, _nothing).get_allocations(refs.lhs_gmem, refs.rhs_gmem)
+    scopes["buffers"] = _pipeline(static, _do_nothing, _do_nothing).get_allocations(refs.lhs_gmem, refs.rhs_gmem)
 
     @functools.partial(pl.run_scoped, collective_axes="wg", **scopes)
     def _(buffers, **scratch):
@@ -165,7 +165,7 @@ def _pipeline(static: _Static, body: Any, context: Any) -> Any:
     )
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 

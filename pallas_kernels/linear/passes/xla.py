@@ -41,7 +41,7 @@ def down(
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     del interpret
-    blocks = _dropped(x, bits).reshape(-1, config.block_t, x.shape[1])
+    blocks = _apply_dropout(x, bits).reshape(-1, config.block_t, x.shape[1])
     return _product("itk,ikr->itr", blocks, a[block_adapter]).reshape(len(x), -1).astype(x.dtype)
 
 
@@ -51,7 +51,9 @@ def da(
 ) -> jax.Array:  # fmt: skip
     del contiguous, interpret
     return _product(
-        "cjtk,cjtr->ckr", _chunked(_dropped(x, bits), chunks, config.block_t), _chunked(ds, chunks, config.block_t)
+        "cjtk,cjtr->ckr",
+        _gather_chunks(_apply_dropout(x, bits), chunks, config.block_t),
+        _gather_chunks(ds, chunks, config.block_t),
     )
 
 
@@ -71,7 +73,7 @@ def extra_down(
     transposed: bool, config: ExtraConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     del interpret
-    blocks = _dropped(x, bits).reshape(-1, config.block_t, x.shape[1])
+    blocks = _apply_dropout(x, bits).reshape(-1, config.block_t, x.shape[1])
     s = _product("itk,irk->itr" if transposed else "itk,ikr->itr", blocks, bank[block_adapter])
     return _active(s, active).reshape(len(x), -1).astype(x.dtype)
 
@@ -101,9 +103,9 @@ def extra_sums(
 ) -> jax.Array:  # fmt: skip
     del interpret
     rows = config.sum_rows
-    own = _chunked(s, chunks, rows)
+    own = _gather_chunks(s, chunks, rows)
     own = _active(own.reshape(len(own), -1, own.shape[-1]), active).reshape(own.shape)
-    sums = _product("cjtk,cjtr->ckr", _chunked(_dropped(x, bits), chunks, rows), own)
+    sums = _product("cjtk,cjtr->ckr", _gather_chunks(_apply_dropout(x, bits), chunks, rows), own)
     return sums.reshape(*sums.shape[:2], -1, config.ranks).swapaxes(1, 2)
 
 
@@ -133,11 +135,11 @@ def sum_partials(
     return tuple(part.swapaxes(1, 2) if transposed else part for part in cut)
 
 
-def _dropped(x: jax.Array, bits: jax.Array | None) -> jax.Array:
+def _apply_dropout(x: jax.Array, bits: jax.Array | None) -> jax.Array:
     return x if bits is None else jnp.where(masks.unpack(bits, x.shape[1]), x, jnp.zeros((), x.dtype))
 
 
-def _chunked(rows: jax.Array, chunks: Chunks, block: int) -> jax.Array:
+def _gather_chunks(rows: jax.Array, chunks: Chunks, block: int) -> jax.Array:
     """Row blocks by chunk, [C, size, block, …]; zeros, selected, where a chunk has no block."""
     blocks = rows.reshape(-1, block, rows.shape[1])[jnp.maximum(chunks.blocks, 0)]
     return jnp.where((chunks.blocks >= 0)[:, :, None, None], blocks, jnp.zeros((), rows.dtype))

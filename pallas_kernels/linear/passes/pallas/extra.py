@@ -52,7 +52,7 @@ def extra_down(
                 return acc + dot(tile, bank_ref[adapter, ranks, features], trans_rhs=True)
             return acc + dot(tile, bank_ref[adapter, features, ranks])
 
-        count = steps * _has(group, width, active_ref[block])
+        count = steps * _reaches(group, width, active_ref[block])
         acc = lax.fori_loop(0, count, step, jnp.zeros((rows, width), jnp.float32))
         out_ref[part, pl.ds(row0, rows), ranks] = acc.astype(out_ref.dtype)
 
@@ -171,7 +171,7 @@ def extra_sums(
 
         @pl.when(count_ref[chunk] > 0)
         def _():
-            count = count_ref[chunk] * _has(group, width, active_ref[chunk])
+            count = count_ref[chunk] * _reaches(group, width, active_ref[chunk])
             out_ref[chunk, group, features, :] = lax.fori_loop(0, count, step, jnp.zeros((columns, width), jnp.float32))
 
     return call(
@@ -187,7 +187,7 @@ def extra_sums(
     )
 
 
-def _has(group: jax.Array, width: int, active: jax.Array) -> jax.Array:
+def _reaches(group: jax.Array, width: int, active: jax.Array) -> jax.Array:
     """1 where so many active blocks of ranks reach into a group of `width` ranks, else 0: a factor of loop counts, as
     Triton takes no selected one."""
     return lax.clamp(jnp.int32(0), active - group * (width // RANK_BLOCK), jnp.int32(1))

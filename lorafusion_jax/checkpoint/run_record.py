@@ -1,0 +1,82 @@
+"""run.json: what a run started with, and a digest by which edits of the file are found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.files import replace_text
+
+SEAL = "digest"  # key of the digest of all other entries
+TYPES = {
+    "plan": str,
+    "data": dict,
+    "eval": dict,
+    "moves": list,
+    "files": dict,
+    "config": dict,
+    "base_files": dict,
+    "warm_starts": dict,
+    "versions": dict,
+}
+
+
+def read(file: Path) -> dict:
+    """Reads the record; see `find_damage` for its digest.
+
+    Raises:
+        CheckpointError: `run.record`, its content has the wrong form.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if (why := _wrong_types(record)) is not None:
+            raise ValueError(why)
+    except (OSError, ValueError, RecursionError) as problem:
+        raise damaged(file, str(problem)) from None
+    return {key: value for key, value in record.items() if key != SEAL}
+
+
+def write(file: Path, record: dict) -> None:
+    """Replaces the record."""
+    replace_text(file, _with_seal(record))
+
+
+def find_damage(file: Path) -> str | None:
+    """Returns what is wrong with the bytes of the file. Files of earlier versions have no digest."""
+    record = read(file)
+    same = file.read_bytes() == _with_seal(record).encode()
+    return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
+
+
+def with_file_digest(record: dict, name: str, text: str) -> dict:
+    """Returns the record with the digest of a file of the run folder."""
+    return record | {"files": record.get("files", {}) | {name: hashlib.sha256(text.encode()).hexdigest()}}
+
+
+def damaged(file: Path, why: str) -> CheckpointError:
+    """Returns the error `run.record`."""
+    return CheckpointError(
+        "run.record",
+        f"{file} is damaged.",
+        why=why,
+        fix="restore it from a copy, or choose another --out for a new run, which can start from the exported "
+        "adapters (lora.init_from)",
+    )
+
+
+def _with_seal(record: dict) -> str:
+    """Returns the text of the file, with the digest of its other entries."""
+    plain = json.dumps(record, indent=1)
+    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
+
+
+def _wrong_types(record: object) -> str | None:
+    """Returns which entries have the wrong type; None if all are right."""
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    bad = [key for key, kind in TYPES.items() if key in record and not isinstance(record[key], kind)]
+    if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
+        bad = ["moves"]
+    return f"{', '.join(bad)}: not of the type that a run writes" if bad else None

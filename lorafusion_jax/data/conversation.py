@@ -1,0 +1,225 @@
+"""Renders one conversation and finds the assistant's answers in its text.
+
+If a template has `{% generation %}` blocks, these are the answers. Otherwise a render with marks shows where the text
+of each message begins and ends. An answer starts after the generation prompt of its message and ends with the last
+character that is not white space.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorafusion_jax.data.compiled_template import TemplateProblem, compile_template, render
+from lorafusion_jax.data.template_hooks import RESERVED
+from lorafusion_jax.data.template_marks import Marked, Span, read_marks, spans_by_message
+
+PROBE = "\ufdd4"  # a message content that cannot occur elsewhere in the text
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """Text of a sample and the character ranges of its answers.
+
+    Attributes:
+        omits_message: the first message whose text the template omits, wholly or in part.
+        omits_tools: the conversation has tools, but the text does not name any.
+    """
+
+    text: str
+    answers: tuple[Span, ...]
+    omits_message: int | None = None
+    omits_tools: bool = False
+
+
+class Conversation:
+    """One conversation with its template.
+
+    Args:
+        source, special_tokens: of the template.
+        variables: further variables of the template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        messages: Sequence[dict],
+        tools: list | None,
+        variables: Mapping[str, Any],
+    ):
+        self._source, self._special_tokens = source, special_tokens
+        self._messages, self._tools, self._variables = list(messages), tools, variables
+
+    def render_all(self, ask: bool) -> str:
+        return self.render(self._messages, ask=ask)
+
+    def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
+        """Renders messages of this conversation, optionally with the generation prompt or with marks."""
+        values = {
+            **self._special_tokens,
+            **self._variables,
+            "messages": list(messages),
+            "tools": self._tools,
+            "documents": None,
+            "add_generation_prompt": ask,
+        }
+        return render(self._source, values, marked)
+
+    def _render_marked(self, messages: Sequence[dict]) -> Marked:
+        return read_marks(self.render(messages, marked=messages))
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self.render(self._messages)
+
+    def rendered(self, answers: tuple[Span, ...]) -> Rendered:
+        """Returns the text with these answers, and what the text omits."""
+        return Rendered(
+            text=self.text,
+            answers=answers,
+            omits_message=_first_omitted(self.text, self._messages),
+            omits_tools=bool(self._tools) and not any(name in self.text for name in _tool_names(self._tools or [])),
+        )
+
+    def answers(self, last_only: bool) -> dict[int, tuple[Span, ...]]:
+        """Returns the ranges of the answers, by message."""
+        if any(RESERVED.search(text) for text in _nested_texts([self._messages, self._tools])):
+            raise TemplateProblem("a message holds one of the code points U+FDD0 to U+FDD3, which no text may use")
+        text = self.text
+        marked = self._render_marked(self._messages)
+        exact = marked.text == text  # False if the template measures or trims its own output, marks included
+        turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if compile_template(self._source)[2]:
+            if not exact:
+                raise TemplateProblem("the template changes the text of its generation blocks afterwards")
+            by_turn = spans_by_message(marked, turns)
+            by_turn = dict(list(by_turn.items())[-1:]) if last_only else by_turn
+        else:
+            written = marked.written if exact else {}
+            by_turn = {turn: (self._answer_span(text, written, turn),) for turn in (turns[-1:] if last_only else turns)}
+        for turn, spans in by_turn.items():
+            self._check_tool_calls(text, turn, spans)
+        return by_turn
+
+    def _answer_span(self, text: str, written: Mapping[int, list[Span]], turn: int) -> Span:
+        if len(written.get(turn, ())) != 1:
+            return self._span_by_prefix(text, turn)
+        begin, end = written[turn][0]
+        start = begin + self._header_length(text, begin, end, turn)
+        return start, self._answer_end(text, start, end, turn)
+
+    def _header_length(self, text: str, begin: int, end: int, turn: int) -> int:
+        """Returns the length of the generation prompt at the start of an assistant message's text."""
+        before = self._prompt(turn)
+        if before is not None and text.startswith(before) and begin <= len(before) <= end:
+            return len(before) - begin
+        # The generation prompt differs from the start of the message: e.g. it opens the reasoning, which the template
+        # strips from answers, or earlier turns are rendered differently once more follow. Use the common prefix.
+        headers = [text[begin:end], self._probed_header(turn)]
+        if before is not None:
+            bare = self.render(self._messages[:turn])
+            headers += [before[begin:]] if before.startswith(text[:begin]) else []
+            headers += [before[len(bare) :]] if len(headers) == 2 and before.startswith(bare) else []
+        common = os.path.commonprefix(headers)
+        if common not in headers and common.rfind("<") > common.rfind(">"):
+            common = common[: common.rfind("<")]  # cut inside a tag: <|two|> and <|three|> share no token
+        return len(common)
+
+    def _prompt(self, turn: int) -> str | None:
+        try:
+            return self.render(self._messages[:turn], ask=True)
+        except TemplateProblem:  # some templates require a user message
+            return None
+
+    def _probed_header(self, turn: int) -> str:
+        """Returns the text before the content of an answer, found by rendering a probe as its content."""
+        probe = {"role": "assistant", "content": PROBE}
+        earlier, later = self._messages[:turn], self._messages[turn + 1 :]
+        for messages in ([*earlier, probe, *later], [*earlier, probe]):
+            try:
+                marked = self._render_marked(messages)
+            except TemplateProblem:  # e.g. tool results without the call that the probe replaced
+                continue
+            for begin, end in marked.written.get(turn, ()):
+                if PROBE in marked.text[begin:end]:
+                    return marked.text[begin : marked.text.index(PROBE, begin)]
+        raise TemplateProblem(f"the template does not say where message {turn} begins")
+
+    def _answer_end(self, text: str, start: int, end: int, turn: int) -> int:
+        """Returns the end of an answer. A line end after the end token separates turns and is not part of it."""
+        content = (_text_of(self._messages[turn])).strip()
+        found = text.rfind(content, start, end) if content else -1
+        closing = text[found + len(content) if found >= 0 else start : end]
+        tail = text[end:]
+        end_token = self._special_tokens.get("eos_token", "")
+        if turn == len(self._messages) - 1 and end_token and tail.strip() == end_token:
+            return len(text.rstrip())  # the end token after the last message belongs to it
+        return start + len(text[start:end].rstrip()) if closing.strip() else end
+
+    def _span_by_prefix(self, text: str, turn: int) -> Span:
+        """Finds an answer for templates that do not loop over messages: the text before it must be a prefix."""
+        before = self._prompt(turn)
+        if before is None or not text.startswith(before):
+            raise TemplateProblem(
+                f"the text before message {turn} is not a prefix of the conversation, so the answer "
+                "cannot be separated from its context"
+            )
+        through, start = self.render(self._messages[: turn + 1]), len(before)
+        if text.startswith(through):
+            return start, self._answer_end(text, start, len(through), turn)
+        content = _text_of(self._messages[turn]).strip()
+        found = text.find(content, start)
+        if not content or found < 0:
+            raise TemplateProblem(f"message {turn} is rendered differently once more messages follow")
+        end_token = self._special_tokens.get("eos_token", "")
+        end = found + len(content)
+        return start, end + len(end_token) if end_token and text.startswith(end_token, end) else end
+
+    def _check_tool_calls(self, text: str, turn: int, spans: Sequence[Span]) -> None:
+        said = "".join(text[start:stop] for start, stop in spans)
+        for name in _tool_names(self._messages[turn].get("tool_calls") or ()):
+            if name not in said:
+                raise TemplateProblem(f"the template does not write the call of {name} in message {turn}")
+
+
+def _text_of(message: dict) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _nested_texts(value: Any):
+    """Yields every text inside nested lists and objects."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Returns the names of tools or tool calls, with or without a "function" object around them."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _first_omitted(text: str, messages: Sequence[dict]) -> int | None:
+    """Returns the first message with a line that is not in the text; skips tool results, often written as JSON."""
+    for turn, message in enumerate(messages):
+        parts = [_text_of(message), *(message.get(key) for key in REASONING)]
+        for part in parts if message["role"] != "tool" else ():
+            if not isinstance(part, str) or part.strip() in text:
+                continue
+            if any(line.strip() not in text for line in part.split("\n")):
+                return turn
+    return None

@@ -1,0 +1,146 @@
+"""Parses one row of any format into an example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from lorafusion_jax.data.example import Chat, Example, Pair, Text
+from lorafusion_jax.data.messages import BadRow, checked_text, parse_message, parse_messages, says_something
+from lorafusion_jax.data.sources import type_name
+from lorafusion_jax.data.template import RESERVED_NAMES
+
+
+def _prompt(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
+    prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
+    if isinstance(prompt, list) or isinstance(completion, list):
+        return _conversation(row, columns, need_answer, _turns(prompt, "user"), _turns(completion, "assistant"))
+    pair = Pair(_string(row, columns["prompt"]), _answer(row, columns["completion"]))
+    return _with_chat_columns(pair, row, columns)
+
+
+def _turns(value: object, role: str) -> list:
+    """Returns a list of messages; a text becomes its only message."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _instruction(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
+    del need_answer  # a pair always needs an answer
+    prompt = _string(row, columns["instruction"])
+    extra = columns.get("input")
+    if extra is not None and row.get(extra):
+        prompt += "\n\n" + _string(row, extra)
+    return _with_chat_columns(Pair(prompt, _answer(row, columns["output"]), "\n\n"), row, columns)
+
+
+def _text(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
+    del need_answer
+    return Text(_string(row, columns["text"]))
+
+
+def _chat(row: dict, columns: dict[str, str], need_answer: bool) -> Example:
+    column = columns.get("messages") or columns["conversations"]
+    listed = row.get(column)
+    if not isinstance(listed, list):
+        raise BadRow("data.bad-type", f"'{column}' is {type_name(listed)}, not a list of messages")
+    return _conversation(row, columns, need_answer, [], listed)
+
+
+def _conversation(row: dict, columns: dict[str, str], need_answer: bool, prompt: list, answers: list) -> Chat:
+    """Builds a conversation from the messages of a prompt and the messages with the answers."""
+    messages, muted = parse_messages([*prompt, *answers])
+    asked = _system(row, columns, messages)
+    if asked:
+        messages, muted = [*asked, *messages], frozenset(turn + 1 for turn in muted)
+    first = len(prompt) + len(asked) if prompt else 0
+    said = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn >= first and turn not in muted]
+    if need_answer and not any(map(says_something, said)):
+        raise BadRow("data.no-answer", "no message of the assistant has learned content")
+    return Chat(messages, _tools(row, columns), _variables(row, columns), muted, first)
+
+
+def _with_chat_columns(pair: Pair, row: dict, columns: dict[str, str]) -> Example:
+    """Returns the pair, or a conversation if the row has columns that a pair cannot represent."""
+    history = _history(row, columns)
+    asked, tools, variables = _system(row, columns, []), _tools(row, columns), _variables(row, columns)
+    if not (history or asked or tools or variables):
+        return pair
+    turns = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.answer}]
+    return Chat([*asked, *history, *turns], tools, variables)
+
+
+def _system(row: dict, columns: dict[str, str], messages: list[dict]) -> list[dict]:
+    """Returns the message of the `system` column; empty if the messages already start with it."""
+    text = row.get(columns["system"]) if "system" in columns else None
+    if text is None or text == "":
+        return []
+    text = checked_text(text, f"'{columns['system']}'")
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0].get("content") != text:
+            raise BadRow("data.two-systems", f"'{columns['system']}' differs from the system message")
+        return []
+    return [{"role": "system", "content": text}]
+
+
+def _tools(row: dict, columns: dict[str, str]) -> list | None:
+    tools = _json_column(row, columns, "tools", list, "a list")
+    return tools or None
+
+
+def _variables(row: dict, columns: dict[str, str]) -> dict[str, Any]:
+    variables = _json_column(row, columns, "chat_template_kwargs", dict, "an object") or {}
+    taken = [name for name in variables if name in RESERVED_NAMES or not str(name).isidentifier()]
+    if taken:
+        raise BadRow("data.bad-column", f"'{columns['chat_template_kwargs']}' cannot set '{taken[0]}'")
+    return variables
+
+
+def _history(row: dict, columns: dict[str, str]) -> list[dict]:
+    """Parses earlier turns, given as [[question, answer], …]."""
+    messages = []
+    for turn in _json_column(row, columns, "history", list, "a list of [question, answer]") or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadRow("data.bad-column", f"'{columns['history']}' is not a list of [question, answer]")
+        messages += [
+            parse_message(message, 0)[0] for message in (_turns(turn[0], "user") + _turns(turn[1], "assistant"))
+        ]
+    return messages
+
+
+def _json_column(row: dict, columns: dict[str, str], role: str, kind: type, wanted: str) -> Any:
+    """Reads a column that holds a list or an object, possibly as JSON text. Returns None if it is empty."""
+    value = row.get(columns[role]) if role in columns else None
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadRow("data.bad-column", f"'{columns[role]}' is a text, but not JSON") from None
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        return None
+    if not isinstance(value, kind):
+        raise BadRow("data.bad-column", f"'{columns[role]}' is {type_name(value)}, not {wanted}")
+    return value
+
+
+def _string(row: dict, column: str) -> str:
+    return checked_text(row.get(column), f"'{column}'")
+
+
+def _answer(row: dict, column: str) -> str:
+    if row.get(column) is None:
+        raise BadRow("data.no-answer", f"'{column}' is missing")
+    answer = _string(row, column)
+    if not answer.strip():
+        raise BadRow("data.no-answer", f"'{column}' is empty")
+    return answer
+
+
+# format → parser, called with the row, its columns by role, and whether the row needs an answer
+PARSERS: dict[str, Callable[[dict, dict[str, str], bool], Example]] = {
+    "messages": _chat,
+    "conversations": _chat,
+    "prompt": _prompt,
+    "instruction": _instruction,
+    "text": _text,
+}

@@ -1,0 +1,91 @@
+"""What happens to one adapter at the end of its global batch: its gradient is closed, and its weights step.
+
+A adapters · R replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lorafusion_jax.config.schema import OptimSettings
+from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.optim.step import Hyper, clipped, transformation
+from lorafusion_jax.pipeline import leaves as lv
+from lorafusion_jax.pipeline.leaves import Columns, Leaves, Place
+
+Totals = dict[str, Array]  # "loss" and metrics of each adapter, [R, A]
+
+
+class BatchSummary(NamedTuple):
+    """Summary of an adapter's closed global batch on one stage; float32 scalars."""
+
+    squares: Array  # Σ gradient² over the stage
+    finite: Array  # 1 if all gradients are finite and no earlier step of the adapter was refused here
+    loss: Array  # on the last stage; 0 elsewhere
+    metrics: dict[str, Array]  # metrics of all objectives, on the last stage; empty elsewhere
+
+    @property
+    def without_metrics(self) -> BatchSummary:
+        """The part that a step needs; it has the same structure on every stage."""
+        return self._replace(metrics={})
+
+
+def close_batch(
+    columns: Mapping[str, Columns], spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array
+):
+    """See `StagePrograms.close_batch`."""
+    index = place.index
+    taken = lv.take(sums, columns, spec, place.first, lead=lv.SUMS)
+    own = {name: leaf.sum(0) for name, leaf in taken.items()}
+    finite = _finite_leaves(own)
+    squares = jnp.sum(jnp.stack([jnp.sum(jnp.square(own[name])) for name in sorted(own)]))
+    mine = jax.tree.map(lambda total: total[:, index].sum(), totals or {})
+    loss = mine.pop("loss", jnp.zeros(()))
+    summary = BatchSummary(squares, (jnp.all(finite) & alive[index]).astype(jnp.float32), loss, mine)
+    cleared = jax.tree.map(lambda total: total.at[:, index].set(0.0), totals)
+    zeros = jax.tree.map(jnp.zeros_like, taken)
+    return own, summary, finite, lv.put(sums, columns, place.first, zeros, lead=lv.SUMS), cleared
+
+
+def step(
+    columns: Mapping[str, Columns], spec: AdapterSpec, optim: OptimSettings, place: Place, lora: Leaves,
+    gradient: Leaves, optimizer: Any, alive: Array, summaries: tuple[BatchSummary, ...], numbers: Hyper,
+):  # fmt: skip
+    """See `StagePrograms.step`."""
+    healthy = alive[place.index]
+    for summary in summaries:
+        healthy &= (summary.finite == 1) & jnp.isfinite(summary.loss)
+    if optim.clip > 0:  # by the norm over all stages; an infinite norm would make every gradient zero
+        norm = jnp.sqrt(sum(summary.squares for summary in summaries))
+        healthy &= jnp.isfinite(norm)
+        gradient = clipped(gradient, norm, numbers.clip)
+    own = lv.take(lora, columns, spec, place.first)
+    changes, stepped = transformation(optim, numbers).update(gradient, optimizer, own)
+    moved = optax.apply_updates(own, changes)
+    finite = jnp.append(_finite_leaves(moved), _all_finite(stepped))
+    healthy &= jnp.all(finite)
+    moved, stepped = jax.tree.map(partial(jnp.where, healthy), (moved, stepped), (own, optimizer))
+    before = own if len(summaries) > 1 else None
+    return lv.put(lora, columns, place.first, moved), stepped, alive.at[place.index].set(healthy), finite, before
+
+
+def put_back(columns: Mapping[str, Columns], place: Place, lora: Leaves, own: Leaves, alive: Array):
+    """See `StagePrograms.put_back`."""
+    return lv.put(lora, columns, place.first, own), alive.at[place.index].set(False)
+
+
+def _finite_leaves(leaves: Any) -> Array:
+    """Whether all of a leaf is finite, for each leaf in order of names."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaves[name])) for name in sorted(leaves)])
+
+
+def _all_finite(tree: Any) -> Array:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.bool_(True)

@@ -1,0 +1,52 @@
+"""Evaluates adapters on their held-out samples, and estimates how long an evaluation takes."""
+
+from __future__ import annotations
+
+import time
+
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.events import AdapterEvaluated, Listener, PhaseBegun
+from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.job import Job
+
+
+class Evaluations:
+    """Measures held-out losses and reports them to a listener."""
+
+    def __init__(self, job: Job, session: Session, listener: Listener):
+        self._job, self._session, self._emit = job, session, listener
+        self._measured: list[tuple[int, float]] = []  # loss tokens, seconds
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in evaluations so far."""
+        return sum(seconds for _, seconds in self._measured)
+
+    def evaluate(self, name: str, step: int, slots_done: int) -> None:
+        """Evaluates an adapter, if it has held-out samples."""
+        stop_if_asked()
+        if self._job.prepared.adapters[name].eval is None:
+            return
+        self._emit(PhaseBegun(text=f"evaluating {name}"))
+        began = time.perf_counter()
+        with self._session.spans.pause(f"evaluating {name}"):
+            found = self._session.evaluate(name)
+        self._measured.append((found.tokens, time.perf_counter() - began))
+        self._emit(
+            AdapterEvaluated(
+                slot=slots_done,
+                adapter=name,
+                step=step,
+                eval_loss=found.loss,
+                eval_tokens=found.tokens,
+                metrics={f"eval_{key}": value for key, value in found.metrics.items()},
+            )
+        )
+
+    def expected_s(self, name: str) -> float | None:
+        """Estimates by the fastest time per token so far, because the first evaluation compiles. None if unknown."""
+        held_out = self._job.prepared.adapters[name].eval
+        if held_out is None or len(self._measured) < 2:
+            return None
+        token_s = min(seconds / max(tokens, 1) for tokens, seconds in self._measured)
+        return token_s * int(held_out.loss_mask.sum())

@@ -1,0 +1,164 @@
+"""Opens a session for a job, loads and compiles, and runs the rest of the plan in the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.run_lock import run_lock
+from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
+from lorafusion_jax.checkpoint.store import StateStore
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.assemble import Microbatch
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.errors import RunError
+from lorafusion_jax.pipeline.batches import Batches
+from lorafusion_jax.pipeline.compiles import CompileCounter
+from lorafusion_jax.pipeline.processes import barrier, is_alone, is_first
+from lorafusion_jax.pipeline.reading import BASE
+from lorafusion_jax.pipeline.session import Session
+from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, RunEvent, RunMoved, StartedUp
+from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.changes import Change, recorded_changes
+from lorafusion_jax.training.job import Job, first_steps
+from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.run import Run, StartUp
+from lorafusion_jax.training.state import Progress, is_padded
+from scheduling import Plan
+
+
+def launch(
+    config: JobConfig,
+    prepared: Prepared,
+    plan: Plan,
+    folder: RunFolder,
+    record: dict,
+    listeners: Sequence[Listener],
+    *,
+    found: FoundCheckpoint | None = None,
+    before: Plan | None = None,
+) -> RunResult:
+    """Runs to the end, from the checkpoint found. `before` is the plan in the folder, if there is one."""
+    slot, emit = None if found is None else found.slot, fan_out(listeners)
+    store = StateStore(folder.state, config.save.keep, slot)
+    initial = select_adapters(
+        config, initial_adapters(config, found, [] if before is None else recorded_changes(folder))
+    )
+    weights = {} if slot is not None else read_warm_starts(initial)  # a checkpoint holds later weights
+    emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
+    with ExitStack() as resources:
+        began = time.perf_counter()
+        session = Session.open(initial, prepared, later=config)
+        resources.callback(session.close)
+        session.start(weights)
+        progress = Progress.first(_initial_steps(initial, prepared), replicas=config.mesh.replicas, plan=plan.digest)
+        if found is not None and slot is not None:
+            saved = Progress.of(found.position)
+            session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
+            progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
+        stop_if_asked()
+        rows: list[Microbatch] = []
+        if progress.slot < plan.num_slots:
+            rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
+        start_up = _finish_loading(session, rows, began, progress.slot, emit)
+        stop_if_asked()
+        if is_first():  # after the model has loaded, so that a failed start changes nothing
+            if before is None:
+                folder.path.mkdir(parents=True, exist_ok=True)
+                resources.enter_context(run_lock(folder.path))
+            _write_folder(folder, config, record, plan, before, progress.slot, emit)
+        barrier("folder is there")
+        if not is_first():
+            plan = folder.read_plan()  # a search with a time limit may have found another plan here
+        run = Run(
+            Job(config=config, prepared=prepared, plan=plan),
+            folder,
+            store=store,
+            session=session,
+            progress=progress,
+            listener=emit,
+            resumed=slot is not None,
+            start_up=start_up,
+        )
+        return run.execute()
+
+
+def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, slot: int, emit: Listener) -> StartUp:
+    """Reads and compiles. A stage that fails ends the run once its folder is there; a model that is broken, at once."""
+    try:
+        with CompileCounter() as programs:
+            times = session.finish_loading(rows, lambda text: emit(PhaseBegun(text=text)))
+    except RunError as problem:
+        if not is_alone():  # other processes are blocked in a program that needs this one
+            raise
+        return StartUp(failure=problem)
+    parts = {name: tuple(round(at - began, 3) for at in each) for name, each in times.items()}
+    started = StartedUp(
+        slot=slot,
+        seconds=round(time.perf_counter() - began, 3),
+        parts=parts,
+        compiled=programs.compiled,
+        from_cache=programs.from_cache,
+    )
+    compiled = [each for name, each in parts.items() if name != BASE]
+    if not compiled:
+        return StartUp(events=(started,))
+    seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
+    return StartUp(events=(started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))))
+
+
+def local_listeners(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:
+    """Returns the listeners of this process: only the first process records and shows events."""
+    return [recorder(), *listeners] if is_first() else []
+
+
+def fan_out(listeners: Sequence[Listener]) -> Listener:
+    """Returns a listener that passes every event on to all of these."""
+
+    def emit(event: RunEvent) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return emit
+
+
+def _initial_steps(config: JobConfig, prepared: Prepared) -> dict[str, int]:
+    """Returns the number of optimizer steps of each adapter before extensions."""
+    return {adapter.name: first_steps(adapter, prepared.adapters[adapter.name]) for adapter in config.adapters}
+
+
+def initial_adapters(config: JobConfig, found: FoundCheckpoint | None, changes: Sequence[Change]) -> list[str]:
+    """Returns the adapters present at the start of this process; others may join later."""
+    if found is not None and found.slot is not None:
+        return list(found.position["adapters"])
+    added = {change.adapter for change in changes if change.action == "add"}
+    return [adapter.name for adapter in config.adapters if adapter.name not in added]
+
+
+def _write_folder(
+    folder: RunFolder, config: JobConfig, record: dict, plan: Plan, before: Plan | None, slot: int, emit: Listener
+) -> None:
+    """Creates the run folder, or records the current settings and plan in it."""
+    if before is None:
+        folder.create(config, plan, record)
+        return
+    folder.write_config(config, record)
+    if plan is before:
+        return
+    folder.write_move(plan, slot)
+    emit(
+        RunMoved(
+            slot=slot,
+            stages=plan.num_stages,
+            replicas=plan.data_parallel,
+            slots_left=plan.num_slots - slot,
+            slots_left_before=before.num_slots - slot,
+            plan=plan.digest,
+        )
+    )

@@ -1,0 +1,154 @@
+"""Resumes a run folder from its last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lorafusion_jax.checkpoint.base_files import base_digests, check_base
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.digests import Damage
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.checkpoint.requests import request_files
+from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint
+from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
+from lorafusion_jax.config.join import in_force
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import prepare
+from lorafusion_jax.pipeline.base import check_mesh
+from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
+from lorafusion_jax.report.record import check_record, eval_digests, other_versions, unchecked
+from lorafusion_jax.report.recorder import Recorder, read_rows
+from lorafusion_jax.signals import stop_if_asked
+from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
+from lorafusion_jax.training.exclusive import exclusive_run, fail_together
+from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, local_listeners
+from lorafusion_jax.training.outcome import RunResult
+from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
+from lorafusion_jax.training.state import Progress
+from scheduling import Plan
+
+SHOWN = 4  # damaged files that a message names
+
+
+def resume(
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    listeners: Sequence[Listener] = (),
+    verify_base: bool = False,
+) -> RunResult:
+    """Continues a run from its newest checkpoint, or from its start. Results are bitwise those of an unbroken run.
+
+    Args:
+        out: run folder.
+        overrides: `key=value` settings that may change, e.g. `mesh.stages=2`; see `relayout`. On another layout the
+            rest is planned again and sums have another order, so results are equal up to rounding.
+        drop: adapters to drop from the rest, e.g. failed ones. The rest is planned again without them, so the results
+            of the others are equal up to rounding. An adapter that still trained counts as failed.
+        listeners: called with every `RunEvent`.
+        verify_base: compare every byte of the base model, even of a large one.
+
+    Raises:
+        CheckpointError: there is no run folder, another process trains it, or its plan, data or base model changed.
+        ConfigError: a setting cannot change, or an adapter cannot be dropped.
+    """
+    folder = RunFolder(Path(out))
+    with exclusive_run(folder):
+        return _continue_run(folder, overrides, drop, listeners, verify_base)
+
+
+def _continue_run(
+    folder: RunFolder,
+    overrides: Sequence[str],
+    drop: Sequence[str],
+    listeners: Sequence[Listener],
+    verify_base: bool,
+) -> RunResult:
+    before, record = folder.read_plan(), folder.read_record()  # in this order: another process may be writing them
+    settings = in_force(folder.read_config(), before)
+    config = apply_resume_overrides(settings, overrides)
+    found = find_checkpoint(folder.state, any_process)
+    status = _adapter_status(config, found, folder)
+    check_drop(drop, status)
+    damaged_exports = folder.damaged_adapters({n: row["step"] for n, row in found.position.get("adapters", {}).items()})
+    has_requests = any_process(bool(request_files(folder.path) or damaged_exports))
+    nothing_left = found.slot == before.num_slots and not has_requests
+    if nothing_left and not (progress := Progress.of(found.position)).unwritten:
+        return _complete_result(folder, before, progress, listeners)
+    with fail_together():
+        check_mesh(config)
+        prepared = prepare(config)
+        stop_if_asked()
+        check_record(record, prepared, before, found.position.get("plan"))
+        recorded = folder.recorded_config()
+        check_settings(None if recorded is None else in_force(recorded, before), settings)
+        base_files = checked_base(record, config, verify_base)
+        if found.slot is None:
+            read_warm_starts(config)  # reports a missing folder
+            check_warm_starts(record.get("warm_starts", {}), config)
+        folder.check_record_file()
+        failed = [name for name, what in status.items() if what == "failed"]
+        plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
+    after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot
+    all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
+    for notice in _folder_notices(folder, found, record, damaged_exports):
+        fan_out(all_listeners)(notice)
+    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not record them
+    return launch(config, prepared, plan, folder, record, all_listeners, found=found, before=before)
+
+
+def _adapter_status(config: JobConfig, found: FoundCheckpoint, folder: RunFolder) -> dict[str, str]:
+    """Returns the status of every adapter at the checkpoint; "to join" for one that is added at a later slot."""
+    status = {adapter.name: "to join" for adapter in config.adapters}
+    status |= dict.fromkeys(initial_adapters(config, found, recorded_changes(folder)), "running")
+    return status | {name: row["status"] for name, row in found.position.get("adapters", {}).items()}
+
+
+def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
+    """Compares the base model with that of the run. Returns all known digests."""
+    directory, before = base_directory(config), record.get("base_files")
+    now = base_digests(directory, every_byte=every_byte)
+    if before is not None:
+        check_base(before, now, directory)
+    return (before or {}) | now
+
+
+def _folder_notices(
+    folder: RunFolder, found: FoundCheckpoint, record: dict, damaged_exports: Sequence[Damage]
+) -> list[RunEvent]:
+    """Returns events for what a user should know about the folder: damage, and checks that were skipped."""
+    notices, slot = [], found.slot or 0
+    if damaged_exports:
+        files = ", ".join(str(damage) for damage in damaged_exports[:SHOWN])
+        text = f"damaged: {files}. These folders are written again from the checkpoint"
+        notices.append(FilesDamaged(slot=slot, text=text))
+    if found.damaged:
+        files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
+        text = f"damaged: {files}. The run continues from the checkpoint before it, {folder.state / str(found.slot)}"
+        notices.append(FilesDamaged(slot=slot, text=text))
+    lacking = unchecked(record)
+    if found.unchecked:
+        own = f"the checkpoint {folder.state / str(found.slot)}"
+        lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
+    if lacking:
+        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
+    if (versions := other_versions(record)) is not None:
+        notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+    return notices
+
+
+def _complete_result(folder: RunFolder, plan: Plan, progress: Progress, listeners: Sequence[Listener]) -> RunResult:
+    """Returns the result of a run that is complete. Reads neither data nor model."""
+    changes = recorded_changes(folder)
+    for change in changes:
+        if change.slot >= progress.slot:  # changes may be newer than the checkpoint
+            apply(change, progress)
+    progress.drop(stopped_otherwise(plan, changes))
+    result = RunResult(folder=folder.path, adapters=progress.adapters, seconds=progress.seconds, plan=plan)
+    last_kind = [row["kind"] for row in read_rows(folder.path / "events.jsonl")][-1:]
+    if last_kind != ["finished"]:  # it was killed between its last checkpoint and this event
+        fan_out(local_listeners(listeners, lambda: Recorder(folder.path)))(result.event())
+    return result
