@@ -24,10 +24,12 @@ class Rates:
 
     Args:
         changes: costs of starting and changing groups.
+        capacities: tokens that a microbatch may have (None: what is best for each group). A session that does not
+            compile again for every change of its members has one.
     """
 
-    def __init__(self, changes: ChangeCosts | None = None):
-        self.changes = changes or ChangeCosts()
+    def __init__(self, changes: ChangeCosts | None = None, *, capacities: Sequence[int] | None = None):
+        self.changes, self._capacities = changes or ChangeCosts(), capacities
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._keys: dict[str, tuple[Job, int]] = {}
         self._profiles: dict[int, Profile] = {}
@@ -204,6 +206,7 @@ class Rates:
         """Meshes that these jobs fit on, by stages and capacity; more stages only if memory needs them."""
         longest = max(self.profile(job).longest for job in members)
         ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
+        wanted = self._capacities or capacities or ladder
         found: list[tuple[Mesh, SlotCost]] = []
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
@@ -215,7 +218,7 @@ class Rates:
                     break
                 cost = self._cost(members[0], kind, stages, recompute) if room > before else None
                 if cost is not None:
-                    fitting = (tokens for tokens in capacities or ladder if before < tokens <= room)
+                    fitting = (tokens for tokens in wanted if max(before, longest - 1) < tokens <= room)
                     found += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
                 before = room
             if before >= USUAL_CAPACITY >= longest:

@@ -111,3 +111,12 @@ def test_a_shape_and_its_name_mean_the_same():
     shape = SHAPES["llama-3.1-8b"]
     assert isinstance(shape, ModelShape)
     assert Rates().best_isolated_rate(job(base=shape), KIND) == RATES.best_isolated_rate(job(), KIND)
+
+
+def test_a_session_may_have_one_capacity_for_all_groups():
+    rates, short, long = Rates(capacities=[4096]), job(), job("long", lengths=[6000, 900])
+    for members in ([short], [short, job("b", lengths=[2500])]):
+        assert rates.group(members, KIND, 4).mesh.capacity_tokens == 4096
+    assert rates.best_isolated_rate(short, KIND).mesh.capacity_tokens == 4096
+    assert rates.best_isolated_rate(long, KIND) is None  # its longest sample does not fit
+    assert rates.isolated_rate(short, KIND, 1).step_s >= RATES.isolated_rate(short, KIND, 1).step_s
