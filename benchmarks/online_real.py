@@ -1,18 +1,20 @@
 """Do jobs that come and go on a real GPU end when the online simulator says?
 
-    python -m benchmarks.online_real --out results          # one GPU, about 150 s with its start
+    python -m benchmarks.online_real --out results          # one H200, 110 s with its start
     python -m benchmarks.online_real --small --out /tmp/x   # a tiny model on a CPU: tries the mechanics
+    python -m benchmarks.online_real --again results --out /tmp/x   # predicts again, for timelines of an earlier run
 
 Two scenarios of five unequal jobs that arrive over time, on one GPU and a part of Llama-3.1-8B's layers with random
 weights. The online policy decides in its simulator who trains when. `replan` makes one plan of these decisions, and the
 product's own training loop trains it, with a drained pipeline wherever jobs join or leave. Written for every job are
 its completion time (from its arrival to its last step) and the errors of three predictions:
 
-    simulated   by the online simulator: the rates of groups at default costs of the device
-    planned     by playing the plan at the same default costs
+    simulated   by the online simulator: the rates of groups at the costs that `lorafusion plan` takes for this job,
+                nothing measured. A session's programs have its largest rank, so these costs know the ranks.
+    planned     by playing the plan at the same costs
     profiled    by playing the plan at costs that were measured in this process before the run
 
-Arrivals are slots of the plan: those that it reaches at the arrival's time at default costs.
+Arrivals are slots of the plan: those that it reaches at the arrival's time at those costs.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.profile import profile_stages
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.planning.prediction import this_device
+from lorafusion_jax.planning.prediction import DEVICES, predicted_costs, this_device
 from lorafusion_jax.training import changes as training
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job as Training
@@ -63,17 +65,16 @@ from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.training.state import Progress
 from scheduling import CostModel, Plan, Timeline, simulate
 from scheduling.online import ClusterResult, Job, Worker
-from scheduling.online.costs import stage_costs
-from scheduling.online.shapes import resolve_base
 
-PREDICTIONS = ("simulated", "planned", "profiled")
 DROPOUT = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the 32 of Llama-3.1-8B")
+    parser.add_argument("--device", default=this_device(), choices=DEVICES, help="whose default costs predict")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=[*SCENARIOS])
+    parser.add_argument("--again", type=Path, help="folder with timelines of an earlier run, which are not run again")
     parser.add_argument("--small", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--out", type=Path, help="default: a folder of benchmarks/results")
     options = parser.parse_args(arguments)
@@ -86,7 +87,7 @@ class Real:
     """Both scenarios on one set of frozen weights; equal adapters share their programs."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.began, self.device = options, time.perf_counter(), this_device()
+        self.options, self.began, self.device = options, time.perf_counter(), options.device
         shape = SHAPES["tiny"] | {"num_layers": 1} if options.small else SHAPES["8b"] | {"num_layers": options.layers}
         self.model = ModelConfig(**shape)
         self.dtype = jnp.float32 if options.small else jnp.bfloat16
@@ -112,24 +113,30 @@ class Real:
 
     def scenario(self, name: str) -> None:
         """Simulates, plans, trains and compares one scenario."""
-        costs = stage_costs(resolve_base(self.model), self.device, 1)
         small = {"scale": 0.05, "shorter": 8.0} if self.options.small else {}
+        costs = predicted_costs(self.config(name), self.model, self.device)
         jobs = draw_jobs(name, self.model, costs, self.capacity, **small)
-        result, moves = simulated(jobs, Worker("host0", 1, device=self.device), self.capacity)
+        result, moves = simulated(jobs, Worker("host0", 1, device=self.device), costs, self.capacity)
         plan, changes = planned(jobs, moves, costs, capacity_tokens=self.capacity, tile_tokens=self.tile)
         self.say(f"{name}: {plan.num_slots} slots, {plan.density:.1%} full, {result.makespan_s:.1f} s simulated")
         for move in moves:
             what = [f"+{job}" for job in move.joins] + [f"-{job}" for job in move.leaves]
             self.say(f"  {move.time_s:8.3f} s  {' '.join(what)}: {move.why}")
-        measured, profile = self.train(name, jobs, plan, changes)
-        timelines = {"planned": simulate(plan, costs), "profiled": simulate(plan, profile), "measured": measured}
-        self.compare(name, jobs, result, timelines)
+        timelines = {"planned": simulate(plan, costs)}
+        if self.options.again:
+            measured = Timeline.from_json((self.options.again / f"timeline_{name}.json").read_text())
+            if dict(measured.slot_adapters) != dict(timelines["planned"].slot_adapters):
+                raise ValueError("the timeline is of another plan")
+        else:
+            measured, profile = self.train(name, jobs, plan, changes)
+            timelines["profiled"] = simulate(plan, profile)
+        self.compare(name, jobs, result, timelines | {"measured": measured})
 
     def train(
         self, name: str, jobs: Sequence[Job], plan: Plan, changes: Sequence[Change]
     ) -> tuple[Timeline, CostModel]:
         """Trains the plan with the product's loop. Returns the measured timeline, and costs measured before."""
-        config = self.config(jobs)
+        config = self.config(name)
         names = [job.name for job in jobs]
         data = {name: random_data(plan.job_of[name], self.model.vocab_size, seed) for seed, name in enumerate(names)}
         prepared = Prepared(tokenizer=None, adapters=data)  # type: ignore[arg-type]
@@ -157,7 +164,7 @@ class Real:
             raise RuntimeError(f"not every job was trained to its end: {ended}")
         return measured, profile
 
-    def config(self, jobs: Sequence[Job]) -> JobConfig:
+    def config(self, name: str) -> JobConfig:
         small = self.options.small
         most = 16 if small else 256  # every rank compiles a step of its own
         targets = ["down_proj"] if small else "all-linear"
@@ -165,11 +172,11 @@ class Real:
             base=BaseSettings(model="random", dtype="float32" if small else "bfloat16"),
             adapters=tuple(
                 AdapterConfig(
-                    name=job.name, data=DataSettings(train="random"), global_samples=job.global_batch,
-                    lora=LoraSettings(rank=min(job.rank, most), alpha=2 * job.rank, dropout=DROPOUT, targets=targets),
-                    optim=OptimSettings(lr=1e-4), seed=seed,
+                    name=f"j{index}", data=DataSettings(train="random"), global_samples=one.batch,
+                    lora=LoraSettings(rank=min(one.rank, most), alpha=2 * one.rank, dropout=DROPOUT, targets=targets),
+                    optim=OptimSettings(lr=1e-4), seed=index,
                 )
-                for seed, job in enumerate(jobs)
+                for index, one in enumerate(SCENARIOS[name])
             ),
             batch=BatchSettings(capacity_tokens=self.capacity, tile_tokens=self.tile),
             save=SaveSettings(every_minutes=None),
@@ -209,7 +216,7 @@ class Real:
         whole = {"scenario": name, "slots": len({span.slot for span in timelines["measured"].spans}), "tokens": tokens}
         whole |= {f"{of}_tokens_per_s": round(tokens / seconds) for of, seconds in lasted.items()}
         whole |= {f"makespan_{key}": value for key, value in _with_errors(lasted).items()}
-        for of in PREDICTIONS:
+        for of in [*lasted][:-1]:
             errors = [abs(row[f"{of}_error"]) for row in rows]
             whole |= {f"{of}_jobs_mean": round(mean(errors), 4), f"{of}_jobs_worst": round(max(errors), 4)}
         append_row(self.out / "runs.csv", whole)
@@ -225,7 +232,7 @@ class Real:
 
 def _with_errors(seconds: Mapping[str, float]) -> dict[str, float]:
     """All seconds, and of each prediction predicted / measured - 1."""
-    errors = {f"{of}_error": round(seconds[of] / seconds["measured"] - 1, 4) for of in PREDICTIONS}
+    errors = {f"{of}_error": round(s / seconds["measured"] - 1, 4) for of, s in seconds.items() if of != "measured"}
     return {f"{of}_s": round(value, 4) for of, value in seconds.items()} | errors
 
 

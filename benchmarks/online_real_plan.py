@@ -117,9 +117,11 @@ def draw_jobs(
     return jobs
 
 
-def simulated(jobs: Sequence[Job], worker: Worker, capacity_tokens: int) -> tuple[ClusterResult, list[Move]]:
+def simulated(
+    jobs: Sequence[Job], worker: Worker, costs: CostModel, capacity_tokens: int
+) -> tuple[ClusterResult, list[Move]]:
     """What the online simulator predicts for one GPU, and who joined and left when."""
-    rates = Rates(CHANGES, capacities=[capacity_tokens])
+    rates = Rates(CHANGES, capacities=[capacity_tokens], costs=lambda *_: costs)
     policy = Logged(Ours(rates))
     return Simulator(jobs, [worker], policy, rates).run(), policy.moves
 

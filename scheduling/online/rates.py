@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
+from scheduling.cost_model import CostModel
+from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost, stage_costs
 from scheduling.online.job_cache import JobCache
 from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
+from scheduling.online.shapes import ModelShape
 from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share
 from scheduling.online.types import Job
 
@@ -27,10 +29,18 @@ class Rates:
         changes: costs of starting and changing groups.
         capacities: tokens that a microbatch may have (None: what is best for each group). A session that does not
             compile again for every change of its members has one.
+        costs: of a base on a device, by stages and whether backward repeats the forward pass. The default rates are
+            those of rank 16.
     """
 
-    def __init__(self, changes: ChangeCosts | None = None, *, capacities: Sequence[int] | None = None):
-        self.changes, self._capacities = changes or ChangeCosts(), capacities
+    def __init__(
+        self,
+        changes: ChangeCosts | None = None,
+        *,
+        capacities: Sequence[int] | None = None,
+        costs: Callable[[ModelShape, str, int, bool], CostModel] = stage_costs,
+    ):
+        self.changes, self._capacities, self._costs = changes or ChangeCosts(), capacities, costs
         self._jobs = JobCache()
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
@@ -215,7 +225,7 @@ class Rates:
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)
-        return self._once(key, lambda: slot_cost(job.shape, kind[0], stages, recompute))
+        return self._once(key, lambda: slot_cost(self._costs(job.shape, kind[0], stages, recompute), stages))
 
     def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
         key = ("stage", job.base_name, stages, recompute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,14 @@ COSTS = stage_costs(QUARTER, "h200", 1)
 CAPACITY = 8192
 
 
+def read(file):
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
 @pytest.fixture(scope="module", params=SCENARIOS)
 def scenario(request):
     jobs = draw_jobs(request.param, QUARTER, COSTS, CAPACITY)
-    result, moves = simulated(jobs, Worker("host0", 1), CAPACITY)
+    result, moves = simulated(jobs, Worker("host0", 1), COSTS, CAPACITY)
     plan, changes = planned(jobs, moves, COSTS, capacity_tokens=CAPACITY, tile_tokens=128)
     return jobs, result, moves, plan, changes
 
@@ -65,18 +70,25 @@ def test_the_simulator_agrees_with_the_plan(scenario):
 
 def test_a_tiny_run_writes_what_was_predicted_and_measured(tmp_path):
     online_real.main(["--small", "--scenarios", "queue", "--out", str(tmp_path)])
-    with (tmp_path / "jobs.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read(tmp_path / "jobs.csv")
     measured = Timeline.from_json((tmp_path / "timeline_queue.json").read_text())
     assert [row["job"] for row in rows] == [f"j{index}" for index in range(5)]
     for row in rows:
         assert float(row["measured_s"]) > 0
         assert measured.finish_s[row["job"]] >= float(row["measured_s"]) - 1e-3
-        for source in online_real.PREDICTIONS:
+        for source in ("simulated", "planned", "profiled"):
             error = float(row[f"{source}_s"]) / float(row["measured_s"]) - 1
             assert float(row[f"{source}_error"]) == pytest.approx(error, abs=5e-3)
-    with (tmp_path / "runs.csv").open() as stream:
-        (whole,) = csv.DictReader(stream)
+    (whole,) = read(tmp_path / "runs.csv")
     assert int(whole["tokens"]) == sum(int(row["tokens"]) for row in rows) == measured.tokens
     assert float(whole["makespan_measured_s"]) == pytest.approx(measured.duration_s, abs=1e-3)
     assert {"device", "jax", "date", "capacity_tokens"} <= json.loads((tmp_path / "conditions.json").read_text()).keys()
+
+
+def test_published_errors_are_those_of_the_timelines(tmp_path):
+    """Only the predictions are made again: they are of the plan that was trained, and within a tenth of it."""
+    folder = Path(online_real.__file__).parent / "results" / "online_real_h200_2026-11-23"
+    online_real.main(["--again", str(folder), "--device", "h200", "--out", str(tmp_path)])
+    for name in ("jobs.csv", "runs.csv"):
+        assert read(tmp_path / name) == read(folder / name)
+    assert all(abs(float(row["simulated_error"])) <= 0.1 for row in read(tmp_path / "jobs.csv"))

@@ -1,5 +1,6 @@
 """The rate model against simulated plans; memory, slowdowns and shares."""
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -120,3 +121,28 @@ def test_a_session_may_have_one_capacity_for_all_groups():
     assert rates.best_isolated_rate(short, KIND).mesh.capacity_tokens == 4096
     assert rates.best_isolated_rate(long, KIND) is None  # its longest sample does not fit
     assert rates.isolated_rate(short, KIND, 1).step_s >= RATES.isolated_rate(short, KIND, 1).step_s
+
+
+def test_rates_take_the_costs_that_they_are_given():
+    def twice(*what):
+        costs = stage_costs(*what)
+        slower = [
+            replace(
+                stage,
+                **{
+                    name: replace(
+                        cost, **{part: 2 * getattr(cost, part) for part in ("fixed_s", "token_s", "square_s")}
+                    )
+                    for name, cost in (("forward", stage.forward), ("backward", stage.backward))
+                },
+                update_s=2 * stage.update_s,
+            )
+            for stage in costs.stages
+        ]
+        return replace(costs, stages=tuple(slower))
+
+    slow, members = Rates(costs=twice), [job("a"), job("b", lengths=[1500, 400])]
+    there, here = slow.group(members, KIND, 4), RATES.group(members, KIND, 4)
+    assert there.mesh == here.mesh
+    assert there.tokens_per_s == pytest.approx(here.tokens_per_s / 2)
+    assert there.slowdowns == pytest.approx(here.slowdowns)
