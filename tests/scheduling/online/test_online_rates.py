@@ -1,6 +1,5 @@
 """The rate model against simulated plans; memory, slowdowns and shares."""
 
-from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -124,25 +123,12 @@ def test_a_session_may_have_one_capacity_for_all_groups():
 
 
 def test_rates_take_the_costs_that_they_are_given():
-    def twice(*what):
-        costs = stage_costs(*what)
-        slower = [
-            replace(
-                stage,
-                **{
-                    name: replace(
-                        cost, **{part: 2 * getattr(cost, part) for part in ("fixed_s", "token_s", "square_s")}
-                    )
-                    for name, cost in (("forward", stage.forward), ("backward", stage.backward))
-                },
-                update_s=2 * stage.update_s,
-            )
-            for stage in costs.stages
-        ]
-        return replace(costs, stages=tuple(slower))
-
-    slow, members = Rates(costs=twice), [job("a"), job("b", lengths=[1500, 400])]
-    there, here = slow.group(members, KIND, 4), RATES.group(members, KIND, 4)
-    assert there.mesh == here.mesh
-    assert there.tokens_per_s == pytest.approx(here.tokens_per_s / 2)
-    assert there.slowdowns == pytest.approx(here.slowdowns)
+    """8B jobs at the costs of 32B train as fast as 32B jobs."""
+    given = Rates(costs=lambda shape, *of: stage_costs(SHAPES["qwen2.5-32b"], *of))
+    mesh, lengths = Mesh(1, 8, 4096), ([900, 500], [1500, 400])
+    small, large = (
+        [job(str(place), base=base, lengths=own) for place, own in enumerate(lengths)]
+        for base in ("llama-3.1-8b", "qwen2.5-32b")
+    )
+    assert given.on_mesh(small, KIND, mesh).tokens_per_s == RATES.on_mesh(large, KIND, mesh).tokens_per_s
+    assert given.on_mesh(small, KIND, mesh).tokens_per_s < RATES.on_mesh(small, KIND, mesh).tokens_per_s / 3
