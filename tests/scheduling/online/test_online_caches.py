@@ -22,7 +22,7 @@ def test_jobs_that_were_seen_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(job_cache, "MOST_JOBS", 40)
     monkeypatch.setattr(ours, "SPARE", 20)
     policy, before = Ours(Rates()), alive()
-    for number in range(300):
+    for number in range(150):
         job = coming(number)
         state = ClusterState(
             time_s=float(number), workers={"host0": Worker("host0", 1)}, jobs={job.name: JobState(job)}
