@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from benchmarks.end_to_end_inputs import Draw, random_data
+from benchmarks.end_to_end_inputs import random_base, random_data
 from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
@@ -75,7 +75,7 @@ from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import fitting_remat
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.executor import Executor
-from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
+from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.profile import profile_stages
@@ -83,7 +83,6 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.prediction import predicted_costs
-from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.training.hooks import Hooks
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Loop
@@ -310,7 +309,7 @@ class Bench:
         layout = (mesh.stages, mesh.data, mesh.fsdp, tuple(mesh.layers or ()), config.base.quantize)
         if self._layout != layout:
             self._weights = []
-            self._weights, self._layout = self.weights(config), layout
+            self._weights, self._layout = random_base(config, self.model, self.dtype), layout
         remat = fitting_remat(config, self.model) if config.train.remat == "auto" else config.train.remat
         specs = tuple(adapter_specs(config))
         parts = Parts(
@@ -326,33 +325,6 @@ class Bench:
         ]  # fmt: skip
         self._stages = (key, stages)
         return stages
-
-    def weights(self, config: JobConfig) -> list[tuple[StageWeights, StageMesh]]:
-        """Random weights of the real shapes, drawn on their devices."""
-        mesh = config.mesh
-        meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
-        parts = Parts(model=self.model, specs=(), settings=config.train, dtype=self.dtype)
-        layers = stage_layers(self.model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
-        table = (self.model.vocab_size, self.model.hidden_size)
-        result = []
-        for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):
-            draw = Draw(here, self.dtype, config.base.quantize)
-            result.append(
-                (
-                    StageWeights(
-                        extent=own,
-                        pieces=[
-                            {n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()}
-                            for _, half in own.pieces
-                        ],
-                        embed=draw("embed.kernel", table) if stage == 0 else None,
-                        norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
-                        head=draw("head.kernel", table) if stage == len(layers) - 1 else None,
-                    ),
-                    here,
-                )
-            )
-        return result
 
     def once(
         self, variant: Variant, config: JobConfig, stages: list[Stage], jobs: Sequence[AdapterJob], plan: Plan

@@ -1,4 +1,4 @@
-"""What `end_to_end.py` runs on: random weights and random tokens."""
+"""What runs at real size need: random weights and random tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import AdapterData
 from lorafusion_jax.data.tokenized import TokenizedSet
-from lorafusion_jax.pipeline.mesh import StageMesh
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
+from lorafusion_jax.pipeline.parts import Parts, StageWeights
+from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.table import NONE, stored_kind
 from scheduling import AdapterJob
 
@@ -46,6 +50,27 @@ class Draw:
 
             self._made[kind] = jax.jit(make, out_shardings=target)
         return self._made[kind](self._key)
+
+
+def random_base(config: JobConfig, model: ModelConfig, dtype: Any) -> list[tuple[StageWeights, StageMesh]]:
+    """Random weights of the real shapes, stage by stage, drawn on their devices."""
+    mesh = config.mesh
+    meshes = stage_meshes(mesh.stages, mesh.data, mesh.fsdp)
+    parts = Parts(model=model, specs=(), settings=config.train, dtype=dtype)
+    layers = stage_layers(model, mesh.stages, mesh.layers, capacity_tokens=config.batch.largest)
+    table = (model.vocab_size, model.hidden_size)
+    result = []
+    for stage, (own, here) in enumerate(zip(layers, meshes, strict=True)):
+        draw = Draw(here, dtype, config.base.quantize)
+        weights = StageWeights(
+            extent=own,
+            pieces=[{n: draw.stored(n, s) for n, s in parts.frozen_shapes(half).items()} for _, half in own.pieces],
+            embed=draw("embed.kernel", table) if stage == 0 else None,
+            norm=draw("norm.weight", table[1:]) if stage == len(layers) - 1 else None,
+            head=draw("head.kernel", table) if stage == len(layers) - 1 else None,
+        )
+        result.append((weights, here))
+    return result
 
 
 def random_data(job: AdapterJob, vocab: int, seed: int) -> AdapterData:

@@ -94,12 +94,11 @@ def deal_layers(shape: ModelShape, device: str, num_stages: int) -> tuple[int, .
     return tuple(counts)
 
 
-@lru_cache(maxsize=1024)
-def slot_cost(shape: ModelShape, device: str, num_stages: int, recompute: bool) -> SlotCost:
+def slot_cost(costs: CostModel, num_stages: int) -> SlotCost:
     """Cost of a slot on the slowest stage, forward plus backward."""
 
     def of_stage(stage: int) -> SlotCost:
-        cost = stage_costs(shape, device, num_stages, recompute).stage(stage)
+        cost = costs.stage(stage)
         names = ("fixed_s", "token_s", "square_s")
         both = {name: getattr(cost.forward, name) + getattr(cost.backward, name) for name in names}
         return SlotCost(**both, update_s=cost.update_s)

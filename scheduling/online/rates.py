@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost
+from scheduling.cost_model import CostModel
+from scheduling.online.costs import ChangeCosts, SlotCost, slot_cost, stage_costs
+from scheduling.online.job_cache import JobCache
 from scheduling.online.memory import GIB, StageBytes, stage_bytes, trainable_bytes
 from scheduling.online.profile import LADDER, LARGEST_CAPACITY, TILE, Profile, make_profile
+from scheduling.online.shapes import ModelShape
 from scheduling.online.sharing import GroupRate, IsolatedRate, Members, Mesh, alternate, share
 from scheduling.online.types import Job
 
@@ -24,36 +27,36 @@ class Rates:
 
     Args:
         changes: costs of starting and changing groups.
+        capacities: tokens that a microbatch may have (None: what is best for each group). A session that does not
+            compile again for every change of its members has one.
+        costs: of a base on a device, by stages and whether backward repeats the forward pass. The default rates are
+            those of rank 16.
     """
 
-    def __init__(self, changes: ChangeCosts | None = None):
-        self.changes = changes or ChangeCosts()
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._keys: dict[str, tuple[Job, int]] = {}
-        self._profiles: dict[int, Profile] = {}
+    def __init__(
+        self,
+        changes: ChangeCosts | None = None,
+        *,
+        capacities: Sequence[int] | None = None,
+        costs: Callable[[ModelShape, str, int, bool], CostModel] = stage_costs,
+    ):
+        self.changes, self._capacities, self._costs = changes or ChangeCosts(), capacities, costs
+        self._jobs = JobCache()
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
         self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
-        self._fair: dict[tuple[int, Kind, float], float] = {}
 
     def key(self, job: Job) -> int:
         """A key of everything that a job's rates depend on; jobs with equal keys are interchangeable."""
-        known = self._keys.get(job.name)
-        if known is None or known[0] is not job:
-            of = (job.shape, job.lengths, job.global_batch, job.rank, job.targets, job.weight, job.max_slowdown)
-            known = self._keys[job.name] = (job, self._numbers.setdefault(of, len(self._numbers)))
-        return known[1]
+        return self._jobs.key(job)
 
     def profile(self, job: Job) -> Profile:
         """The profile of the job's batches, computed once."""
-        key = self.key(job)
-        if key not in self._profiles:
-            self._profiles[key] = make_profile(job)
-        return self._profiles[key]
+        return self._jobs.once(job, ("profile",), lambda: make_profile(job))
 
     def isolated_rate(self, job: Job, kind: Kind, gpus: int) -> IsolatedRate | None:
         """The fastest mesh of exactly this number of GPUs; None if the job fits on none."""
-        return self._once(("alone", self.key(job), kind, gpus), lambda: self._search_isolated(job, kind, gpus))
+        return self._jobs.once(job, ("alone", kind, gpus), lambda: self._search_isolated(job, kind, gpus))
 
     def best_isolated_rate(self, job: Job, kind: Kind, most_gpus: int = 8) -> IsolatedRate | None:
         """The mesh of 1, 2, 4 or 8 GPUs with the fewest GPU-seconds; None if the job fits on none."""
@@ -62,17 +65,14 @@ class Rates:
             found = [rate for gpus in MESHES if gpus <= most_gpus and (rate := self.isolated_rate(job, kind, gpus))]
             return min(found, key=lambda rate: rate.step_s * rate.mesh.gpus, default=None)
 
-        return self._once(("best", self.key(job), kind, most_gpus), search)
+        return self._jobs.once(job, ("best", kind, most_gpus), search)
 
     def fair_steps_per_s(self, job: Job, kind: Kind, share: float) -> float:
         """Isolated steps per second on a share of GPUs, at least the smallest mesh that the job fits on.
 
         Rates between two meshes are interpolated, and more GPUs are never slower.
         """
-        key = (self.key(job), kind, share)
-        if key not in self._fair:
-            self._fair[key] = self._interpolate(job, kind, share)
-        return self._fair[key]
+        return self._jobs.once(job, ("fair", kind, share), lambda: self._interpolate(job, kind, share))
 
     def group(self, members: Sequence[Job], kind: Kind, gpus: int) -> GroupRate | None:
         """The best mesh for jobs of one base: most tokens per second within all bounds, or else closest to the bounds.
@@ -204,6 +204,7 @@ class Rates:
         """Meshes that these jobs fit on, by stages and capacity; more stages only if memory needs them."""
         longest = max(self.profile(job).longest for job in members)
         ladder = [tokens for tokens in LADDER if longest <= tokens <= max(longest, USUAL_CAPACITY)]
+        wanted = self._capacities or capacities or ladder
         found: list[tuple[Mesh, SlotCost]] = []
         for stages in MESHES:
             if stages > gpus or gpus % stages or stages > members[0].shape.num_layers:
@@ -215,7 +216,7 @@ class Rates:
                     break
                 cost = self._cost(members[0], kind, stages, recompute) if room > before else None
                 if cost is not None:
-                    fitting = (tokens for tokens in capacities or ladder if before < tokens <= room)
+                    fitting = (tokens for tokens in wanted if max(before, longest - 1) < tokens <= room)
                     found += [(Mesh(stages, gpus // stages, tokens), cost) for tokens in fitting]
                 before = room
             if before >= USUAL_CAPACITY >= longest:
@@ -224,7 +225,7 @@ class Rates:
 
     def _cost(self, job: Job, kind: Kind, stages: int, recompute: bool) -> SlotCost:
         key = ("cost", job.base_name, kind[0], stages, recompute)
-        return self._once(key, lambda: slot_cost(job.shape, kind[0], stages, recompute))
+        return self._once(key, lambda: slot_cost(self._costs(job.shape, kind[0], stages, recompute), stages))
 
     def _stage(self, job: Job, stages: int, recompute: bool) -> StageBytes:
         key = ("stage", job.base_name, stages, recompute)

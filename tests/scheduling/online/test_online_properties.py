@@ -112,6 +112,24 @@ def test_a_user_with_more_weight_is_served_no_later(count, weight):
 
 
 @SETTINGS
+@given(st.integers(2, 5), st.floats(1.0, 4.0), st.floats(1.0, 4.0))
+def test_more_weight_never_makes_a_user_wait_longer(count, weight, factor):
+    """Two users with equal jobs: the mean completion time of one does not grow with its weight."""
+
+    def mean_s(weight):
+        jobs = [
+            Job(f"{user}{i}", user, "llama-3.1-8b", 0.0, [900, 400], 8, 4000)
+            for i in range(count)
+            for user in ("ann", "bob")
+        ]
+        users = [User("ann", weight), User("bob", 1.0)]
+        result = simulate_cluster(jobs, [Worker("one", 1)], rates=RATES, users=users)
+        return sum(result.jct_s[f"ann{i}"] for i in range(count)) / count
+
+    assert mean_s(weight * factor) <= mean_s(weight) * (1 + 1e-9)
+
+
+@SETTINGS
 @given(st.integers(1, 4), st.integers(1, 6))
 def test_a_quota_bounds_what_a_user_starts_with(count, quota):
     """Another user's jobs are there all the time, so nothing is left to the one with the quota by finishing."""

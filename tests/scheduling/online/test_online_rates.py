@@ -111,3 +111,24 @@ def test_a_shape_and_its_name_mean_the_same():
     shape = SHAPES["llama-3.1-8b"]
     assert isinstance(shape, ModelShape)
     assert Rates().best_isolated_rate(job(base=shape), KIND) == RATES.best_isolated_rate(job(), KIND)
+
+
+def test_a_session_may_have_one_capacity_for_all_groups():
+    rates, short, long = Rates(capacities=[4096]), job(), job("long", lengths=[6000, 900])
+    for members in ([short], [short, job("b", lengths=[2500])]):
+        assert rates.group(members, KIND, 4).mesh.capacity_tokens == 4096
+    assert rates.best_isolated_rate(short, KIND).mesh.capacity_tokens == 4096
+    assert rates.best_isolated_rate(long, KIND) is None  # its longest sample does not fit
+    assert rates.isolated_rate(short, KIND, 1).step_s >= RATES.isolated_rate(short, KIND, 1).step_s
+
+
+def test_rates_take_the_costs_that_they_are_given():
+    """8B jobs at the costs of 32B train as fast as 32B jobs."""
+    given = Rates(costs=lambda shape, *of: stage_costs(SHAPES["qwen2.5-32b"], *of))
+    mesh, lengths = Mesh(1, 8, 4096), ([900, 500], [1500, 400])
+    small, large = (
+        [job(str(place), base=base, lengths=own) for place, own in enumerate(lengths)]
+        for base in ("llama-3.1-8b", "qwen2.5-32b")
+    )
+    assert given.on_mesh(small, KIND, mesh).tokens_per_s == RATES.on_mesh(large, KIND, mesh).tokens_per_s
+    assert given.on_mesh(small, KIND, mesh).tokens_per_s < RATES.on_mesh(small, KIND, mesh).tokens_per_s / 3

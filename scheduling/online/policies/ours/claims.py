@@ -48,6 +48,7 @@ class Claims:
         order: utility of a GPU-second of work per second: the order of jobs.
         urgent: waiting jobs to start as soon as possible, by arrival.
         overdue: those of them that no later job of their weight may overtake.
+        pressed: names of all jobs, waiting or not, that have waited long or would miss their deadline soon.
     """
 
     work: Mapping[str, float]
@@ -55,6 +56,7 @@ class Claims:
     order: Mapping[str, float]
     urgent: tuple[JobState, ...]
     overdue: tuple[JobState, ...]
+    pressed: frozenset[str]
 
 
 def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCosts) -> Claims:
@@ -68,6 +70,7 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     step: dict[str, float] = {}
     order: dict[str, float] = {}
     urgent: list[tuple[JobState, float]] = []  # with their patience
+    pressed: set[str] = set()
     for name, one in state.jobs.items():
         if not 0 < one.speed < inf:
             raise PlanError("online.speed", f"{name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
@@ -81,12 +84,20 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
             claim *= PRIORITY**one.job.priority
         if settings.urgency and is_urgent(one, now, left * cost.seconds, settings.urgent * patience_s(one.job, cost)):
             claim *= URGENT
+            pressed.add(name)
             if one.group is None:
                 urgent.append((one, patience_s(one.job, cost)))
         order[name], step[name] = claim, claim * cost.gpu_s
     urgent.sort(key=lambda each: (each[0].job.arrival_s, each[0].job.name))
     overdue = tuple(one for one, longest_s in urgent if one.waited(now) > SPENT * longest_s)
-    return Claims(work=work, step=step, order=order, urgent=tuple(one for one, _ in urgent), overdue=overdue)
+    return Claims(
+        work=work,
+        step=step,
+        order=order,
+        urgent=tuple(one for one, _ in urgent),
+        overdue=overdue,
+        pressed=frozenset(pressed),
+    )
 
 
 def user_factor(user: UserState, fairness: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from scheduling.online.policies.ours.search import Pack, Search
 from scheduling.online.rates import Kind
+from scheduling.online.sharing import GroupRate
 
 
 def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack | None:
@@ -20,12 +21,20 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
             continue
         members = [*best.members, name] if best else [name]
         rate = appraiser.rate(members, kind, gpus)
+        if rate is not None and not _may_move(search, members, rate):
+            rate = None
         worth = appraiser.worth(members, rate) if rate else 0.0
         if rate is not None and worth > (best.worth if best else 0.0):
             best, misses = Pack(members, rate, worth), 0
         else:
             misses += 1
     return best
+
+
+def _may_move(search: Search, members: Sequence[str], rate: GroupRate) -> bool:
+    """Whether members that this decision takes out of other groups stay within their bounds while the session opens."""
+    moved = [name for name in members if search.state.jobs[name].group is not None]
+    return not moved or search.appraiser.tolerates(moved, rate, members, search.open_s(members[0]))
 
 
 def first_pack(search: Search, base: str, kind: Kind, gpus: int) -> Pack | None:

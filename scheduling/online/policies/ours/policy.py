@@ -22,6 +22,7 @@ from scheduling.online.rates import Kind, Rates
 from scheduling.online.state import ClusterState, Decision
 from scheduling.online.types import Job
 
+SPARE = 100  # jobs in the cache beyond twice those of a state
 Sizes = tuple[tuple[Kind, int], ...]
 
 
@@ -45,6 +46,7 @@ class Ours:
         state.check_clock(now)
         if not state.jobs or not state.workers:
             return []
+        self._forget_ended(state)
         sizes = worker_sizes(state)
         claims = weigh(state, now, self.settings, lambda job: self._step_cost(job, sizes))
         search = Search(self.rates, self.settings, state, now, claims)
@@ -60,6 +62,11 @@ class Ours:
             if not grow(search):
                 break
         return search.draft.decisions()
+
+    def _forget_ended(self, state: ClusterState) -> None:
+        """Keeps the cache about as small as the state: a service runs for months."""
+        if len(self._known) > 2 * len(state.jobs) + SPARE:
+            self._known = {name: known for name, known in self._known.items() if name in state.jobs}
 
     def _step_cost(self, job: Job, sizes: Sizes) -> StepCost:
         known = self._known.get(job.name)

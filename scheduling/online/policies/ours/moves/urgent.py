@@ -62,7 +62,8 @@ def _join(search: Search, state: JobState) -> bool:
 
 def _options(search: Search, group: DraftGroup, name: str) -> Iterator[Option]:
     order, appraiser = search.claims.order, search.appraiser
-    others = [one for one in group.members if order[one] < order[name] and one not in search.protected]
+    safe = search.protected | search.claims.pressed  # they would displace others in turn
+    others = [one for one in group.members if order[one] < order[name] and one not in safe]
     last = min(others, key=lambda one: order[one], default=None)
     for left_out in (None, last) if last is not None else (None,):
         members = [one for one in group.members if one != left_out] + [name]
