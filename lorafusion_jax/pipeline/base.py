@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ from lorafusion_jax.planning.memory import (
     stage_memory,
 )
 from lorafusion_jax.planning.stages import stage_layers
-from pallas_kernels.device import is_hopper
+from pallas_kernels import config_store
+from pallas_kernels.device import device_kind, is_hopper
 
 STAND_INS = 0.05  # share of a device for placeholder weights: one layer, embedding and head
 
@@ -208,7 +210,8 @@ def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) ->
 
 
 def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
-    return replace(memory_problem(config, model), hopper=is_hopper())
+    measured = partial(config_store.fastest, device_kind())
+    return replace(memory_problem(config, model), hopper=is_hopper(), measured=measured)
 
 
 def device_bytes() -> int | None:

@@ -60,6 +60,7 @@ class MemoryProblem:
         implementation: implementation of the LoRA ops (None: chosen).
         attention: implementation of attention (None: chosen).
         hopper: whether the devices are Hopper GPUs. On others XLA is the default.
+        measured: implementations that measured fastest on the devices.
         tile_tokens: rows of a tile.
         loss_chunk: as in `objective.token_losses`.
     """
@@ -77,6 +78,7 @@ class MemoryProblem:
     implementation: str | None = None
     attention: str | None = None
     hopper: bool = True
+    measured: policy.Lookup = policy.nothing_measured
     tile_tokens: int = 128
     loss_chunk: int = DEFAULT_CHUNK
 
@@ -87,7 +89,11 @@ class MemoryProblem:
     @property
     def packed_bits(self) -> bool:
         """Whether the kernels run. They save dropout's bits instead of silu(gate) · up; the XLA ops do the reverse."""
-        return self.hopper if self.implementation is None else self.implementation != "xla"
+        if self.implementation is not None:
+            return self.implementation != policy.XLA
+        calls = (_linear_shape(self, site).op_call for site, rank in _site_ranks(self).items() if rank)
+        measured = [name for name in map(self.measured, calls) if name is not None]
+        return any(name != policy.XLA for name in measured) if measured else self.hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,11 +407,11 @@ def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
 
 def _attention_is_ours(problem: MemoryProblem) -> bool:
     """Whether our own attention kernels run: they are selected and support these sizes."""
-    if problem.attention != policy.HOPPER and not (problem.hopper and problem.attention is None):
-        return False
     m = problem.model
     sizes = {"rows": problem.capacity_tokens, "heads": m.num_heads, "key_heads": m.num_kv_heads, "width": m.head_dim}
-    return policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
+    measured = problem.measured(policy.attention_call(**sizes, dtype=_dtype(problem)))
+    chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)
+    return chosen == policy.HOPPER and policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
 
 
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:
@@ -413,7 +419,9 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     if not problem.packed_bits:
         return False
     gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
-    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper)
+    return policy.mlp_is_fused(
+        gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured
+    )
 
 
 def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:

@@ -75,7 +75,7 @@ class Prepared:
         """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
         item, drops = self.ops.x.dtype.itemsize, self.ops.dropout is not None
         key = config_store.key(kernel, self.rows, num_in, num_out, rank, dropout=drops)
-        config = config_store.shipped(device_kind()).best(key, heuristic)
+        config = config_store.best_config(device_kind(), key, heuristic)
         # tables are measured with bfloat16: in float32 a tile is twice as large
         if hasattr(config, "shared_bytes") and config.shared_bytes(rank, item, drops=drops) > shared_memory_bytes():
             return heuristic

@@ -142,7 +142,7 @@ def test_cudnn_names_unsupported_inputs():
     ],
 )
 def test_default_is_the_fastest_supported_implementation(monkeypatch, platform, capability, dtype, shape, chosen):
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="a test's")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_implementation(jnp.zeros(shape, dtype), jnp.zeros((shape[0], 2, shape[2]), dtype)) == chosen
 

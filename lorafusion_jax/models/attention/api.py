@@ -6,12 +6,16 @@ Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head 
 from __future__ import annotations
 
 from functools import partial
+from typing import cast, get_args
 
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import config_store
 from pallas_kernels.attention import unsupported_reason
+from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
+from pallas_kernels.policy import attention_call
 
 from ..segments import Segments
 from .cudnn import cudnn_backward, cudnn_forward, on_hopper
@@ -62,11 +66,33 @@ def attention(
 def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
     """Returns the fastest implementation for this device, dtype and shape.
 
-    Measurements are in benchmarks/results/attention_h200_2026-11-21/.
+    A table of this device's own measurements decides first. Otherwise the choice rests on an H200's, in
+    benchmarks/results/attention_h200_2026-11-21/.
     """
-    if on_hopper() and not unsupported_reason(q, k):
-        return "pallas_mosaic_gpu"
-    return "cudnn" if on_hopper(or_later=True) and not cudnn_unsupported_reason(q) else "xla"
+    (T, H, C), K = q.shape, k.shape[1]
+    measured = config_store.fastest(
+        device_kind(), attention_call(rows=T, heads=H, key_heads=K, width=C, dtype=str(q.dtype))
+    )
+    if measured in get_args(AttentionImplementation):
+        name = cast(AttentionImplementation, measured)
+        if support_problem(name, q, k) is None:
+            return name
+    return default_by_rule(q, k)
+
+
+def default_by_rule(q: jax.Array, k: jax.Array) -> AttentionImplementation:
+    """The default where no table of this device holds the call."""
+    order: tuple[AttentionImplementation, ...] = ("pallas_mosaic_gpu", "cudnn")
+    return next((name for name in order if support_problem(name, q, k) is None), "xla")
+
+
+def support_problem(name: AttentionImplementation, q: jax.Array, k: jax.Array) -> str | None:
+    """Why an implementation cannot serve these inputs on this device; None if it can."""
+    if name == "pallas_mosaic_gpu":
+        return unsupported_reason(q, k) if on_hopper() else "needs a Hopper GPU"
+    if name == "cudnn":
+        return cudnn_unsupported_reason(q) if on_hopper(or_later=True) else "needs a Hopper GPU or a later one"
+    return None
 
 
 # forward: (q, k, v, segments) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C]) -> dq, dk, dv.
