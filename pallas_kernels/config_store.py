@@ -124,6 +124,11 @@ def sources(device_kind: str) -> tuple[Source, ...]:
     return (*own, Source(table=shipped(device_kind)))
 
 
+def used_digest(device_kind: str) -> str:
+    """Digest of the table in use on a device; empty where the shipped one decides."""
+    return _used[device_kind].table.digest if device_kind in _used else ""
+
+
 def best_config(device_kind: str, key: tuple, heuristic: Any) -> Any:
     """Returns the fastest measured configuration, or the heuristic's own; see `Table.best`."""
     tables = [source.table for source in sources(device_kind)]

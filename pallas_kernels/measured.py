@@ -37,9 +37,10 @@ class OpCall:
     sizes: Mapping[str, int]
     properties: Mapping[str, str]
 
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
-        return f"{self.op}: {sizes} ({', '.join(f'{name} {value}' for name, value in self.properties.items())})"
+    @property
+    def label(self) -> str:
+        """Sizes and properties in words."""
+        return ", ".join(f"{name} {value}" for name, value in (*self.sizes.items(), *self.properties.items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def row_from_json(raw: Mapping[str, Any]) -> OpRow:
     if not all(_positive(size) for size in (*call.sizes.values(), *row.median_us.values())) or not row.median_us:
         raise TypeError(f"{call.op}: sizes and times must be positive numbers")
     if raw["winner"] != row.winner:
-        raise TypeError(f"{call}: {raw['winner']!r} does not win by its times, {row.winner!r} does")
+        raise TypeError(f"{call.op}, {call.label}: {raw['winner']!r} does not win by its times, {row.winner!r} does")
     return row
 
 

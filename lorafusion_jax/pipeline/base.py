@@ -183,7 +183,7 @@ def _stages(
 
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     """Returns the fastest policy that fits into the devices; "everything" if their memory size is unknown (CPU)."""
-    size, problem = device_bytes(), _problem(config, model)
+    size, problem = device_bytes(), memory_problem_here(config, model)
     mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes choose what fits on all of them.
     wanted = REMAT_POLICIES.index(mine)
@@ -191,13 +191,13 @@ def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
 
 
 def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> bool:
-    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
+    size, problem = device_bytes(), replace(memory_problem_here(config, model), remat=remat)
     return size is None or fits(problem, size, usable=ALLOCATOR_USABLE - STAND_INS)
 
 
 def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:
     """Returns a warning, with advice, if memory on this machine will probably not suffice."""
-    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
+    size, problem = device_bytes(), replace(memory_problem_here(config, model), remat=remat)
     if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
         return None
     totals = [stage.total for stage in stage_memory(problem)]
@@ -209,7 +209,8 @@ def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) ->
     )
 
 
-def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+def memory_problem_here(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    """The memory problem of a job, with the implementations that this machine's devices run."""
     measured = partial(config_store.fastest, device_kind())
     return replace(memory_problem(config, model), hopper=is_hopper(), measured=measured)
 

@@ -37,6 +37,7 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import adapter_arrays, like, scatter
 from lorafusion_jax.report.format import count
+from pallas_kernels import config_store
 
 
 class Session:
@@ -241,9 +242,10 @@ class Session:
 
     @property
     def device(self) -> dict[str, str]:
-        """Kind and platform for run.json."""
+        """Kind, platform and tuning table for run.json."""
         device = jax.devices()[0]
-        return {"device": device.device_kind, "platform": device.platform}
+        table = config_store.used_digest(device.device_kind)
+        return {"device": device.device_kind, "platform": device.platform, "tuning_table": table}
 
     @property
     def peak_bytes(self) -> int | None:

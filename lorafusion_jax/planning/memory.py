@@ -91,7 +91,7 @@ class MemoryProblem:
         """Whether the kernels run. They save dropout's bits instead of silu(gate) · up; the XLA ops do the reverse."""
         if self.implementation is not None:
             return self.implementation != policy.XLA
-        calls = (_linear_shape(self, site).op_call for site, rank in _site_ranks(self).items() if rank)
+        calls = (site_shape(self, site).op_call for site, rank in _site_ranks(self).items() if rank)
         measured = [name for name in map(self.measured, calls) if name is not None]
         return any(name != policy.XLA for name in measured) if measured else self.hopper
 
@@ -192,7 +192,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if _mlp_is_one_op(problem) and policy.has_extra_ranks(_linear_shape(problem, "down")):
+    if _mlp_is_one_op(problem) and policy.has_extra_ranks(site_shape(problem, "down")):
         mlp += item * T * F  # silu(gate) · up once more, for their gradient
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
@@ -418,14 +418,12 @@ def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
     if not problem.packed_bits:
         return False
-    gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
-    return policy.mlp_is_fused(
-        gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured
-    )
+    gate_up, down = (site_shape(problem, site) for site in ("gate_up", "down"))
+    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured)
 
 
-def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
-    """The shape of a site's op call, for the kernels' policy."""
+def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
+    """The op call of a site, as the kernels' policy knows it."""
     linears = LAYER.sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
@@ -445,7 +443,7 @@ def _dtype(problem: MemoryProblem) -> str:
 
 def _columns_of_s(problem: MemoryProblem, site: str) -> int:
     """Of all projections of a site together: the kernels pad them."""
-    return policy.columns_of_s(_linear_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
+    return policy.columns_of_s(site_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

@@ -42,7 +42,7 @@ from lorafusion_jax.report.events import (
     RunMoved,
     StartedUp,
 )
-from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_versions, unchecked
+from lorafusion_jax.report.record import check_record, eval_digests, make_record, other_table, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.changes import Change, apply, recorded_changes, stopped_otherwise
@@ -51,6 +51,8 @@ from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.run import Run, RunResult, StartUp
 from lorafusion_jax.training.state import Progress, is_padded
+from pallas_kernels import config_store
+from pallas_kernels.device import device_kind
 from scheduling import Plan, PlanError, verify_plan
 
 SHOWN = 4  # damaged files that a message names
@@ -200,6 +202,8 @@ def _notices(folder: RunFolder, found: Found, record: dict, spoilt: Sequence[Dam
         notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
         notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+    if (table := other_table(record, config_store.used_digest(device_kind()))) is not None:
+        notices.append(CheckSkipped(slot=slot, text=table))
     return notices
 
 

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import config_store
-from pallas_kernels.attention import unsupported_reason
+from pallas_kernels.attention import Described, unsupported_reason
 from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 from pallas_kernels.policy import attention_call
@@ -63,7 +63,7 @@ def attention(
     return o_TD if flat else o_TD.reshape(q.shape)
 
 
-def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
+def default_implementation(q: Described, k: Described) -> AttentionImplementation:
     """Returns the fastest implementation for this device, dtype and shape.
 
     A table of this device's own measurements decides first. Otherwise the choice rests on an H200's, in
@@ -80,13 +80,14 @@ def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementatio
     return default_by_rule(q, k)
 
 
-def default_by_rule(q: jax.Array, k: jax.Array) -> AttentionImplementation:
+def default_by_rule(q: Described, k: Described) -> AttentionImplementation:
     """The default where no table of this device holds the call."""
-    order: tuple[AttentionImplementation, ...] = ("pallas_mosaic_gpu", "cudnn")
-    return next((name for name in order if support_problem(name, q, k) is None), "xla")
+    if support_problem("pallas_mosaic_gpu", q, k) is None:
+        return "pallas_mosaic_gpu"
+    return "cudnn" if support_problem("cudnn", q, k) is None else "xla"
 
 
-def support_problem(name: AttentionImplementation, q: jax.Array, k: jax.Array) -> str | None:
+def support_problem(name: AttentionImplementation, q: Described, k: Described) -> str | None:
     """Why an implementation cannot serve these inputs on this device; None if it can."""
     if name == "pallas_mosaic_gpu":
         return unsupported_reason(q, k) if on_hopper() else "needs a Hopper GPU"
