@@ -22,7 +22,7 @@ from pallas_kernels.measured import Lookup, OpCall
 from pallas_kernels.sizes import power_of_two
 
 Implementation = Literal["xla", "pallas_triton", "pallas_mosaic_gpu"]
-AttentionImplementation = Literal["xla", "cudnn", "pallas_mosaic_gpu"]
+AttentionImplementation = Literal["xla", "cudnn", "pallas_triton", "pallas_mosaic_gpu"]
 NormImplementation = Literal["xla", "pallas_triton"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 XLA, TRITON, HOPPER = IMPLEMENTATIONS
@@ -43,6 +43,8 @@ COSTLY_RANK = 64
 MLP_WIDTH_MULTIPLE = 256  # columns that share keep words
 ATTENTION_ROWS = 128  # keys of a block
 ATTENTION_WIDTHS = (64, 128)
+TRITON_ATTENTION_ROWS = 64
+TRITON_ATTENTION_WIDTHS = (16, 32, 64, 128)
 MIN_NORM_SIZE = 2**22  # elements; smaller arrays stay in the L2 cache, where one pass saves nothing
 
 
@@ -261,6 +263,19 @@ def attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width
         return f"wants a head width of {' or '.join(map(str, ATTENTION_WIDTHS))}, not {width}"
     if rows % ATTENTION_ROWS:
         return f"wants a multiple of {ATTENTION_ROWS} rows, not {rows}"
+    if heads % key_heads:
+        return f"wants a multiple of the {key_heads} key heads as query heads, not {heads}"
+    return None
+
+
+def triton_attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> str | None:
+    """Why Triton's attention kernels cannot serve these sizes, whatever the device; None if they can."""
+    if dtype not in (*HALF_TYPES, "float32"):
+        return f"wants bfloat16, float16 or float32, not {dtype}"
+    if width not in TRITON_ATTENTION_WIDTHS:
+        return f"wants a head width of {', '.join(map(str, TRITON_ATTENTION_WIDTHS))}, not {width}"
+    if rows % TRITON_ATTENTION_ROWS:
+        return f"wants a multiple of {TRITON_ATTENTION_ROWS} rows, not {rows}"
     if heads % key_heads:
         return f"wants a multiple of the {key_heads} key heads as query heads, not {heads}"
     return None

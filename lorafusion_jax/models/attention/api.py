@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import config_store
 from pallas_kernels.attention import Described, unsupported_reason
+from pallas_kernels.attention.triton.api import triton_unsupported_reason
 from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
 from pallas_kernels.policy import attention_call
@@ -22,6 +23,7 @@ from .cudnn import cudnn_backward, cudnn_forward, on_hopper
 from .cudnn import unsupported_reason as cudnn_unsupported_reason
 from .nan_isolation import Backward, Forward, isolated
 from .pallas import pallas_backward, pallas_forward
+from .triton import triton_backward, triton_forward
 from .xla import xla_backward, xla_forward
 
 
@@ -44,8 +46,9 @@ def attention(
 
     Args:
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
-            "cudnn" (Hopper or later; bfloat16 or float16) or "xla" (every device). None: the first of these that
-            supports the inputs, which is also the fastest.
+            "cudnn" (Hopper or later; bfloat16 or float16), "pallas_triton" (compute capability 8.0 or higher; head
+            width 16 to 128, a multiple of 64 rows) or "xla" (every device). None: what measured fastest on this device
+            or, if nobody measured it, Hopper's kernels, cuDNN or XLA, in this order.
         flat: returns [T, H·C], the input shape of a projection. Our own kernels then save this array for backward
             instead of a second copy in another shape.
     Raises:
@@ -93,13 +96,14 @@ def support_problem(name: AttentionImplementation, q: Described, k: Described) -
         return unsupported_reason(q, k) if on_hopper() else "needs a Hopper GPU"
     if name == "cudnn":
         return cudnn_unsupported_reason(q) if on_hopper(or_later=True) else "needs a Hopper GPU or a later one"
-    return None
+    return triton_unsupported_reason(q, k) if name == "pallas_triton" else None
 
 
 # forward: (q, k, v, segments) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C]) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": isolated(xla_forward, xla_backward),
     "cudnn": isolated(cudnn_forward, cudnn_backward),
+    "pallas_triton": isolated(triton_forward, triton_backward),
     "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from lorafusion_jax.cli.tuning_table import check_table
 from lorafusion_jax.errors import ConfigError
 from pallas_kernels import policy
 from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
+from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig as MosaicGemmConfig
 from pallas_kernels.linear.passes.config import (
     DaConfig,
@@ -319,7 +321,9 @@ def test_a_table_records_all_versions_of_its_times(monkeypatch, tmp_path):
     assert store.load(path).conditions == found
 
 
-ROOMS = {"NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA L40S": 99}  # KiB for a program
+ROOMS = {  # KiB for a program; sm_90, sm_80, sm_86, sm_89
+    "NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA A10": 99, "NVIDIA L40S": 99,
+}  # fmt: skip
 ASKED = [  # what Triton asked for, compiled for sm_90 (four adapters, 2048 x 4096 -> 4096)
     (DownConfig(block_t=64, block_k=64, num_stages=4), 16, 2, False, 40960),
     (DownConfig(block_t=64, block_k=64, num_stages=4), 32, 4, True, 96256),
@@ -342,9 +346,28 @@ def test_a_pass_stays_within_its_stated_shared_memory(config, rank, item, drops,
     assert asked <= config.shared_bytes(rank, item, drops=drops) <= 1.6 * asked + 65536
 
 
+@pytest.mark.parametrize(
+    ("capability", "kind", "kib"),
+    [
+        ("8.0", "any name", 163),
+        ("8.6", "NVIDIA A10", 99),
+        ("8.6", "NVIDIA RTX A1000 Laptop GPU", 99),
+        ("8.9", "NVIDIA L40S", 99),
+        ("9.0", "NVIDIA H200", 227),
+        ("10.0", "NVIDIA B200", 227),
+        ("12.0", "NVIDIA GeForce RTX 5090", 99),
+        ("13.7", "of the future", 99),
+    ],
+)
+def test_an_attached_gpu_has_the_shared_memory_of_its_capability(monkeypatch, capability, kind, kib):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability, device_kind=kind)])
+    assert shared_memory_bytes() == kib * 1024
+
+
 @pytest.mark.parametrize(("name", "kib"), ROOMS.items())
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("tile", [16, 128])
 def test_tiles_of_triton_passes_fit_the_device(name, kib, item, rank, tile):
     device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
@@ -361,7 +384,7 @@ def test_tiles_of_triton_passes_fit_the_device(name, kib, item, rank, tile):
 
 @pytest.mark.parametrize(("name", "kib"), ROOMS.items())
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128, 256])
 def test_tiles_of_triton_products_fit_the_device(name, kib, item, rank):
     device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
