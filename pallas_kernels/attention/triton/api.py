@@ -2,11 +2,14 @@
 
 Finite inputs of one document never reach another one. NaN and infinity must be cut out first: 0 · NaN is NaN.
 
+The kernels are imported when they run, because JAX has announced the end of Pallas's Triton lowering.
+
 T packed rows · H query heads · K key heads, H a multiple · C head width
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -14,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
 from pallas_kernels.attention.triton.config import AttentionConfig, attention_config
-from pallas_kernels.attention.triton.kernels import dkv, dq, forward
 from pallas_kernels.device import interprets, target_platform, wide_integers
 
 
@@ -49,6 +51,8 @@ def triton_attention_forward(
     """
     if reason := triton_unsupported_reason(q_THC, k_TKC):
         raise NotImplementedError(f"packed attention by Triton {reason}")
+    from pallas_kernels.attention.triton.kernels import forward
+
     config = config or attention_config(q_THC.shape[2], q_THC.dtype.itemsize)
     o, lse2 = forward(q_THC, k_TKC, v_TKC, first_T, config=config, interpret=interprets())
     return o, TritonSaved(q_THC, k_TKC, v_TKC, o, lse2, first_T, end_T)
@@ -58,6 +62,8 @@ def triton_attention_backward(
     saved: TritonSaved, do_THC: Float[Array, "T H C"], *, config: AttentionConfig | None = None
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
     """Returns the gradients of q, k and v. Sums have a fixed order."""
+    from pallas_kernels.attention.triton.kernels import dkv, dq
+
     q, k, v, o, lse2, first_T, end_T = saved
     config = config or attention_config(q.shape[2], q.dtype.itemsize)
     options = {"config": config, "interpret": interprets()}
@@ -70,6 +76,8 @@ def triton_unsupported_reason(
 ) -> str | None:
     """Why the kernels do not serve these arrays on this device; None if they do."""
     T, H, C = q_THC.shape
+    if find_spec("jax.experimental.pallas.triton") is None:
+        return "cannot be imported: this jax has no Triton lowering"
     if target_platform() not in ("gpu", "cuda", "cpu"):
         return f"needs an NVIDIA GPU, not {target_platform()!r}"
     if wide_integers():
