@@ -5,7 +5,9 @@ import json
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from cuda_lowering import A10, A100, H200, L40
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
@@ -31,7 +33,6 @@ from pallas_kernels.tuning import tune as tuner
 from pallas_kernels.tuning.search import candidates
 from pallas_kernels.tuning.tune import key_of, tune
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 LAYER = LinearSpec(tokens=2048, in_features=1024, out_features=1024, adapters=2)
 
 
@@ -71,8 +72,8 @@ def test_times_with_dropout_do_not_apply_without():
     assert differ == {"down", "da", "mosaic_down", "mosaic_da", "mosaic_dx", "triton_dx"}
 
 
-def lower(spec, backend):
-    """Forward and backward of a layer on an H200, as far as the choice of tiles."""
+def lower(spec, backend, device=H200):
+    """Forward and backward of a layer on a GPU, as far as the choice of tiles."""
     arrays = jax.eval_shape(lambda: make_arrays(spec))
 
     def step(arrays):
@@ -88,7 +89,7 @@ def lower(spec, backend):
         return y, *vjp(arrays["dy"])
 
     jax.clear_caches()  # a call that was traced before would not ask for a configuration
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         jax.eval_shape(step, arrays)
 
 
@@ -151,6 +152,45 @@ def test_a_configuration_must_fit_every_tile_of_an_adapter(monkeypatch, kernel, 
     lower(dataclasses.replace(LAYER, tile=tile), backend)
     part = kernel.split("_")[1]
     assert [config == fast for name, config in used if name == part] == [tile == 128]
+
+
+@pytest.mark.parametrize(("device", "kib"), [(A100, 163), (A10, 99), (L40, 99)])
+def test_products_of_smaller_gpus_have_candidates_that_may_fit(device, kib):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        own, *others = [c.config for c in candidates(LAYER) if c.kernel == "triton_fwd"]
+    assert own.shared_bytes(16, 2) <= kib * 1024
+    assert len(others) >= 4
+    for config in others:  # two of three stages are under way
+        assert 2 * (config.block_m + config.block_n) * config.block_k * (config.num_stages - 1) <= kib * 1024
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("bfloat16", True), ("float32", False)])
+def test_tiles_that_ran_on_a_device_are_taken_in_types_of_their_size(monkeypatch, tmp_path, dtype, taken):
+    from pallas_kernels import config_store
+    from pallas_kernels.linear.triton import backend as triton
+
+    used, spec = [], dataclasses.replace(LAYER, dtype=dtype)
+    large, key = TritonGemmConfig(num_stages=3), key_of(LAYER, "triton_fwd")  # 99 KiB by the careful estimate: too much
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=L40)):
+        own = triton_gemm_config(LAYER.in_features, LAYER.out_features, 16, LAYER.tile, jnp.dtype(dtype).itemsize)
+        assert large.shared_bytes(16, 2) > shared_memory_bytes()
+    row = {"kernel": key[0], "tokens": key[1], "in_features": key[2], "out_features": key[3], "rank": 16, "rate": 0.0}
+    times = [{"p20_us": us, "p50_us": us, "p80_us": us} for us in (2.0, 1.0)]
+    entries = [
+        store.Entry(**row, config=dataclasses.asdict(config), **own_times)
+        for config, own_times in zip((own, large), times, strict=True)
+    ]
+    store.save(store.Table(device=L40.device_kind, conditions={}, entries=tuple(entries)), tmp_path / "t.json")
+    config_store.use(tmp_path / "t.json")
+
+    def gemm(lhs, rhs, *arrays, transposed, config, **options):
+        used.extend([] if transposed else [config])
+        return lhs @ (rhs.T if transposed else rhs)
+
+    monkeypatch.setattr(triton, "gemm", gemm)
+    lower(spec, "pallas_triton", L40)
+    config_store.forget(L40.device_kind)
+    assert used == [large if taken else own]
 
 
 @pytest.mark.parametrize("rank", [16, 64])
