@@ -13,6 +13,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
@@ -22,7 +23,7 @@ from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts, StageWeights, cut
-from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.pipeline.processes import any_process, same_on_all
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import (
@@ -207,6 +208,26 @@ def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) ->
         f"stage {fullest} needs {totals[fullest] / 1e9:.1f} GB by count and the device gives {size / 1e9:.1f}: "
         f"it may run out of memory. To make it fit: {change}"
     )
+
+
+def check_tables(same: Callable[[str], bool] = same_on_all) -> None:
+    """Checks that every process of a run has the same tuning table, because all must compile the same programs.
+
+    Args:
+        same: whether a text is the same on all processes; collective.
+    Raises:
+        RunError: `tune.processes-differ`.
+    """
+    kind = device_kind()
+    digest = config_store.used_digest(kind)
+    if not same(digest or "none"):
+        raise RunError(
+            "tune.processes-differ",
+            f"the processes of this run have different tuning tables for the {kind}.",
+            where=f"here: {digest[:12] or 'no table'}",
+            why="all of them must compile the same programs",
+            fix="lorafusion tune --share FILE on one machine and --use FILE on the others, or remove the tables",
+        )
 
 
 def memory_problem_here(config: JobConfig, model: ModelConfig) -> MemoryProblem:

@@ -25,7 +25,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.base import memory_warning, open_base
+from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grown
@@ -85,8 +85,9 @@ class Session:
             later: the job with all adapters that will join later.
 
         Raises:
-            LoraFusionError: see `open_base`.
+            LoraFusionError: see `open_base` and `check_tables`.
         """
+        check_tables()
         specs = adapter_specs(config) if specs is None else specs
         base = open_base(config, prepared, specs, later)
         return cls(config, prepared, base.stages, specs, Reading(base))

@@ -14,9 +14,11 @@ from lorafusion_jax.cli.defaults import defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
 from lorafusion_jax.cli.tuning_table import table_folder, table_path, use_tables
 from lorafusion_jax.config import load_config
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline import base
 from lorafusion_jax.planning.memory import memory_problem
+from lorafusion_jax.report.record import other_table
 from pallas_kernels import config_store
 from pallas_kernels.measured import OpRow
 from pallas_kernels.policy import attention_call
@@ -172,3 +174,21 @@ def wide_config(job):
         num_kv_heads=4, head_dim=64,
     )  # fmt: skip
     return config, model
+
+
+def test_processes_with_different_tables_do_not_start():
+    told = []
+    base.check_tables(lambda text: told.append(text) or True)
+    store.save(table_of(), table_path("cpu"))
+    use_tables()
+    with pytest.raises(RunError) as caught:
+        base.check_tables(lambda text: told.append(text))
+    assert told == ["none", config_store.used_digest("cpu")]
+    assert caught.value.code == "tune.processes-differ"
+
+
+def test_resume_says_that_other_measurements_decide():
+    digest = table_of().digest
+    assert other_table({}, digest) is None  # an earlier version did not record it
+    assert other_table({"tuning_table": digest}, digest) is None
+    assert "another tuning table" in (other_table({"tuning_table": ""}, digest) or "")
