@@ -47,6 +47,9 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="a third of the candidates; without a job file only 8192 tokens")
     ] = False,
+    tiles: Annotated[
+        bool, typer.Option("--tiles/--no-tiles", help="whether to measure tile sizes, which takes most of the time")
+    ] = True,
     share: Annotated[
         Path | None,
         typer.Option("--share", help="measures nothing: writes this machine's table to one file that you can send"),
@@ -70,34 +73,42 @@ def command(
             )  # fmt: skip
         pass_on(share, use, as_json=as_json)
     else:
-        tune_here(jobs, overrides or (), table, quick=quick, as_json=as_json)
+        tune_here(jobs, overrides or (), table, quick=quick, tiles=tiles, as_json=as_json)
 
 
-def tune_here(jobs: Path | None, overrides: Sequence[str], table: Path | None, *, quick: bool, as_json: bool) -> None:
+def tune_here(
+    jobs: Path | None, overrides: Sequence[str], table: Path | None, *, quick: bool, tiles: bool, as_json: bool
+) -> None:
     """Measures what the table lacks, and shows the results.
 
     Raises:
+        ConfigError: `tune.interpreted`, `tune.nothing-fits`.
         RunError: `tune.all-failed`.
     """
     from pallas_kernels.device import device_kind
 
     use_tables()
+    if not (jobs and tiles):
+        check_compiled()
     calls = calls_of(jobs, overrides, quick=quick)
-    specs = job_specs(jobs, overrides, quick=quick) if jobs else named_specs(quick=quick)
+    specs = []
+    if tiles:
+        specs = job_specs(jobs, overrides, quick=quick) if jobs else named_specs(quick=quick)
     path = table or table_path(device_kind())
     check_table(path)
     measured, failed = tuned(specs, path, quick=quick)
     rows = fastest(measured, specs)
-    chosen = choose_implementations(calls, path) if rows else []
+    chosen = choose_implementations(calls, path) if rows or not tiles else []
     if as_json:
         failures = [dataclasses.asdict(each) for each in failed]
         found = {"table": str(path), "device": measured.device, "best": rows, "failed": failures}
         print(json.dumps(found | {"implementations": [row.to_json() for row in chosen]}))
     else:
-        show(out(), rows, failed)
+        if tiles:
+            show(out(), rows, failed)
         if chosen:
             show_implementations(out(), chosen)
-    if not rows:
+    if tiles and not rows:
         raise RunError(
             "tune.all-failed",
             f"none of the {len(failed)} candidates runs on this device.",
@@ -106,7 +117,8 @@ def tune_here(jobs: Path | None, overrides: Sequence[str], table: Path | None, *
             fix="lorafusion doctor lists the kernels for this device",
         )
     if not as_json:
-        out().print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
+        written = f"written: {path}" if path.exists() else "nothing to choose: one implementation runs each call"
+        out().print(f"\n{written}", highlight=False, markup=False, soft_wrap=True)
         next_command(out(), f"lorafusion train {jobs} --out runs/{jobs.stem}" if jobs else "lorafusion doctor")
 
 
@@ -149,23 +161,28 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
 
 
 def named_specs(*, quick: bool) -> list[LinearSpec]:
-    """Layers of the kernel benchmark.
+    """Layers of the kernel benchmark."""
+    from pallas_kernels.arg_specs import tuning_specs
+
+    return tuning_specs(quick=quick)
+
+
+def check_compiled() -> None:
+    """Checks that kernels are compiled here.
 
     Raises:
         ConfigError: `tune.interpreted`.
     """
-    from pallas_kernels.arg_specs import tuning_specs
     from pallas_kernels.device import device_kind, interprets
 
     if interprets():
         raise ConfigError(
             "tune.interpreted",
-            "the shapes of the kernel benchmark need a GPU.",
+            "implementations and the shapes of the kernel benchmark need a GPU.",
             where=device_kind(),
             why="kernels are interpreted on this machine, which takes hours and measures nothing",
-            fix="run it on a GPU, or give a job file with a small base model",
+            fix="run it on a GPU, or give a job file with a small base model, without --no-tiles",
         )
-    return tuning_specs(quick=quick)
 
 
 def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Table, tuple[Failure, ...]]:

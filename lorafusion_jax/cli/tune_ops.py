@@ -37,7 +37,8 @@ def choose_implementations(calls: Sequence[LayerCalls], path: Path) -> list[OpRo
 
     if interprets():
         return []
-    config_store.use(path)  # its tile sizes are those that runs will have
+    if path.exists():
+        config_store.use(path)  # its tile sizes are those that runs will have
     cases, rows = list(op_cases(calls)), []
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=errors_to()) as bar:
         task = bar.add_task("implementations", total=len(cases))

@@ -87,6 +87,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     path = tmp_path / "table.json"
     refused = lorafusion("tune", "--out", path)
     assert (refused.code, refused.errors) == (2, ["tune.interpreted"])
+    assert lorafusion("tune", "--no-tiles", "--out", path).errors == ["tune.interpreted"]
     small = [LinearSpec(tokens=256, in_features=256, out_features=256, rate=rate) for rate in (0.1, 0.0)]
     monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
     monkeypatch.setattr(device, "interprets", lambda: False)
@@ -103,6 +104,11 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     assert {"xla", "pallas_triton"} <= ran["linear"]
     assert "pallas_mosaic_gpu" not in ran["linear"]
     assert outcome.out.count("default") == len(table.ops)
+    again = lorafusion("tune", "--no-tiles", "--out", path, "--json")
+    assert again.code == 0, again.err
+    assert store.load(path) == table  # nothing is measured twice
+    found = json.loads(again.out)
+    assert (found["best"], len(found["implementations"])) == ([], len(table.ops))
 
 
 @pytest.mark.parametrize("works", [True, False])
