@@ -23,6 +23,7 @@ import numpy as np
 from lorafusion_jax.models import Segments, attention
 from lorafusion_jax.models.attention.cudnn import cudnn_backward, cudnn_forward
 from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forward
+from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
 from pallas_kernels.attention.hopper.common import TILE, Units
@@ -128,14 +129,23 @@ def through_facade(implementation: str, q, k, v, do, segments):
     return o, *pullback(do)
 
 
-RAW = {"cudnn": (cudnn_forward, cudnn_backward), "pallas": (pallas_forward, pallas_backward)}  # ours is isolated
+RAW = {
+    "cudnn": (cudnn_forward, cudnn_backward),
+    "triton": (triton_forward, triton_backward),
+    "pallas": (pallas_forward, pallas_backward),  # isolated by itself
+}
 
 
 def isolation() -> Iterator[dict]:
     """Checks that NaN or infinity in one document shows there and changes no bit of the others."""
+    for implementation in ("pallas_mosaic_gpu", "pallas_triton"):
+        yield from isolation_of(implementation)
+
+
+def isolation_of(implementation: str) -> Iterator[dict]:
     case = CHECKS[0]
     arrays, segments = case.arrays(0), case.segments()
-    run = jax.jit(functools.partial(through_facade, "pallas_mosaic_gpu"))
+    run = jax.jit(functools.partial(through_facade, implementation))
     clean = run(*arrays, segments)
     row = int(segments.offsets[2]) + 5
     others = np.asarray(segments.ids) != segments.ids[row]
@@ -148,7 +158,7 @@ def isolation() -> Iterator[dict]:
                 bool((np.asarray(a)[others] == np.asarray(b)[others]).all()) for a, b in zip(found, clean, strict=True)
             ]
             shows = [bool(jnp.isnan(a[~others]).any()) for a in found]
-            yield {"name": f"{bad} in {name}", "others_keep_their_bits": kept, "nan_in_own": shows}
+            yield {"name": f"{implementation}: {bad} in {name}", "others_keep_their_bits": kept, "nan_in_own": shows}
 
 
 def check() -> Iterator[dict]:
@@ -186,7 +196,7 @@ def whole() -> Iterator[dict]:
             calls[f"{name} forward"] = lambda q, k, v, do, s, pair=pair: pair[0](q, k, v, s)[0]
             calls[f"{name} both"] = functools.partial(both, *pair)
         if case is TYPICAL:
-            for name in ("cudnn", "pallas_mosaic_gpu"):
+            for name in ("cudnn", "pallas_triton", "pallas_mosaic_gpu", "xla"):
                 calls[f"{name} facade"] = functools.partial(through_facade, name)
         sets = [(*case.arrays(seed), segments) for seed in (1, 2)]
         yield from timed(calls, sets, {"case": case.name, "heads": case.heads, "documents": len(case.lengths)}, case)

@@ -1,6 +1,9 @@
-"""Reports registers and spills of every kernel, and the main loops of products, from ptxas, without a GPU.
+"""Reports registers, spills and shared memory of every kernel, and the main loops of products, without a GPU.
 
-    python -m benchmarks.ptxas_report     # exits 1 if a kernel spills more than its limit, or no kernel is found
+    python -m benchmarks.ptxas_report                  # an H200
+    python -m benchmarks.ptxas_report --gpu l40        # or a100, a10: Triton's kernels, minutes per case
+
+Exits 1 if a kernel spills more than its limit, does not fit into the GPU's shared memory, or is not found.
 
 Needs jax-cuda13-plugin, jax-cuda13-pjrt (of jax's version) and nvidia-cuda-nvcc (ptxas); without them it says so and
 exits 0. If nvdisasm is installed, it also checks the main loop of every product: moves of addresses from vector to
@@ -9,6 +12,8 @@ uniform registers (R2UR) in each step make it about 15 % slower, and fail the ch
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -19,15 +24,64 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
- shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
- block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4814304000000
- l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150109880320 shared_memory_per_block_optin: 232448
- cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
- registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What XLA must know of a GPU that is not there."""
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    shared_kib: int  # of one program; a multiprocessor has 1 KiB more
+    threads: int = 2048  # of a multiprocessor
+    l2_mib: int
+    bandwidth: int  # bytes per second
+    memory_gib: int
+    clock_ghz: float
+    accelerated: bool = False  # sm_90a
+
+    @property
+    def arch(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}{'a' if self.accelerated else ''}"
+
+    @property
+    def target(self) -> str:
+        """The GPU as text of XLA's protocol buffer."""
+        major, minor = self.capability
+        extension = " feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
+        return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+ shared_memory_per_core: {(self.shared_kib + 1) * 1024} threads_per_core_limit: {self.threads}
+ core_count: {self.cores} fpus_per_core: {64 if major == 8 and minor == 0 else 128}
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {self.bandwidth}
+ l2_cache_size: {self.l2_mib * 2**20} clock_rate_ghz: {self.clock_ghz}
+ device_memory_size: {self.memory_gib * 2**30} shared_memory_per_block_optin: {self.shared_kib * 1024}
+ cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}
+ registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA" """
+
+
+GPUS = {
+    "h200": Gpu(
+        kind="NVIDIA H200", capability=(9, 0), cores=132, shared_kib=227, l2_mib=60, bandwidth=4814304000000,
+        memory_gib=139, clock_ghz=1.98, accelerated=True,
+    ),
+    "a100": Gpu(
+        kind="NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, shared_kib=163, l2_mib=40,
+        bandwidth=2039000000000, memory_gib=79, clock_ghz=1.41,
+    ),
+    "a10": Gpu(
+        kind="NVIDIA A10", capability=(8, 6), cores=72, shared_kib=99, threads=1536, l2_mib=6, bandwidth=600000000000,
+        memory_gib=22, clock_ghz=1.7,
+    ),
+    "l40": Gpu(  # jax knows the L40S only where there is one
+        kind="NVIDIA L40", capability=(8, 9), cores=142, shared_kib=99, threads=1536, l2_mib=96,
+        bandwidth=864000000000, memory_gib=44, clock_ghz=2.49,
+    ),
+}  # fmt: skip
 LINEAR_CASES = (  # backend, rank, adapters, rate, known spill bytes (see LOG.md)
     ("pallas_mosaic_gpu", 16, 1, 0.0, 0),
     ("pallas_mosaic_gpu", 16, 4, 0.1, 0),
@@ -36,12 +90,25 @@ LINEAR_CASES = (  # backend, rank, adapters, rate, known spill bytes (see LOG.md
     ("pallas_triton", 16, 4, 0.1, 0),
     ("pallas_triton", 64, 4, 0.1, 0),
 )
+PORTABLE_CASES = (  # rank, adapters, rate, known spill bytes of the pass over dY on an A100, A10 or L40
+    (16, 4, 0.1, 0),
+    (64, 4, 0.1, 36),
+    (256, 4, 0.1, 724),
+    (64, 1, 0.0, 36),
+)
+PORTABLE_ATTENTION = ((64, 0), (128, 72))  # head width, known spill bytes of dk and dv
+PORTABLE_NORM_SPILLS = 8
 MLP_CASES = ((16, 0.1, 0), (16, 0.0, 0), (32, 0.1, 0))  # rank, rate, spills
 ATTENTION_SPILLS = 248  # dk and dv
 PRODUCT = "kernel_mosaic_gpu_kernel"  # of `linear/hopper/gemm.py`
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=GPUS, default="h200")
+    parser.add_argument("--only", default="", help="cases whose names contain this text")
+    asked = parser.parse_args()
+    gpu = GPUS[asked.gpu]
     missing = [name for name in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13") if not _found(name)]
     ptxas, nvdisasm = find_tool("ptxas"), find_tool("nvdisasm")
     if missing or ptxas is None:
@@ -54,10 +121,18 @@ def main() -> int:
     )  # fmt: skip
     worst = 0
     try:
-        for name, known, compile_one in cases():
-            compile_one()
-            print(f"{name} (known spills: {known} bytes)")
-            found = list(assembled(dump, ptxas, nvdisasm))
+        for name, known, compile_one in cases(gpu):
+            if asked.only not in name:
+                continue
+            print(f"{name} (known spills: {known} bytes)", flush=True)
+            try:
+                compile_one()
+            except Exception as error:  # above all too much shared memory
+                print(f"   FAILS  {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+                worst = 1
+                continue
+            found = list(assembled(dump, ptxas, nvdisasm, gpu.arch))
+            shared = shared_bytes(dump)
             if not found:
                 print("   NONE   no kernel of this package in the dump: names or dump flags changed")
                 worst = 1
@@ -65,10 +140,13 @@ def main() -> int:
                 print(f"   NONE   no main loop of {PRODUCT} read: its name or the disassembly changed")
                 worst = 1
             for kernel, registers, spilled, moves in found:
+                asks = shared.get(kernel, 0)
                 mark = "SPILLS" if spilled > known else "MOVES" if moves else "ok"
+                mark = "SHARED" if asks > gpu.shared_kib * 1024 else mark
                 worst = max(worst, int(mark != "ok"))
                 loop = "" if moves is None else f" {moves:3d} moves to uniform registers in a step"
-                print(f"   {mark:6s} {kernel:30s} {registers:4d} registers {spilled:5d} bytes spilled{loop}")
+                print(f"   {mark:6s} {kernel:30s} {registers:4d} registers {spilled:5d} bytes spilled"
+                      f" {asks / 1024:6.1f} KiB shared{loop}")  # fmt: skip
             for path in dump.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:
@@ -76,8 +154,16 @@ def main() -> int:
     return worst
 
 
-def cases() -> Iterator[tuple[str, int, Callable[[], None]]]:
+def cases(gpu: Gpu) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """Yields (name, known spills, function that compiles it)."""
+    if not gpu.accelerated:
+        for rank, adapters, rate, known in PORTABLE_CASES:
+            name = f"linear pallas_triton r{rank} A{adapters} p{rate:g}"
+            yield name, known, partial(linear, "pallas_triton", rank, adapters, rate, gpu=gpu)
+        for width, known in PORTABLE_ATTENTION:
+            yield f"attention pallas_triton C{width}", known, partial(triton_attention, width, gpu=gpu)
+        yield "norm with residual", PORTABLE_NORM_SPILLS, partial(norm, "pallas_triton", gpu=gpu)
+        return
     for backend, rank, adapters, rate, known in LINEAR_CASES:
         yield f"linear {backend} r{rank} A{adapters} p{rate:g}", known, partial(linear, backend, rank, adapters, rate)
     for rank, rate, known in MLP_CASES:
@@ -86,7 +172,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], None]]]:
     yield "norm with residual", 0, norm
 
 
-def linear(backend: str, rank: int, adapters: int, rate: float) -> None:
+def linear(backend: str, rank: int, adapters: int, rate: float, gpu: Gpu = GPUS["h200"]) -> None:
     """Forward and backward of one layer."""
     import jax
 
@@ -103,7 +189,7 @@ def linear(backend: str, rank: int, adapters: int, rate: float) -> None:
         y, vjp = jax.vjp(layer, arrays["x"], arrays["a"], arrays["b"])
         return y, *vjp(arrays["dy"])
 
-    compile_for_h200(step, lambda: make_arrays(spec))
+    compile_for(gpu, step, lambda: make_arrays(spec))
 
 
 def mlp(rank: int, rate: float) -> None:
@@ -137,7 +223,7 @@ def mlp(rank: int, rate: float) -> None:
         y, vjp = jax.vjp(run, arrays["x"], arrays["as_"], arrays["bs"])
         return vjp(y)
 
-    compile_for_h200(step, make)
+    compile_for(GPUS["h200"], step, make)
 
 
 def attention() -> None:
@@ -150,7 +236,8 @@ def attention() -> None:
         return attention_backward(saved, o)
 
     wide, documents = ((8192, 32, 128), (8192, 8, 128), (8192, 8, 128)), (8192, 17, 16)
-    compile_for_h200(
+    compile_for(
+        GPUS["h200"],
         step,
         lambda: (
             *(jnp.zeros(shape, jnp.bfloat16) for shape in wide),
@@ -160,32 +247,56 @@ def attention() -> None:
     )
 
 
-def norm() -> None:
+def triton_attention(width: int, gpu: Gpu) -> None:
+    import jax.numpy as jnp
+
+    from pallas_kernels.attention import document_rows
+    from pallas_kernels.attention.triton.api import triton_attention_backward, triton_attention_forward
+
+    def step(q, k, v, ids, offsets, lengths):
+        o, saved = triton_attention_forward(q, k, v, *document_rows(ids, offsets, lengths))
+        return triton_attention_backward(saved, o)
+
+    compile_for(
+        gpu,
+        step,
+        lambda: (
+            *(jnp.zeros((8192, heads, width), jnp.bfloat16) for heads in (32, 8, 8)),
+            *(jnp.zeros(size, jnp.int32) for size in (8192, 17, 16)),
+        ),
+        unpack=True,
+    )
+
+
+def norm(implementation: Any = None, gpu: Gpu = GPUS["h200"]) -> None:
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.norm import add_rms_norm
 
     def step(x, delta, weight):
-        out, vjp = jax.vjp(lambda x, delta: add_rms_norm(x, delta, weight, eps=1e-5), x, delta)
+        out, vjp = jax.vjp(
+            lambda x, delta: add_rms_norm(x, delta, weight, eps=1e-5, implementation=implementation), x, delta
+        )
         return vjp(out)
 
     wide = (8192, 4096)
-    compile_for_h200(
+    compile_for(
+        gpu,
         step,
         lambda: (jnp.zeros(wide, jnp.bfloat16), jnp.zeros(wide, jnp.bfloat16), jnp.zeros(4096, jnp.bfloat16)),
         unpack=True,
     )
 
 
-def compile_for_h200(step: Callable, make: Callable, *, unpack: bool = False) -> None:
+def compile_for(gpu: Gpu, step: Callable, make: Callable, *, unpack: bool = False) -> None:
     """Compiles a function to machine code, for the abstract arrays of `make`."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
+    device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=gpu.target)
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     arrays = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(make)
@@ -195,15 +306,26 @@ def compile_for_h200(step: Callable, make: Callable, *, unpack: bool = False) ->
         traced.lower(lowering_platforms=("cuda",)).compile()
 
 
-def assembled(dump: pathlib.Path, ptxas: str, nvdisasm: str | None) -> Iterator[tuple[str, int, int, int | None]]:
+def shared_bytes(dump: pathlib.Path) -> dict[str, int]:
+    """Shared memory that Triton asked for, by kernel."""
+    found = {}
+    for path in dump.glob("*.triton-to-llvm.txt"):
+        asked = re.findall(r"ttg\.shared = (\d+)", path.read_text())
+        found[path.name.split(".")[-3]] = max(map(int, asked), default=0)
+    return found
+
+
+def assembled(
+    dump: pathlib.Path, ptxas: str, nvdisasm: str | None, arch: str
+) -> Iterator[tuple[str, int, int, int | None]]:
     """Yields (kernel, registers, bytes of spill stores, moves per step of products) for this package's kernels."""
     for path in sorted(dump.glob("*.ptx")):
         binary = path.with_suffix(".cubin")
-        command = [ptxas, "-v", "-arch=sm_90a", str(path), "-o", str(binary)]
+        command = [ptxas, "-v", f"-arch={arch}", str(path), "-o", str(binary)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         entry = r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
         for name, spilled, registers in re.findall(entry, text, re.S):
-            if name.startswith(("lora_", "rms_norm")) or "mosaic" in name:
+            if name.startswith(("lora_", "rms_norm", "attention")) or "mosaic" in name:
                 moves = None
                 if nvdisasm and name == PRODUCT:
                     code = subprocess.run([nvdisasm, "-c", str(binary)], capture_output=True, text=True, check=True)

@@ -15,8 +15,9 @@ from typing import Protocol, cast, runtime_checkable
 
 import jax
 
-from pallas_kernels import policy
-from pallas_kernels.device import is_hopper, num_sms
+from pallas_kernels import config_store, policy
+from pallas_kernels.device import device_kind, is_hopper, num_sms
+from pallas_kernels.measured import OpCall
 from pallas_kernels.problem import Operands, Static, linear_shape
 
 _BUILT_IN = {
@@ -115,7 +116,20 @@ def select_name(static: Static, ops: Operands, wanted: str | None) -> str:
 
 def preferred(static: Static, ops: Operands) -> tuple[str, ...]:
     """The policy's order for a call on this device."""
-    return policy.preferred(linear_shape(static, ops), hopper=is_hopper(), num_sms=num_sms())
+    measured = policy.nothing_measured if ops.quantised else measured_backend
+    return policy.preferred(linear_shape(static, ops), hopper=is_hopper(), num_sms=num_sms(), measured=measured)
+
+
+def measured_backend(call: OpCall) -> str | None:
+    """The backend that measured fastest on this device, if there is one of that name. A `Lookup`."""
+    name = config_store.fastest(device_kind(), call)
+    return name if name in names() else None
+
+
+def kernels_are_preferred() -> bool:
+    """Whether there are calls that this device serves by kernels if nothing else is asked for."""
+    rows = (row for source in config_store.sources(device_kind()) for row in source.table.ops)
+    return is_hopper() or any(row.call.op == "linear" and row.winner != policy.XLA for row in rows)
 
 
 def split_is_faster(static: Static, ops: Operands) -> bool:

@@ -1,8 +1,12 @@
-"""Measured tile sizes, one JSON file per device: every timing with its conditions, not only the winner.
+"""Measured tile sizes and implementations, one JSON file per device: every timing with its conditions.
 
-Backends look tile sizes up here; `tuning` writes the files. A stored configuration is taken only for the shape it was
-measured at, with or without dropout as it was measured, and only where it beat the heuristic's choice clearly: the 20th
-to 80th percentiles of the two do not overlap. Every other call uses the heuristic beside its kernel.
+Backends look tile sizes up here, and the ops their implementation; `tuning` writes the files. A stored configuration is
+taken only for the shape it was measured at, with or without dropout as it was measured, and only where it beat the
+heuristic's choice clearly: the 20th to 80th percentiles of the two do not overlap. Every other call uses the heuristic
+beside its kernel. Rules for implementations: see `measured`.
+
+The package ships a table per measured device. `use` puts another one before it, such as the one of this machine. A file
+has a format number and a digest of its content, so that a file that is cut, or whose device was edited, is refused.
 
 This file knows no kernel and imports no jax: a configuration is a dataclass that the caller brings.
 
@@ -13,12 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pallas_kernels.measured import OpCall, OpRow, nearest, row_from_json
+
+FORMAT = 2  # from 2 on, a table holds implementations and a digest
 DATA = pathlib.Path(__file__).resolve().parent / "data"
 
 PASSES_OVER_X = ("down", "da", "mosaic_down", "mosaic_da")
@@ -52,7 +60,14 @@ class Table:
 
     device: str
     conditions: dict[str, str]  # versions, date
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()  # tile sizes
+    ops: tuple[OpRow, ...] = ()  # implementations
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of device, versions and all times."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def best(self, key: tuple, heuristic: Any) -> Any:
         """Returns the fastest configuration of a shape; the heuristic's own where nothing beat it clearly."""
@@ -69,6 +84,70 @@ class Table:
         gone = [dataclasses.asdict(config) for config in configs]
         kept = (entry for entry in self.entries if entry.key != key or entry.config not in gone)
         return dataclasses.replace(self, entries=tuple(kept))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A table and where it comes from; a path of None: it came with the package."""
+
+    table: Table
+    path: pathlib.Path | None = None
+
+
+_used: dict[str, Source] = {}  # by device
+
+
+def use(path: pathlib.Path) -> Table:
+    """Puts the table at `path` before the shipped one of its device, for all programs that are traced from now on.
+
+    Raises:
+        ValueError: there is no table of this version at `path`.
+
+    Example:
+        >>> use(pathlib.Path("a100.json"))  # doctest: +SKIP
+    """
+    table = load(path)
+    if table is None:
+        raise ValueError(f"{path} does not exist")
+    _used[table.device] = Source(table=table, path=path)
+    return table
+
+
+def forget(device_kind: str) -> None:
+    """Undoes `use`."""
+    _used.pop(device_kind, None)
+
+
+def sources(device_kind: str) -> tuple[Source, ...]:
+    """Tables of a device; the first one that holds a call decides it."""
+    own = (_used[device_kind],) if device_kind in _used else ()
+    return (*own, Source(table=shipped(device_kind)))
+
+
+def used_digest(device_kind: str) -> str:
+    """Digest of the table in use on a device; empty where the shipped one decides."""
+    return _used[device_kind].table.digest if device_kind in _used else ""
+
+
+def best_config(device_kind: str, key: tuple, heuristic: Any) -> Any:
+    """Returns the fastest measured configuration, or the heuristic's own; see `Table.best`."""
+    tables = [source.table for source in sources(device_kind)]
+    measured = (table for table in tables if any(entry.key == key for entry in table.entries))
+    return next(measured, tables[-1]).best(key, heuristic)
+
+
+def op_row(device_kind: str, call: OpCall) -> tuple[OpRow, Source] | None:
+    """Returns the row that decides a call on a device, and its table; None if nobody measured it."""
+    for source in sources(device_kind):
+        if (row := nearest(source.table.ops, call)) is not None:
+            return row, source
+    return None
+
+
+def fastest(device_kind: str, call: OpCall) -> str | None:
+    """Returns the implementation that measured fastest; None if nobody measured the call."""
+    found = op_row(device_kind, call)
+    return None if found is None else found[0].winner
 
 
 def key(kernel: str, tokens: int, in_features: int, out_features: int, rank: int, *, dropout: bool) -> tuple:
@@ -109,13 +188,23 @@ def load(path: pathlib.Path, kernels: Mapping[str, type] | None = None) -> Table
     if not path.exists():
         return None
     try:
-        raw = json.loads(path.read_text())
-        entries = tuple(Entry(**entry) for entry in raw["entries"])
-        for entry in entries if kernels is not None else ():
-            _check(entry, kernels)
-        return Table(device=raw["device"], conditions=raw["conditions"], entries=entries)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no tuning table: {error}; delete it and tune again") from error
+        return _table(json.loads(path.read_text()), kernels)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no tuning table: {reason}; delete it and tune again") from error
+
+
+def _table(raw: Any, kernels: Mapping[str, type] | None) -> Table:
+    entries = tuple(Entry(**entry) for entry in raw["entries"])
+    for entry in entries if kernels is not None else ():
+        _check(entry, kernels)
+    if raw["format"] != FORMAT:
+        raise TypeError(f"its format is {raw['format']}, this version reads {FORMAT}")
+    ops = tuple(row_from_json(row) for row in raw["ops"])
+    table = Table(device=raw["device"], conditions=raw["conditions"], entries=entries, ops=ops)
+    if raw["digest"] != table.digest:
+        raise TypeError("its digest is not that of its content: it was cut or edited")
+    return table
 
 
 def configuration(entry: Entry, kind: type) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 from pallas_kernels.policy import HOPPER_SMS
+
+SHARED_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}  # of other GPUs: 99
+LEAST_SHARED_KIB = 99  # what all from sm_80 on have
 
 
 def target_platform() -> str:
@@ -27,22 +32,35 @@ def num_sms() -> int:
 
 
 def shared_memory_bytes() -> int:
-    """What one block may ask for: NVIDIA's limits by compute capability (CUDA C++ Programming Guide, 16.1).
+    """What one program may ask for: NVIDIA's limits by compute capability (CUDA C++ Programming Guide, 16.1).
 
-    A GPU of another name gets the smallest of them, which all from sm_80 on have.
+    An abstract device has no capability: its name tells. A GPU that is not known gets the smallest limit.
     """
-    if is_hopper() or interprets():
+    if interprets():
         return 227 * 1024
-    return 163 * 1024 if any(name in device_kind() for name in ("A100", "A800", "A30")) else 99 * 1024
+    capability = compute_capability()
+    if capability is not None:
+        return SHARED_KIB.get(capability, LEAST_SHARED_KIB) * 1024
+    if is_hopper():
+        return 227 * 1024
+    return (163 if re.search(r"\b(A100|A800|A30)\b", device_kind()) else LEAST_SHARED_KIB) * 1024
+
+
+def compute_capability() -> str | None:
+    """ "9.0" for an H200; None for an abstract device and for what is no NVIDIA GPU."""
+    if _abstract_device() is not None or target_platform() not in ("gpu", "cuda"):
+        return None
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return capability if capability.replace(".", "").isdigit() else None
 
 
 def is_hopper() -> bool:
     """True on sm_90: H100, H200, GH200, H800, H20."""
     if target_platform() not in ("gpu", "cuda"):
         return False
-    capability = None if _abstract_device() is not None else getattr(jax.devices()[0], "compute_capability", None)
+    capability = compute_capability()
     if capability is not None:
-        return str(capability).startswith("9.")
+        return capability.startswith("9.")
     return any(name in device_kind() for name in ("H100", "H200", "GH200", "H800", "H20"))
 
 
@@ -50,10 +68,10 @@ def has_fp8_products() -> bool:
     """True where matrix units multiply 8-bit floats: sm_89 (L40S, RTX 4090) and later."""
     if target_platform() not in ("gpu", "cuda"):
         return False
-    capability = None if _abstract_device() is not None else getattr(jax.devices()[0], "compute_capability", None)
+    capability = compute_capability()
     if capability is None:
         return is_hopper()
-    return tuple(int(part) for part in str(capability).split(".")) >= (8, 9)
+    return tuple(int(part) for part in capability.split(".")) >= (8, 9)
 
 
 def compiler_options() -> dict[str, bool]:

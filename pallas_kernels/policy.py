@@ -3,11 +3,11 @@
 The ops choose their backend here, and planning predicts memory from the same functions, so nothing in this file imports
 jax. What depends on a kernel's shared memory is decided beside that kernel, in `unsupported_reason` of its backend.
 
-A kernel is preferred only where it measured at least as fast as XLA. The measurements are of one NVIDIA H200, forward
-and backward of whole ops (benchmarks/results/, with two exceptions: 8192 x 14336 -> 4096 with one adapter of rank 64
-without dropout, and one row of 2048 x 5120 x 5120). The Triton backend is the fastest nowhere by more than 6 %. H100
-has the same multiprocessors and is treated alike. On other devices nothing was measured and XLA serves;
-`implementation="pallas_triton"` can be tried there.
+A table of the device's own measurements decides where it holds a call near enough (`measured`). Otherwise a kernel is
+preferred only where it measured at least as fast as XLA on one NVIDIA H200, forward and backward of whole ops
+(benchmarks/results/, with two exceptions: 8192 x 14336 -> 4096 with one adapter of rank 64 without dropout, and one row
+of 2048 x 5120 x 5120). The Triton backend is the fastest nowhere by more than 6 %. H100 has the same multiprocessors
+and is treated alike. On other devices XLA serves until `lorafusion tune` has measured.
 
 T packed tokens · K in features · N out features · D model width · F MLP width · R padded rank
 """
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
+from pallas_kernels.measured import Lookup, OpCall
 from pallas_kernels.sizes import power_of_two
 
 Implementation = Literal["xla", "pallas_triton", "pallas_mosaic_gpu"]
-AttentionImplementation = Literal["xla", "cudnn", "pallas_mosaic_gpu"]
+AttentionImplementation = Literal["xla", "cudnn", "pallas_triton", "pallas_mosaic_gpu"]
 NormImplementation = Literal["xla", "pallas_triton"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 XLA, TRITON, HOPPER = IMPLEMENTATIONS
@@ -42,6 +43,8 @@ COSTLY_RANK = 64
 MLP_WIDTH_MULTIPLE = 256  # columns that share keep words
 ATTENTION_ROWS = 128  # keys of a block
 ATTENTION_WIDTHS = (64, 128)
+TRITON_ATTENTION_ROWS = 64
+TRITON_ATTENTION_WIDTHS = (16, 32, 64, 128)
 MIN_NORM_SIZE = 2**22  # elements; smaller arrays stay in the L2 cache, where one pass saves nothing
 
 
@@ -79,6 +82,25 @@ class LinearShape:
         """Columns of S: the padded ranks of all projections side by side, in a power of two."""
         return joint_rank(self.ranks)
 
+    @property
+    def op_call(self) -> OpCall:
+        """The call as tables of measurements know it; its tile does not matter."""
+        return OpCall(
+            op="linear",
+            sizes={
+                "rows": self.rows,
+                "in_features": self.in_features,
+                "out_features": sum(self.out_features),
+                "rank": max(1, self.joint_rank),
+            },
+            properties={
+                "projections": str(len(self.out_features)),
+                "adapters": "several" if self.adapters > 1 else "one",
+                "dropout": "yes" if self.dropout else "no",
+                "dtype": self.dtype,
+            },
+        )
+
     def select_projection(self, i: int) -> LinearShape:
         """The call with a single one of its projections."""
         return dataclasses.replace(self, out_features=(self.out_features[i],), ranks=(self.ranks[i],))
@@ -105,8 +127,24 @@ def joint_rank(ranks: tuple[int, ...]) -> int:
     return power_of_two(total) if total else 0
 
 
-def preferred(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) -> tuple[Implementation, ...]:
-    """Names of backends, fastest first. The last one serves every call."""
+def nothing_measured(call: OpCall) -> None:
+    """The lookup of a device without a table."""
+
+
+def preferred(
+    shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS, measured: Lookup = nothing_measured
+) -> tuple[str, ...]:
+    """Names of backends, fastest first. The last one serves every call.
+
+    Args:
+        measured: what the device's own table says.
+    """
+    rule = _preferred_by_rule(shape, hopper=hopper, num_sms=num_sms)
+    found = measured(shape.op_call) if shape.with_lora else None
+    return rule if found is None else (found, *(name for name in rule if name != found))
+
+
+def _preferred_by_rule(shape: LinearShape, *, hopper: bool, num_sms: int) -> tuple[Implementation, ...]:
     if not shape.with_lora or not hopper:
         return (XLA,)
     widest = max(shape.out_features[i] for i in shape.with_lora)
@@ -163,7 +201,10 @@ def columns_of_s(shape: LinearShape) -> int:
 
 
 def split_is_faster(shape: LinearShape, *, hopper: bool, num_sms: int = HOPPER_SMS) -> bool:
-    """True for siblings whose ranks together are too large for one call of the kernels, but not one by one."""
+    """True for siblings whose ranks together are too large for one call of the kernels, but not one by one.
+
+    Tables of measurements have no say in it: they decide each of the calls.
+    """
     if len(shape.with_lora) < 2 or preferred(shape, hopper=hopper, num_sms=num_sms)[0] != XLA:
         return False
     each = (preferred(shape.select_projection(i), hopper=hopper, num_sms=num_sms) for i in shape.with_lora)
@@ -203,10 +244,12 @@ def mlp_unsupported_reason(gate_up: LinearShape, down: LinearShape) -> str | Non
 
 
 def mlp_is_fused(
-    gate_up: LinearShape, down: LinearShape, wanted: str | None, *, hopper: bool, num_sms: int = HOPPER_SMS
-) -> bool:
+    gate_up: LinearShape, down: LinearShape, wanted: str | None, *, hopper: bool, num_sms: int = HOPPER_SMS,
+    measured: Lookup = nothing_measured,
+) -> bool:  # fmt: skip
     """Whether the MLP runs as one op, shared memory permitting: its backward recomputes silu(gate) · up."""
-    names = [wanted or preferred(each, hopper=hopper, num_sms=num_sms)[0] for each in (gate_up, down)]
+    device = {"hopper": hopper, "num_sms": num_sms, "measured": measured}
+    names = [wanted or preferred(each, **device)[0] for each in (gate_up, down)]
     if names != [HOPPER, HOPPER] or mlp_unsupported_reason(gate_up, down):
         return False
     return not any(hopper_unsupported_reason(each) for each in (gate_up, down))
@@ -225,6 +268,36 @@ def attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width
     return None
 
 
-def preferred_norm(*, size: int, dtype: str, hopper: bool) -> NormImplementation:
-    """The implementation of a norm over `size` elements that measured fastest."""
-    return "pallas_triton" if hopper and dtype in HALF_TYPES and size >= MIN_NORM_SIZE else "xla"
+def triton_attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> str | None:
+    """Why Triton's attention kernels cannot serve these sizes, whatever the device; None if they can."""
+    if dtype not in (*HALF_TYPES, "float32"):
+        return f"wants bfloat16, float16 or float32, not {dtype}"
+    if width not in TRITON_ATTENTION_WIDTHS:
+        return f"wants a head width of {', '.join(map(str, TRITON_ATTENTION_WIDTHS))}, not {width}"
+    if rows % TRITON_ATTENTION_ROWS:
+        return f"wants a multiple of {TRITON_ATTENTION_ROWS} rows, not {rows}"
+    if heads % key_heads:
+        return f"wants a multiple of the {key_heads} key heads as query heads, not {heads}"
+    return None
+
+
+def attention_call(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> OpCall:
+    """Attention as tables of measurements know it."""
+    sizes = {"rows": rows, "heads": heads, "key_heads": key_heads}
+    return OpCall(op="attention", sizes=sizes, properties={"width": str(width), "dtype": dtype})
+
+
+def norm_call(*, rows: int, width: int, dtype: str) -> OpCall:
+    """A norm as tables of measurements know it."""
+    return OpCall(op="norm", sizes={"rows": rows, "width": width}, properties={"dtype": dtype})
+
+
+def preferred_norm(
+    *, rows: int, width: int, dtype: str, hopper: bool, measured: Lookup = nothing_measured
+) -> NormImplementation:
+    """The implementation of a norm that measured fastest."""
+    found = measured(norm_call(rows=rows, width=width, dtype=dtype))
+    if found in get_args(NormImplementation):
+        return cast(NormImplementation, found)
+    large = rows * width >= MIN_NORM_SIZE
+    return "pallas_triton" if hopper and dtype in HALF_TYPES and large else "xla"

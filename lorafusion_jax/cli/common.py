@@ -15,6 +15,7 @@ from rich.table import Table
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
+from lorafusion_jax.cli.tuning_table import use_tables
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
@@ -162,10 +163,12 @@ def prepare_machine(*, cache: bool = True) -> None:
     Most of a GPU's memory may be used: jax's own default of 75 % leaves 35 GB of an H200 idle, and what fits decides
     what has to be computed twice. Compiled programs are kept between runs, unless jax was told of another place; small
     ones, too, for a start has a hundred of them. GPUs that wait for another one end the program after ten minutes.
-    Anything the user has told jax stays.
+    Anything the user has told jax stays. Tables of `lorafusion tune` decide the defaults of the ops.
 
     Args:
         cache: whether programs are kept.
+    Raises:
+        ConfigError, ErrorList: a tuning table is broken or of another device.
     """
     import jax
 
@@ -179,3 +182,4 @@ def prepare_machine(*, cache: bool = True) -> None:
     elif not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(program_cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    use_tables()

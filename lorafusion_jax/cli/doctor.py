@@ -1,15 +1,25 @@
-"""lorafusion doctor: versions, devices, and the kernels that will be used."""
+"""lorafusion doctor: versions, devices, and the kernels that will be used and why."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
-from lorafusion_jax.cli.common import Json, next_command, out, plain_table, program_cache
+import typer
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, program_cache
+from lorafusion_jax.cli.defaults import command_to_measure, defaults
+from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
+from lorafusion_jax.cli.tuning_table import use_tables
+from lorafusion_jax.config import load_config
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
 
@@ -17,12 +27,24 @@ NAME = "doctor"
 EXTRAS = {"hf": "datasets", "tensorboard": "tensorboardX", "wandb": "wandb", "plots": "matplotlib"}
 
 
-def command(as_json: Json = False) -> None:
-    """Reports versions, devices and kernels.
+def command(
+    jobs: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOBS",
+            help="job file whose ops are looked at; default: a layer of Llama-3.1-8B with four adapters",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Reports versions, devices and kernels: which implementation serves each op here, and where that default comes
+    from.
 
-    Example: lorafusion doctor
+    Example: lorafusion doctor, or lorafusion doctor jobs.yaml
     """
-    numbers = diagnosis()
+    numbers = diagnosis(jobs, overrides or ())
     if as_json:
         print(json.dumps(numbers))
         return
@@ -36,8 +58,8 @@ def command(as_json: Json = False) -> None:
     next_command(console, "lorafusion demo")
 
 
-def diagnosis() -> dict[str, dict[str, str]]:
-    """Returns versions, devices, kernels per device, extras and disk space."""
+def diagnosis(jobs: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+    """Returns versions, devices, kernels per device, defaults of a job, extras and disk space."""
     import jax
 
     devices = {
@@ -51,9 +73,24 @@ def diagnosis() -> dict[str, dict[str, str]]:
         "versions": versions(),
         "devices": devices,
         "kernels": _kernels(),
+        "defaults": _defaults(jobs, overrides),
         "extras": extras,
         "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B", "compiled programs": _cache()},
     }
+
+
+def _defaults(jobs: Path | None, overrides: Sequence[str]) -> dict[str, str]:
+    """Implementations of a job's ops, or of a typical layer's; a broken table of this machine is no default."""
+    config = load_config(jobs, overrides) if jobs else None
+    if config is None:
+        calls = typical_calls()
+    else:
+        *_, calls = calls_of_job(config, ModelConfig.from_hf(base_directory(config)))
+    try:
+        use_tables()
+    except LoraFusionError as problem:
+        return {"tuning table": str(problem)}
+    return defaults(calls, config.train if config else None, command_to_measure(jobs))
 
 
 def _kernels() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""lorafusion tune: measures tile sizes of the kernels on this device, for a job or the benchmark shapes."""
+"""lorafusion tune: measures tile sizes and implementations on this device, for a job or the benchmark shapes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from rich.console import Console
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, say
+from lorafusion_jax.cli.tune_ops import calls_of, choose_implementations, show_implementations
+from lorafusion_jax.cli.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 from lorafusion_jax.config import load_config
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from lorafusion_jax.models import ModelConfig
     from pallas_kernels.arg_specs import LinearSpec
     from pallas_kernels.tuning.store import Table
     from pallas_kernels.tuning.tune import Failure
@@ -32,39 +34,81 @@ def command(
         Path | None,
         typer.Argument(
             metavar="JOBS",
-            help="job file, YAML or TOML, for the layers of its base model; default: shapes of the kernel benchmark,"
-            " as in the built-in table",
+            help="job file, YAML or TOML, for the layers of its base model; default: shapes of the kernel benchmark"
+            " and a layer of Llama-3.1-8B",
             show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
     table: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="output file; default the table in the package, which runs use"),
+        typer.Option("--out", "-o", help="output file; default this machine's table, which runs use"),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="a third of the candidates; without a job file only 8192 tokens")
     ] = False,
+    tiles: Annotated[
+        bool, typer.Option("--tiles/--no-tiles", help="whether to measure tile sizes, which takes most of the time")
+    ] = True,
+    share: Annotated[
+        Path | None,
+        typer.Option("--share", help="measures nothing: writes this machine's table to one file that you can send"),
+    ] = None,
+    use: Annotated[
+        Path | None,
+        typer.Option("--use", help="measures nothing: makes a file that somebody shared this machine's table"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Finds the fastest tile sizes of every kernel on this device. It can be stopped and continued at any time.
+    """Measures tile sizes and implementations of every op on this device. The fastest become the defaults of this
+    machine. It can be stopped and continued at any time.
 
     Example: lorafusion tune jobs.yaml, or lorafusion tune
     """
-    from pallas_kernels.device import device_kind
-    from pallas_kernels.tuning import store
+    if share is not None or use is not None:
+        if jobs is not None or table is not None or (share is not None and use is not None):
+            raise ConfigError(
+                "tune.one-thing", "--share and --use measure nothing, and go with no other option.",
+                fix="lorafusion tune --share FILE",
+            )  # fmt: skip
+        pass_on(share, use, as_json=as_json)
+    else:
+        tune_here(jobs, overrides or (), table, quick=quick, tiles=tiles, as_json=as_json)
 
-    specs = job_specs(jobs, overrides or (), quick=quick) if jobs else named_specs(quick=quick)
-    path = table or store.DATA / store.file_name(device_kind())
+
+def tune_here(
+    jobs: Path | None, overrides: Sequence[str], table: Path | None, *, quick: bool, tiles: bool, as_json: bool
+) -> None:
+    """Measures what the table lacks, and shows the results.
+
+    Raises:
+        ConfigError: `tune.interpreted`, `tune.nothing-fits`.
+        RunError: `tune.all-failed`.
+    """
+    from pallas_kernels.device import device_kind
+
+    use_tables()
+    if not (jobs and tiles):
+        check_compiled()
+    calls = calls_of(jobs, overrides, quick=quick)
+    specs = []
+    if tiles:
+        specs = job_specs(jobs, overrides, quick=quick) if jobs else named_specs(quick=quick)
+    path = table or table_path(device_kind())
     check_table(path)
     measured, failed = tuned(specs, path, quick=quick)
     rows = fastest(measured, specs)
+    chosen = choose_implementations(calls, path) if rows or not tiles else []
     if as_json:
         failures = [dataclasses.asdict(each) for each in failed]
-        print(json.dumps({"table": str(path), "device": measured.device, "best": rows, "failed": failures}))
+        found = {"table": str(path), "device": measured.device, "best": rows, "failed": failures}
+        print(json.dumps(found | {"implementations": [row.to_json() for row in chosen]}))
     else:
-        show(out(), rows, failed)
-    if not rows:
+        if tiles:
+            show(out(), rows, failed)
+        if chosen:
+            show_implementations(out(), chosen)
+    if tiles and not rows:
         raise RunError(
             "tune.all-failed",
             f"none of the {len(failed)} candidates runs on this device.",
@@ -73,8 +117,26 @@ def command(
             fix="lorafusion doctor lists the kernels for this device",
         )
     if not as_json:
-        out().print(f"\nwritten: {path}", highlight=False, markup=False, soft_wrap=True)
+        written = f"written: {path}" if path.exists() else "nothing to choose: one implementation runs each call"
+        out().print(f"\n{written}", highlight=False, markup=False, soft_wrap=True)
         next_command(out(), f"lorafusion train {jobs} --out runs/{jobs.stem}" if jobs else "lorafusion doctor")
+
+
+def pass_on(share: Path | None, use: Path | None, *, as_json: bool) -> None:
+    """Writes this machine's table to a file, or the other way round."""
+    if share is not None:
+        path, table = share, share_table(share)
+    else:
+        assert use is not None
+        path = take_table(use)
+        table = read_table(path)
+    numbers = {"table": str(path), "device": table.device, "tile sizes": len(table.entries), "calls": len(table.ops)}
+    if as_json:
+        print(json.dumps(numbers))
+        return
+    for name, value in numbers.items():
+        say(out(), f"{name}: {value}")
+    next_command(out(), "lorafusion doctor")
 
 
 def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[LinearSpec]:
@@ -83,7 +145,6 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
     Raises:
         ConfigError: `tune.nothing-fits`.
     """
-    from lorafusion_jax.models import ModelConfig
     from pallas_kernels.tuning.tune import count
 
     config = load_config(jobs, overrides)
@@ -100,23 +161,28 @@ def job_specs(jobs: Path, overrides: Sequence[str], *, quick: bool) -> list[Line
 
 
 def named_specs(*, quick: bool) -> list[LinearSpec]:
-    """Layers of the kernel benchmark.
+    """Layers of the kernel benchmark."""
+    from pallas_kernels.arg_specs import tuning_specs
+
+    return tuning_specs(quick=quick)
+
+
+def check_compiled() -> None:
+    """Checks that kernels are compiled here.
 
     Raises:
         ConfigError: `tune.interpreted`.
     """
-    from pallas_kernels.arg_specs import tuning_specs
     from pallas_kernels.device import device_kind, interprets
 
     if interprets():
         raise ConfigError(
             "tune.interpreted",
-            "the shapes of the kernel benchmark need a GPU.",
+            "implementations and the shapes of the kernel benchmark need a GPU.",
             where=device_kind(),
             why="kernels are interpreted on this machine, which takes hours and measures nothing",
-            fix="run it on a GPU, or give a job file with a small base model",
+            fix="run it on a GPU, or give a job file with a small base model, without --no-tiles",
         )
-    return tuning_specs(quick=quick)
 
 
 def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Table, tuple[Failure, ...]]:
@@ -156,30 +222,6 @@ def show(console: Console, rows: Sequence[dict], failed: Sequence[Failure]) -> N
             say(console, f"  {each.kernel} {each.shape}: {chosen}\n    {each.reason}")
         if len(failed) > SHOWN:
             say(console, f"  and {len(failed) - SHOWN} more; --json lists all")
-
-
-def check_table(path: Path) -> None:
-    """Checks that an existing table can be continued, before measuring."""
-    from pallas_kernels.device import device_kind
-    from pallas_kernels.tuning import store
-
-    try:
-        table = store.load(path)
-    except ValueError as problem:
-        raise ConfigError(
-            "tune.old-table",
-            "this is not a table of this version's kernels.",
-            where=str(path),
-            why=str(problem.__cause__ or problem),
-            fix=f"rm {path} and tune again",
-        ) from None
-    if table is not None and table.device != device_kind():
-        raise ConfigError(
-            "tune.other-device",
-            f"this table holds times of {table.device}, and this device is {device_kind()}.",
-            where=str(path),
-            fix="--out with the name of a new file",
-        )
 
 
 def layer_specs(config: JobConfig, model: ModelConfig) -> list[LinearSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.model_fit import longest_texts
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
@@ -21,7 +23,7 @@ from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts, StageWeights, cut
-from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.pipeline.processes import any_process, same_on_all
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.planning.blocks import block_layers
 from lorafusion_jax.planning.memory import (
@@ -34,7 +36,8 @@ from lorafusion_jax.planning.memory import (
     stage_memory,
 )
 from lorafusion_jax.planning.stages import stage_layers
-from pallas_kernels.device import is_hopper
+from pallas_kernels import config_store
+from pallas_kernels.device import device_kind, is_hopper
 
 STAND_INS = 0.05  # share of a device for placeholder weights: one layer, embedding and head
 
@@ -181,7 +184,7 @@ def _stages(
 
 def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
     """Returns the fastest policy that fits into the devices; "everything" if their memory size is unknown (CPU)."""
-    size, problem = device_bytes(), _problem(config, model)
+    size, problem = device_bytes(), memory_problem_here(config, model)
     mine = "everything" if size is None else choose_remat(problem, size, usable=ALLOCATOR_USABLE)
     # Replicas must compile the same programs, so processes choose what fits on all of them.
     wanted = REMAT_POLICIES.index(mine)
@@ -189,13 +192,13 @@ def fitting_remat(config: JobConfig, model: ModelConfig) -> RematPolicy:
 
 
 def _has_room_to_start(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> bool:
-    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
+    size, problem = device_bytes(), replace(memory_problem_here(config, model), remat=remat)
     return size is None or fits(problem, size, usable=ALLOCATOR_USABLE - STAND_INS)
 
 
 def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) -> str | None:
     """Returns a warning, with advice, if memory on this machine will probably not suffice."""
-    size, problem = device_bytes(), replace(_problem(config, model), remat=remat)
+    size, problem = device_bytes(), replace(memory_problem_here(config, model), remat=remat)
     if size is None or fits(problem, size, usable=ALLOCATOR_USABLE):
         return None
     totals = [stage.total for stage in stage_memory(problem)]
@@ -207,8 +210,30 @@ def memory_warning(config: JobConfig, model: ModelConfig, remat: RematPolicy) ->
     )
 
 
-def _problem(config: JobConfig, model: ModelConfig) -> MemoryProblem:
-    return replace(memory_problem(config, model), hopper=is_hopper())
+def check_tables(same: Callable[[str], bool] = same_on_all) -> None:
+    """Checks that every process of a run has the same tuning table, because all must compile the same programs.
+
+    Args:
+        same: whether a text is the same on all processes; collective.
+    Raises:
+        RunError: `tune.processes-differ`.
+    """
+    kind = device_kind()
+    digest = config_store.used_digest(kind)
+    if not same(digest or "none"):
+        raise RunError(
+            "tune.processes-differ",
+            f"the processes of this run have different tuning tables for the {kind}.",
+            where=f"here: {digest[:12] or 'no table'}",
+            why="all of them must compile the same programs",
+            fix="lorafusion tune --share FILE on one machine and --use FILE on the others, or remove the tables",
+        )
+
+
+def memory_problem_here(config: JobConfig, model: ModelConfig) -> MemoryProblem:
+    """The memory problem of a job, with the implementations that this machine's devices run."""
+    measured = partial(config_store.fastest, device_kind())
+    return replace(memory_problem(config, model), hopper=is_hopper(), measured=measured)
 
 
 def device_bytes() -> int | None:

@@ -83,19 +83,26 @@ def _announce_wait() -> Iterator[None]:
 
 
 def any_process(flag: bool) -> bool:
-    """Returns True on every process if the flag is True on any. Collective: call it equally often on all processes.
+    """Returns True on every process if the flag is True on any. Collective: call it equally often on all processes."""
+    return flag if is_alone() else "1" in _answers(str(int(flag)))
+
+
+def same_on_all(text: str) -> bool:
+    """Whether all processes hold the same text. Collective, as `any_process`."""
+    return is_alone() or len(set(_answers(text))) == 1
+
+
+def _answers(own: str) -> list[str]:
+    """The answer of every process.
 
     It uses jax's coordination service. A collective on the devices would queue after the microbatches in flight, and
     every call would drain the pipeline.
     """
-    if is_alone():
-        return flag
-    count = jax.process_count()
     client, number = distributed.global_state.client, next(_questions)
     assert client is not None
-    client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", str(int(flag)))
-    answers = [client.blocking_key_value_get(f"{_PREFIX}/{number}/{process}", PATIENCE_MS) for process in range(count)]
-    return "1" in answers
+    client.key_value_set(f"{_PREFIX}/{number}/{jax.process_index()}", own)
+    every = range(jax.process_count())
+    return [client.blocking_key_value_get(f"{_PREFIX}/{number}/{process}", PATIENCE_MS) for process in every]
 
 
 def is_alone() -> bool:

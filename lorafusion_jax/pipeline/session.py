@@ -25,7 +25,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.pipeline.base import memory_warning, open_base
+from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
@@ -37,6 +37,7 @@ from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatter
 from lorafusion_jax.report.format import count
+from pallas_kernels import config_store
 
 
 class Session:
@@ -84,8 +85,9 @@ class Session:
             later: the job with all adapters that will join later.
 
         Raises:
-            LoraFusionError: see `open_base`.
+            LoraFusionError: see `open_base` and `check_tables`.
         """
+        check_tables()
         specs = adapter_specs(config) if specs is None else specs
         base = open_base(config, prepared, specs, later)
         return cls(config, prepared, base.stages, specs, Reading(base))
@@ -241,9 +243,10 @@ class Session:
 
     @property
     def device(self) -> dict[str, str]:
-        """Kind and platform for run.json."""
+        """Kind, platform and tuning table for run.json."""
         device = jax.devices()[0]
-        return {"device": device.device_kind, "platform": device.platform}
+        table = config_store.used_digest(device.device_kind)
+        return {"device": device.device_kind, "platform": device.platform, "tuning_table": table}
 
     @property
     def peak_bytes(self) -> int | None:

@@ -60,6 +60,7 @@ class MemoryProblem:
         implementation: implementation of the LoRA ops (None: chosen).
         attention: implementation of attention (None: chosen).
         hopper: whether the devices are Hopper GPUs. On others XLA is the default.
+        measured: implementations that measured fastest on the devices.
         tile_tokens: rows of a tile.
         loss_chunk: as in `objective.token_losses`.
     """
@@ -77,6 +78,7 @@ class MemoryProblem:
     implementation: str | None = None
     attention: str | None = None
     hopper: bool = True
+    measured: policy.Lookup = policy.nothing_measured
     tile_tokens: int = 128
     loss_chunk: int = DEFAULT_CHUNK
 
@@ -87,7 +89,11 @@ class MemoryProblem:
     @property
     def packed_bits(self) -> bool:
         """Whether the kernels run. They save dropout's bits instead of silu(gate) · up; the XLA ops do the reverse."""
-        return self.hopper if self.implementation is None else self.implementation != "xla"
+        if self.implementation is not None:
+            return self.implementation != policy.XLA
+        calls = (site_shape(self, site).op_call for site, rank in _site_ranks(self).items() if rank)
+        measured = [name for name in map(self.measured, calls) if name is not None]
+        return any(name != policy.XLA for name in measured) if measured else self.hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +192,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if _mlp_is_one_op(problem) and policy.has_extra_ranks(_linear_shape(problem, "down")):
+    if _mlp_is_one_op(problem) and policy.has_extra_ranks(site_shape(problem, "down")):
         mlp += item * T * F  # silu(gate) · up once more, for their gradient
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
@@ -401,23 +407,23 @@ def _site_ranks(problem: MemoryProblem) -> dict[str, int]:
 
 def _attention_is_ours(problem: MemoryProblem) -> bool:
     """Whether our own attention kernels run: they are selected and support these sizes."""
-    if problem.attention != policy.HOPPER and not (problem.hopper and problem.attention is None):
-        return False
     m = problem.model
     sizes = {"rows": problem.capacity_tokens, "heads": m.num_heads, "key_heads": m.num_kv_heads, "width": m.head_dim}
-    return policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
+    measured = problem.measured(policy.attention_call(**sizes, dtype=_dtype(problem)))
+    chosen = problem.attention or measured or (policy.HOPPER if problem.hopper else policy.XLA)
+    return chosen == policy.HOPPER and policy.attention_unsupported_reason(**sizes, dtype=_dtype(problem)) is None
 
 
 def _mlp_is_one_op(problem: MemoryProblem) -> bool:
     """Whether the kernels run the whole MLP. Their backward recomputes silu(gate) · up from gate and up."""
     if not problem.packed_bits:
         return False
-    gate_up, down = (_linear_shape(problem, site) for site in ("gate_up", "down"))
-    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper)
+    gate_up, down = (site_shape(problem, site) for site in ("gate_up", "down"))
+    return policy.mlp_is_fused(gate_up, down, problem.implementation, hopper=problem.hopper, measured=problem.measured)
 
 
-def _linear_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
-    """The shape of a site's op call, for the kernels' policy."""
+def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
+    """The op call of a site, as the kernels' policy knows it."""
     linears = LAYER.sites[site]
     return policy.LinearShape(
         rows=problem.capacity_tokens,
@@ -437,7 +443,7 @@ def _dtype(problem: MemoryProblem) -> str:
 
 def _columns_of_s(problem: MemoryProblem, site: str) -> int:
     """Of all projections of a site together: the kernels pad them."""
-    return policy.columns_of_s(_linear_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
+    return policy.columns_of_s(site_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

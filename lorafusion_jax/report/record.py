@@ -64,6 +64,17 @@ def other_versions(record: dict) -> str | None:
     return f"{', '.join(changed)}: results may differ by rounding from here on" if changed else None
 
 
+def other_table(record: dict, now: str) -> str | None:
+    """Says whether other measurements than at the start of the run decide its kernels.
+
+    Args:
+        now: digest of the tuning table in use; empty without one.
+    """
+    if record.get("tuning_table", now) == now:
+        return None
+    return "another tuning table than before decides the kernels: results may differ by rounding from here on"
+
+
 def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str | None = None) -> None:
     """Checks that a resumed run has the data that it started with, and one of its own plans.
 

@@ -18,7 +18,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
-from lorafusion_jax.report.record import check_record, eval_digests, other_versions, unchecked
+from lorafusion_jax.report.record import check_record, eval_digests, other_table, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
@@ -27,6 +27,8 @@ from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, lo
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import Progress
+from pallas_kernels import config_store
+from pallas_kernels.device import device_kind
 from scheduling import Plan
 
 SHOWN = 4  # damaged files that a message names
@@ -137,6 +139,8 @@ def _folder_notices(
         notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
         notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
+    if (table := other_table(record, config_store.used_digest(device_kind()))) is not None:
+        notices.append(CheckSkipped(slot=slot, text=table))
     return notices
 
 

@@ -23,6 +23,8 @@ from pallas_kernels.attention.hopper.dq import dq
 from pallas_kernels.attention.hopper.forward import forward
 from pallas_kernels.device import num_sms
 
+type Described = jax.Array | jax.ShapeDtypeStruct
+
 
 class Saved(NamedTuple):
     """Residuals: q unchanged, cleaned keys and values, o, base-2 logarithms of sums, and the rows of the documents."""
@@ -80,7 +82,7 @@ def attention_backward(
     return grad_q, grad_k, grad_v
 
 
-def unsupported_reason(q_THC: jax.Array, k_TKC: jax.Array) -> str | None:
+def unsupported_reason(q_THC: Described, k_TKC: Described) -> str | None:
     """Why the kernels do not support these arrays on any device; None if they do."""
     T, H, C = q_THC.shape
     return policy.attention_unsupported_reason(

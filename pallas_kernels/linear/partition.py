@@ -23,7 +23,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import backend
 from pallas_kernels.batching import refuse_vmap
-from pallas_kernels.device import is_hopper
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear import shard, vjp
 from pallas_kernels.linear.layout import Layout, axes_of_type, layout_of
@@ -38,7 +37,7 @@ def mesh_of(arrays: Iterable[Any], implementation: str | None) -> Any:
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is None or AxisType.Explicit in mesh.axis_types:
         return mesh
-    kernels = is_hopper() if implementation is None else implementation != XLA
+    kernels = backend.kernels_are_preferred() if implementation is None else implementation != XLA
     return mesh if kernels and axes_of_type(mesh, AxisType.Auto) and AxisType.Manual not in mesh.axis_types else None
 
 

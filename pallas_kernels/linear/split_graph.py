@@ -75,9 +75,13 @@ class Prepared:
         """The measured tile sizes of this device where they clearly beat the heuristic's and fit the tiles."""
         item, drops = self.ops.x.dtype.itemsize, self.ops.dropout is not None
         key = config_store.key(kernel, self.rows, num_in, num_out, rank, dropout=drops)
-        config = config_store.shipped(device_kind()).best(key, heuristic)
-        # tables are measured with bfloat16: in float32 a tile is twice as large
-        if hasattr(config, "shared_bytes") and config.shared_bytes(rank, item, drops=drops) > shared_memory_bytes():
+        config = config_store.best_config(device_kind(), key, heuristic)
+        # Tables are measured with two bytes per element: what ran then fits, but in float32 a tile is twice as large.
+        if (
+            item > 2
+            and hasattr(config, "shared_bytes")
+            and config.shared_bytes(rank, item, drops=drops) > shared_memory_bytes()
+        ):
             return heuristic
         names = ("chunk", "tile_m", "block_t", "block_m")  # the first one a kernel has is what one adapter must own
         rows = next(getattr(config, name) for name in names if hasattr(config, name))

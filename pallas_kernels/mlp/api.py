@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import policy
+from pallas_kernels import backend, policy
 from pallas_kernels.device import is_hopper, num_sms
 from pallas_kernels.dropout import Dropout
 from pallas_kernels.frozen_weight import QuantisedWeight
@@ -122,7 +122,10 @@ def _fused_call(
     except ValueError as problem:
         raise ValueError(f"the projection behind the gate: {problem}") from None
     gate_up_shape, down_shape = linear_shape(static, ops), linear_shape(static, down)
-    if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, hopper=is_hopper(), num_sms=num_sms()):
+    quantised = ops.quantised or down.quantised
+    measured = policy.nothing_measured if quantised else backend.measured_backend
+    here = {"hopper": is_hopper(), "num_sms": num_sms(), "measured": measured}
+    if not policy.mlp_is_fused(gate_up_shape, down_shape, implementation, **here):
         return None
     if vjp.passes().unsupported_reason(static, ops, down) is not None:
         return None

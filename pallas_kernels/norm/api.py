@@ -5,12 +5,14 @@ T rows · D width
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import policy
-from pallas_kernels.device import is_hopper
+from pallas_kernels import config_store, policy
+from pallas_kernels.device import device_kind, is_hopper
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.norm import vjp
 from pallas_kernels.policy import NormImplementation
@@ -104,7 +106,9 @@ def _flat(x, delta, weight, eps, implementation, *, with_residual: bool = False)
 def _select(x: jax.Array, implementation: str | None) -> vjp.NormBackend:
     if implementation is not None:
         return vjp.load(implementation)
-    return vjp.load_available(policy.preferred_norm(size=x.size, dtype=str(x.dtype), hopper=is_hopper()))
+    width, measured = x.shape[-1], functools.partial(config_store.fastest, device_kind())
+    sizes = {"rows": x.size // width, "width": width, "dtype": str(x.dtype)}
+    return vjp.load_available(policy.preferred_norm(**sizes, hopper=is_hopper(), measured=measured))
 
 
 def _check(name: str, x: jax.Array, delta: jax.Array | None, weight: jax.Array) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
-from pallas_kernels.device import interprets, num_sms
+from pallas_kernels.device import interprets, num_sms, shared_memory_bytes
 from pallas_kernels.dropout import BLOCK, keep_words
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.hopper import gemm as hopper
@@ -40,6 +40,7 @@ from pallas_kernels.problem import Operands, Static
 from pallas_kernels.sizes import row_block
 from pallas_kernels.tiles import row_adapter
 
+LARGE_ROOM = 227 * 1024  # shared memory of a program on Hopper
 SETS = 3  # copies of the large operand that calls rotate through, so that it is not in the cache
 
 
@@ -242,7 +243,26 @@ def triton_grid(quick: bool) -> list[triton.GemmConfig]:
         triton.GemmConfig(num_stages=3),
         triton.GemmConfig(block_n=128, num_warps=4),
     ]
+    room = shared_memory_bytes()
+    if room < LARGE_ROOM:
+        grid = [*small_triton_grid(), *(config for config in grid if _operand_bytes(config) <= room)]
     return grid[:2] if quick else grid
+
+
+def small_triton_grid() -> list[triton.GemmConfig]:
+    """Blocks for 99 or 163 KiB of shared memory; some are beyond the careful estimate of the heuristic."""
+    return [
+        triton.GemmConfig(block_n=128, num_stages=3),
+        triton.GemmConfig(block_n=128, block_k=32, num_stages=4),
+        triton.GemmConfig(block_n=64, num_stages=3, num_warps=4),
+        triton.GemmConfig(block_m=64, block_n=128, num_stages=3, num_warps=4),
+        triton.GemmConfig(block_m=64, block_n=128, block_k=32, num_stages=4, num_warps=4),
+    ]
+
+
+def _operand_bytes(config: triton.GemmConfig) -> int:
+    """Of the operands under way in bfloat16, which every program needs."""
+    return 2 * (config.block_m + config.block_n) * (config.num_stages - 1) * config.block_k
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("ops", "s", "ds", "bits"), meta_fields=("static",))

@@ -10,6 +10,7 @@ import tempfile
 
 from pallas_kernels import config_store
 from pallas_kernels.config_store import DATA as DATA
+from pallas_kernels.config_store import FORMAT as FORMAT
 from pallas_kernels.config_store import Entry as Entry
 from pallas_kernels.config_store import Table as Table
 from pallas_kernels.config_store import file_name as file_name
@@ -46,12 +47,23 @@ def load(path: pathlib.Path) -> Table | None:
 
 
 def save(table: Table, path: pathlib.Path) -> None:
-    """Writes a table atomically."""
+    """Writes a table atomically; one in use must be read again by `config_store.use`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"device": table.device, "conditions": table.conditions}
-    lines = ",\n".join("    " + json.dumps(dataclasses.asdict(entry)) for entry in table.entries)
-    text = json.dumps(head, indent=2)[:-2] + ',\n  "entries": [\n' + lines + "\n  ]\n}\n"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text)
+        file.write(text_of(table))
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+
+
+def text_of(table: Table) -> str:
+    """The file of a table, with one line for each of its times."""
+    head = {"format": FORMAT, "device": table.device, "conditions": table.conditions, "digest": table.digest}
+    rows = {
+        "ops": [row.to_json() for row in table.ops],
+        "entries": [dataclasses.asdict(entry) for entry in table.entries],
+    }
+    lists = [
+        f'  "{name}": [\n' + ",\n".join("    " + json.dumps(row) for row in found) + "\n  ]"
+        for name, found in rows.items()
+    ]
+    return json.dumps(head, indent=2)[:-2] + ",\n" + ",\n".join(lists) + "\n}\n"

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import pathlib
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def tune(
         failed += tuple(bad)
         if entries:
             table = dataclasses.replace(
-                kept, conditions=_joined(kept.conditions, conditions()), entries=kept.entries + tuple(entries)
+                kept, conditions=joined_conditions(kept.conditions, conditions()), entries=kept.entries + tuple(entries)
             )
             store.save(table, path)
         done += len(group)
@@ -113,10 +113,14 @@ def conditions() -> dict[str, str]:
     """Versions and date of the measurements."""
     platform = " ".join(jax.devices()[0].client.platform_version.split())  # CUDA version, and so that of ptxas
     today = datetime.date.today().isoformat()
-    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
+    own = {"jax": jax.__version__, "jaxlib": version("jaxlib"), "platform": platform, "date": today}
+    try:
+        return own | {"lorafusion-jax": version("lorafusion-jax")}
+    except PackageNotFoundError:  # run from its sources
+        return own
 
 
-def _joined(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
+def joined_conditions(old: dict[str, str], new: dict[str, str]) -> dict[str, str]:
     """Conditions of a continued table: all versions and dates of its times."""
     merged = {name: each[name].split(", ") for each in (new, old) for name in each}  # old wins
     return {name: ", ".join(dict.fromkeys([*values, new.get(name, values[-1])])) for name, values in merged.items()}

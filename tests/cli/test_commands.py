@@ -274,13 +274,15 @@ def test_export_copies_and_merges(lorafusion, finished, tmp_path):
 
 def test_doctor(lorafusion):
     numbers = json.loads(lorafusion("doctor", "--json").out)
-    assert set(numbers) == {"versions", "devices", "kernels", "extras", "disk"}
+    assert set(numbers) == {"versions", "devices", "kernels", "defaults", "extras", "disk"}
     assert numbers["kernels"]["xla"] == "available"
     outcome = lorafusion("doctor")
     assert outcome.code == 0
     assert outcome.last_line == "next: lorafusion demo"
     assert numbers["versions"]["jax"] in outcome.out
     assert numbers["kernels"]["compiler options"] == "none"
+    assert numbers["defaults"]["loss"] == "xla: the only implementation"
+    assert numbers["defaults"]["attention"] == "xla: kernels are interpreted here"
 
 
 def test_doctor_names_the_options_of_a_hopper_gpu():
@@ -290,9 +292,13 @@ def test_doctor_names_the_options_of_a_hopper_gpu():
 
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
-        kernels = diagnosis()["kernels"]
+        found = diagnosis()
+    kernels, defaults = found["kernels"], found["defaults"]
     assert kernels["compiler options"].startswith("xla_gpu_enable_triton_gemm=false")
     assert kernels["pallas_mosaic_gpu"] == "available"
+    assert defaults["linear q, k and v"] == "pallas_mosaic_gpu: shipped measurements of an NVIDIA H200"
+    assert defaults["attention"] == "pallas_mosaic_gpu: shipped measurements of an NVIDIA H200"
+    assert defaults["mlp"].startswith("pallas_mosaic_gpu: one op")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,34 @@ import json
 
 import pytest
 
+from lorafusion_jax.cli import tune_ops
+from lorafusion_jax.cli.job_calls import LayerCalls
 from lorafusion_jax.cli.tune import layer_specs
 from lorafusion_jax.config import load_config
 from lorafusion_jax.models import ModelConfig
-from pallas_kernels import arg_specs, device
+from pallas_kernels import arg_specs, config_store, device
 from pallas_kernels.arg_specs import LinearSpec
+from pallas_kernels.policy import LinearShape
 from pallas_kernels.tuning import store
 from pallas_kernels.tuning import tune as tuner
+
+SMALL = LayerCalls(
+    model=ModelConfig(
+        family="llama", vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16,
+    ),
+    rows=64, dtype="float32",
+    linears={"o": LinearShape(
+        rows=64, in_features=64, out_features=(64,), ranks=(8,), tile=16, adapters=2, dropout=True, dtype="float32"
+    )},
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_table():
+    """No test leaves its table in use."""
+    yield
+    config_store.forget(device.device_kind())
 
 
 @pytest.fixture
@@ -66,16 +87,28 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     path = tmp_path / "table.json"
     refused = lorafusion("tune", "--out", path)
     assert (refused.code, refused.errors) == (2, ["tune.interpreted"])
+    assert lorafusion("tune", "--no-tiles", "--out", path).errors == ["tune.interpreted"]
     small = [LinearSpec(tokens=256, in_features=256, out_features=256, rate=rate) for rate in (0.1, 0.0)]
     monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
     monkeypatch.setattr(device, "interprets", lambda: False)
+    monkeypatch.setattr(tune_ops, "named_calls", lambda quick: [SMALL])
     outcome = lorafusion("tune", "--quick", "--out", path)
     assert outcome.code == 0, outcome.err
     assert outcome.last_line == "next: lorafusion doctor"
     shown = [line.split()[0] for line in outcome.out.splitlines() if "256 ×" in line]
     assert sorted(shown) == ["da", "da", "down", "down", "dsdb", "triton_dx", "triton_dx", "triton_fwd"]  # p 0.1 and 0
     assert "failed" not in outcome.out
-    assert store.load(path).device == device.device_kind()
+    table = store.load(path)
+    assert table.device == device.device_kind()
+    ran = {row.call.op: set(row.median_us) for row in table.ops}
+    assert {"xla", "pallas_triton"} <= ran["linear"]
+    assert "pallas_mosaic_gpu" not in ran["linear"]
+    assert outcome.out.count("default") == len(table.ops)
+    again = lorafusion("tune", "--no-tiles", "--out", path, "--json")
+    assert again.code == 0, again.err
+    assert store.load(path) == table  # nothing is measured twice
+    found = json.loads(again.out)
+    assert (found["best"], len(found["implementations"])) == ([], len(table.ops))
 
 
 @pytest.mark.parametrize("works", [True, False])

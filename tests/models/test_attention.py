@@ -86,6 +86,22 @@ def test_nan_stays_in_its_segment(where, bad):
     assert all(np.isnan(grad).any() for grad in own_grads)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
+def test_nan_stays_in_its_segment_in_triton_kernels(where, bad):
+    rng, segments = np.random.default_rng(0), Segments.from_lengths([7, 1, 100], 128)
+    arrays = [jnp.asarray(rng.normal(size=(128, heads, 16)), jnp.float32) for heads in (2, 1, 1, 2)]
+    clean = run(*arrays, segments, implementation="pallas_triton")
+    arrays[where] = arrays[where].at[50].set(bad)  # in the third segment
+    results = run(*arrays, segments, implementation="pallas_triton")
+    others = segments.ids != segments.ids[50]
+    for got, wanted in zip(results, clean, strict=True):
+        np.testing.assert_array_equal(got[others], wanted[others])
+    own_o, *own_grads = (np.asarray(x)[~others] for x in results)
+    assert np.isnan(own_o).any() == (where < 3)
+    assert all(np.isnan(grad).any() for grad in own_grads)
+
+
 def test_nan_does_not_reach_earlier_rows_in_forward():
     arrays, segments = inputs(*SHAPES["many short"])
     clean = run(*arrays, segments)[0]
@@ -114,7 +130,7 @@ def test_memory_is_not_quadratic_in_rows():
 
 def test_unknown_implementation_is_refused():
     arrays, segments = inputs(*SHAPES["less than a block"])
-    with pytest.raises(ValueError, match="none of 'xla', 'cudnn', 'pallas_mosaic_gpu'"):
+    with pytest.raises(ValueError, match="none of 'xla', 'cudnn', 'pallas_triton', 'pallas_mosaic_gpu'"):
         attention(*arrays[:3], segments, implementation="flash")
 
 
@@ -142,7 +158,7 @@ def test_cudnn_names_unsupported_inputs():
     ],
 )
 def test_default_is_the_fastest_supported_implementation(monkeypatch, platform, capability, dtype, shape, chosen):
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="a test's")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert default_implementation(jnp.zeros(shape, dtype), jnp.zeros((shape[0], 2, shape[2]), dtype)) == chosen
 
@@ -262,7 +278,7 @@ def wide_inputs(lengths):
     return arrays, Segments.from_lengths(lengths, 4096)
 
 
-ON_HOPPER = pytest.mark.parametrize("implementation", ["cudnn", "pallas_mosaic_gpu"])
+ON_HOPPER = pytest.mark.parametrize("implementation", ["cudnn", "pallas_triton", "pallas_mosaic_gpu"])
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 A100 = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+A10 = AbstractDevice(device_kind="NVIDIA A10", num_cores=72, platform="gpu")  # sm_86
+L40 = AbstractDevice(device_kind="NVIDIA L40", num_cores=142, platform="gpu")  # sm_89; jax knows no L40S by name
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 

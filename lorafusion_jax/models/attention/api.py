@@ -6,18 +6,24 @@ Dims: `T` packed tokens · `H` heads · `K` key heads, H a multiple · `C` head 
 from __future__ import annotations
 
 from functools import partial
+from typing import cast, get_args
 
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention import unsupported_reason
+from pallas_kernels import config_store
+from pallas_kernels.attention import Described, unsupported_reason
+from pallas_kernels.attention.triton.api import triton_unsupported_reason
+from pallas_kernels.device import device_kind
 from pallas_kernels.policy import AttentionImplementation as AttentionImplementation
+from pallas_kernels.policy import attention_call
 
 from ..segments import Segments
 from .cudnn import cudnn_backward, cudnn_forward, on_hopper
 from .cudnn import unsupported_reason as cudnn_unsupported_reason
 from .nan_isolation import Backward, Forward, isolated
 from .pallas import pallas_backward, pallas_forward
+from .triton import triton_backward, triton_forward
 from .xla import xla_backward, xla_forward
 
 
@@ -40,8 +46,9 @@ def attention(
 
     Args:
         implementation: "pallas_mosaic_gpu" (Hopper; bfloat16 or float16, head width 64 or 128, a multiple of 128 rows),
-            "cudnn" (Hopper or later; bfloat16 or float16) or "xla" (every device). None: the first of these that
-            supports the inputs, which is also the fastest.
+            "cudnn" (Hopper or later; bfloat16 or float16), "pallas_triton" (compute capability 8.0 or higher; head
+            width 16 to 128, a multiple of 64 rows) or "xla" (every device). None: what measured fastest on this device
+            or, if nobody measured it, Hopper's kernels, cuDNN or XLA, in this order.
         flat: returns [T, H·C], the input shape of a projection. Our own kernels then save this array for backward
             instead of a second copy in another shape.
     Raises:
@@ -59,20 +66,44 @@ def attention(
     return o_TD if flat else o_TD.reshape(q.shape)
 
 
-def default_implementation(q: jax.Array, k: jax.Array) -> AttentionImplementation:
+def default_implementation(q: Described, k: Described) -> AttentionImplementation:
     """Returns the fastest implementation for this device, dtype and shape.
 
-    Measurements are in benchmarks/results/attention_h200_2026-11-21/.
+    A table of this device's own measurements decides first. Otherwise the choice rests on an H200's, in
+    benchmarks/results/attention_h200_2026-11-21/.
     """
-    if on_hopper() and not unsupported_reason(q, k):
+    (T, H, C), K = q.shape, k.shape[1]
+    measured = config_store.fastest(
+        device_kind(), attention_call(rows=T, heads=H, key_heads=K, width=C, dtype=str(q.dtype))
+    )
+    if measured in get_args(AttentionImplementation):
+        name = cast(AttentionImplementation, measured)
+        if support_problem(name, q, k) is None:
+            return name
+    return default_by_rule(q, k)
+
+
+def default_by_rule(q: Described, k: Described) -> AttentionImplementation:
+    """The default where no table of this device holds the call."""
+    if support_problem("pallas_mosaic_gpu", q, k) is None:
         return "pallas_mosaic_gpu"
-    return "cudnn" if on_hopper(or_later=True) and not cudnn_unsupported_reason(q) else "xla"
+    return "cudnn" if support_problem("cudnn", q, k) is None else "xla"
+
+
+def support_problem(name: AttentionImplementation, q: Described, k: Described) -> str | None:
+    """Why an implementation cannot serve these inputs on this device; None if it can."""
+    if name == "pallas_mosaic_gpu":
+        return unsupported_reason(q, k) if on_hopper() else "needs a Hopper GPU"
+    if name == "cudnn":
+        return cudnn_unsupported_reason(q) if on_hopper(or_later=True) else "needs a Hopper GPU or a later one"
+    return triton_unsupported_reason(q, k) if name == "pallas_triton" else None
 
 
 # forward: (q, k, v, segments) -> o [T, H·C], residuals; backward: (residuals, do [T, H, C]) -> dq, dk, dv.
 _KERNELS: dict[str, tuple[Forward, Backward]] = {
     "xla": isolated(xla_forward, xla_backward),
     "cudnn": isolated(cudnn_forward, cudnn_backward),
+    "pallas_triton": isolated(triton_forward, triton_backward),
     "pallas_mosaic_gpu": (pallas_forward, pallas_backward),
 }
 

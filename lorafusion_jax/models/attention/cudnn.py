@@ -10,6 +10,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import is_hopper
+
 from ..segments import Segments
 from .checkpoint_names import checkpointed
 
@@ -54,7 +56,7 @@ def _attention(segments: Segments, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC:
     return out[0] if isinstance(out, tuple | list) else out
 
 
-def unsupported_reason(q_THC: jax.Array) -> str | None:
+def unsupported_reason(q_THC: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why cuDNN does not support these queries on any device; None if it does."""
     C = q_THC.shape[-1]
     if q_THC.dtype not in _DTYPES:
@@ -65,7 +67,9 @@ def unsupported_reason(q_THC: jax.Array) -> str | None:
 
 
 def on_hopper(*, or_later: bool = False) -> bool:
-    """Whether the default device is an NVIDIA GPU of compute capability 9 or higher."""
+    """Whether the device of a program is an NVIDIA GPU of compute capability 9, or a later one."""
+    if getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
+        return is_hopper()  # an ahead-of-time lowering names its device, not its capability
     device = jax.devices()[0]
     if device.platform != "gpu":
         return False

@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from cuda_lowering import A10, A100, H200, L40
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
-from lorafusion_jax.cli.tune import check_table
+from lorafusion_jax.cli.tuning_table import check_table
 from lorafusion_jax.errors import ConfigError
 from pallas_kernels import policy
 from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
+from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig as MosaicGemmConfig
 from pallas_kernels.linear.passes.config import (
     DaConfig,
@@ -29,7 +33,6 @@ from pallas_kernels.tuning import tune as tuner
 from pallas_kernels.tuning.search import candidates
 from pallas_kernels.tuning.tune import key_of, tune
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 LAYER = LinearSpec(tokens=2048, in_features=1024, out_features=1024, adapters=2)
 
 
@@ -69,8 +72,8 @@ def test_times_with_dropout_do_not_apply_without():
     assert differ == {"down", "da", "mosaic_down", "mosaic_da", "mosaic_dx", "triton_dx"}
 
 
-def lower(spec, backend):
-    """Forward and backward of a layer on an H200, as far as the choice of tiles."""
+def lower(spec, backend, device=H200):
+    """Forward and backward of a layer on a GPU, as far as the choice of tiles."""
     arrays = jax.eval_shape(lambda: make_arrays(spec))
 
     def step(arrays):
@@ -86,7 +89,7 @@ def lower(spec, backend):
         return y, *vjp(arrays["dy"])
 
     jax.clear_caches()  # a call that was traced before would not ask for a configuration
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         jax.eval_shape(step, arrays)
 
 
@@ -149,6 +152,45 @@ def test_a_configuration_must_fit_every_tile_of_an_adapter(monkeypatch, kernel, 
     lower(dataclasses.replace(LAYER, tile=tile), backend)
     part = kernel.split("_")[1]
     assert [config == fast for name, config in used if name == part] == [tile == 128]
+
+
+@pytest.mark.parametrize(("device", "kib"), [(A100, 163), (A10, 99), (L40, 99)])
+def test_products_of_smaller_gpus_have_candidates_that_may_fit(device, kib):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        own, *others = [c.config for c in candidates(LAYER) if c.kernel == "triton_fwd"]
+    assert own.shared_bytes(16, 2) <= kib * 1024
+    assert len(others) >= 4
+    for config in others:  # two of three stages are under way
+        assert 2 * (config.block_m + config.block_n) * config.block_k * (config.num_stages - 1) <= kib * 1024
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("bfloat16", True), ("float32", False)])
+def test_tiles_that_ran_on_a_device_are_taken_in_types_of_their_size(monkeypatch, tmp_path, dtype, taken):
+    from pallas_kernels import config_store
+    from pallas_kernels.linear.triton import backend as triton
+
+    used, spec = [], dataclasses.replace(LAYER, dtype=dtype)
+    large, key = TritonGemmConfig(num_stages=3), key_of(LAYER, "triton_fwd")  # 99 KiB by the careful estimate: too much
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=L40)):
+        own = triton_gemm_config(LAYER.in_features, LAYER.out_features, 16, LAYER.tile, jnp.dtype(dtype).itemsize)
+        assert large.shared_bytes(16, 2) > shared_memory_bytes()
+    row = {"kernel": key[0], "tokens": key[1], "in_features": key[2], "out_features": key[3], "rank": 16, "rate": 0.0}
+    times = [{"p20_us": us, "p50_us": us, "p80_us": us} for us in (2.0, 1.0)]
+    entries = [
+        store.Entry(**row, config=dataclasses.asdict(config), **own_times)
+        for config, own_times in zip((own, large), times, strict=True)
+    ]
+    store.save(store.Table(device=L40.device_kind, conditions={}, entries=tuple(entries)), tmp_path / "t.json")
+    config_store.use(tmp_path / "t.json")
+
+    def gemm(lhs, rhs, *arrays, transposed, config, **options):
+        used.extend([] if transposed else [config])
+        return lhs @ (rhs.T if transposed else rhs)
+
+    monkeypatch.setattr(triton, "gemm", gemm)
+    lower(spec, "pallas_triton", L40)
+    config_store.forget(L40.device_kind)
+    assert used == [large if taken else own]
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -315,11 +357,13 @@ def test_a_table_records_all_versions_of_its_times(monkeypatch, tmp_path):
     for _ in range(2):  # the second time the same versions: told once
         now, found = tuner.conditions(), tune([LAYER], path).conditions
         both = {"jax": f"0.0.1, {now['jax']}", "date": f"2020-01-01, {now['date']}"}
-        assert found == both | {"jaxlib": now["jaxlib"], "platform": now["platform"]}
+        assert found == now | both
     assert store.load(path).conditions == found
 
 
-ROOMS = {"NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA L40S": 99}  # KiB for a program
+ROOMS = {  # KiB for a program; sm_90, sm_80, sm_86, sm_89
+    "NVIDIA H200": 227, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA A10": 99, "NVIDIA L40S": 99,
+}  # fmt: skip
 ASKED = [  # what Triton asked for, compiled for sm_90 (four adapters, 2048 x 4096 -> 4096)
     (DownConfig(block_t=64, block_k=64, num_stages=4), 16, 2, False, 40960),
     (DownConfig(block_t=64, block_k=64, num_stages=4), 32, 4, True, 96256),
@@ -342,9 +386,28 @@ def test_a_pass_stays_within_its_stated_shared_memory(config, rank, item, drops,
     assert asked <= config.shared_bytes(rank, item, drops=drops) <= 1.6 * asked + 65536
 
 
+@pytest.mark.parametrize(
+    ("capability", "kind", "kib"),
+    [
+        ("8.0", "any name", 163),
+        ("8.6", "NVIDIA A10", 99),
+        ("8.6", "NVIDIA RTX A1000 Laptop GPU", 99),
+        ("8.9", "NVIDIA L40S", 99),
+        ("9.0", "NVIDIA H200", 227),
+        ("10.0", "NVIDIA B200", 227),
+        ("12.0", "NVIDIA GeForce RTX 5090", 99),
+        ("13.7", "of the future", 99),
+    ],
+)
+def test_an_attached_gpu_has_the_shared_memory_of_its_capability(monkeypatch, capability, kind, kib):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability, device_kind=kind)])
+    assert shared_memory_bytes() == kib * 1024
+
+
 @pytest.mark.parametrize(("name", "kib"), ROOMS.items())
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("tile", [16, 128])
 def test_tiles_of_triton_passes_fit_the_device(name, kib, item, rank, tile):
     device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
@@ -361,7 +424,7 @@ def test_tiles_of_triton_passes_fit_the_device(name, kib, item, rank, tile):
 
 @pytest.mark.parametrize(("name", "kib"), ROOMS.items())
 @pytest.mark.parametrize("item", [2, 4])
-@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128, 256])
 def test_tiles_of_triton_products_fit_the_device(name, kib, item, rank):
     device = AbstractDevice(device_kind=name, num_cores=108, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

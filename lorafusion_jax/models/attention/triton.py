@@ -1,0 +1,24 @@
+"""Packed causal attention by our own Triton kernels. Dims: `T` packed tokens, `H` heads, `K` key heads, `C` width."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.attention import document_rows
+from pallas_kernels.attention.triton.api import TritonSaved, triton_attention_backward, triton_attention_forward
+
+from ..segments import Segments
+from .checkpoint_names import checkpointed
+
+
+def triton_forward(q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: Segments):
+    """Returns softmax(q kᵀ / √C) v over the earlier rows of the same segment, and the residuals; inputs are finite."""
+    first_T, end_T = document_rows(segments.ids, segments.offsets, segments.lengths)
+    _, saved = triton_attention_forward(q_THC, k_TKC, v_TKC, first_T, end_T)
+    saved = checkpointed(saved)
+    return saved.o_THC, saved
+
+
+def triton_backward(saved: TritonSaved, do_THC: jax.Array):
+    """Gradients of q, k and v."""
+    return triton_attention_backward(saved, do_THC)

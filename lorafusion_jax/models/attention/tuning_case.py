@@ -1,0 +1,51 @@
+"""Attention as a call that the tuner times.
+
+The documents of a microbatch are unequal, as packed samples are: two of a quarter of its rows, two of an eighth, four
+of a sixteenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.policy import AttentionImplementation, attention_call
+from pallas_kernels.tuning.ops import OpCase
+
+from ..segments import Segments
+from .api import attention, default_by_rule, support_problem
+
+SHARES = (4, 4, 8, 8, 16, 16, 16, 16)
+
+
+def attention_case(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> OpCase:
+    """A call of `attention`, forward and backward."""
+    shapes = [jax.ShapeDtypeStruct((rows, each, width), jnp.dtype(dtype)) for each in (heads, key_heads, key_heads)]
+
+    def draw() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(0), 3)
+        arrays = [jax.random.normal(key, shape.shape, shape.dtype) for key, shape in zip(keys, shapes, strict=True)]
+        segments = Segments.from_lengths([max(1, rows // share) for share in SHARES], rows)
+        return *arrays, jax.tree.map(jnp.asarray, segments)
+
+    def step(name: str) -> Callable[..., Any]:
+        chosen = cast(AttentionImplementation, name)
+        if reason := support_problem(chosen, *shapes[:2]):
+            raise NotImplementedError(reason)
+
+        def both_passes(q, k, v, segments):
+            o, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, segments, implementation=chosen), q, k, v)
+            return o, pullback(o)
+
+        return jax.jit(both_passes)
+
+    return OpCase(
+        call=attention_call(rows=rows, heads=heads, key_heads=key_heads, width=width, dtype=dtype),
+        order=(default_by_rule(*shapes[:2]), "xla"),
+        implementations=get_args(AttentionImplementation),
+        draw=draw,
+        step=step,
+    )

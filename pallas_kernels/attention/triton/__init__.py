@@ -1,0 +1,1 @@
+"""Packed causal attention in Pallas's Triton lowering (sm_80 and newer)."""

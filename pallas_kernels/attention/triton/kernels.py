@@ -1,0 +1,162 @@
+"""Forward and backward kernels: online softmax over the tiles of a document.
+
+A program owns a block of queries (forward, dq) or of keys (dk, dv) of one head, and walks over the tiles of the other
+side that its documents reach: other documents' tiles are not read, and in the tiles at their borders a weight is
+selected, never multiplied by a mask. Sums have a fixed order, without atomics.
+
+T packed rows · H query heads · K key heads, H a multiple · C head width
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.triton.config import AttentionConfig
+from pallas_kernels.triton_call import call, dot
+
+MASKED = float("-inf")
+
+
+def forward(
+    q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, first_T: jax.Array, *, config: AttentionConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns o and the base-2 logarithms of the sums of the softmax, float32 [H, T]."""
+    T, H, C = q_THC.shape
+    group, scale2 = H // k_TKC.shape[1], C**-0.5 * math.log2(math.e)
+
+    def kernel(q_ref, k_ref, v_ref, first_ref, o_ref, lse2_ref):
+        block, head = _last_first(T // config.own), pl.program_id(1)
+        queries, first = _rows(block, config.own), first_ref[pl.ds(block * config.own, config.own)]
+        own, key_head = pl.ds(block * config.own, config.own), lax.div(head, group)
+        q = q_ref[own, head, :]
+
+        def step(tile, carry):
+            m_old, total, o = carry
+            there = pl.ds(tile * config.other, config.other)
+            seen = _seen(queries, first, _rows(tile, config.other))
+            s = jnp.where(seen, dot(q, k_ref[there, key_head, :], trans_rhs=True) * scale2, MASKED)
+            m = jnp.maximum(m_old, jnp.max(s, axis=1))
+            safe = jnp.where(m == MASKED, 0.0, m)  # rows whose document begins in a later tile
+            p, fade = jnp.exp2(s - safe[:, None]), jnp.exp2(m_old - safe)
+            v = v_ref[there, key_head, :]
+            return m, total * fade + jnp.sum(p, axis=1), o * fade[:, None] + dot(p.astype(v.dtype), v)
+
+        empty = jnp.full(config.own, MASKED, jnp.float32)
+        start = (empty, jnp.zeros_like(empty), jnp.zeros((config.own, C), jnp.float32))
+        m, total, o = lax.fori_loop(*_key_tiles(block, first_ref, config), step, start)
+        o_ref[own, head, :] = (o / total[:, None]).astype(o_ref.dtype)
+        lse2_ref[head, own] = m + jnp.log2(total)
+
+    shapes = [jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)]
+    operands = [q_THC, k_TKC, v_TKC, first_T]
+    return _call(kernel, operands, shapes, name="attention", grid=(T // config.own, H), config=config,
+                 interpret=interpret)  # fmt: skip
+
+
+def dq(
+    q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, o_THC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array,
+    first_T: jax.Array, *, config: AttentionConfig, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the gradient of q, and delta = Σ o · do, float32 [H, T]."""
+    T, H, C = q_THC.shape
+    group, scale = H // k_TKC.shape[1], C**-0.5
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, do_ref, lse2_ref, first_ref, dq_ref, delta_ref):
+        block, head = _last_first(T // config.own), pl.program_id(1)
+        queries, first = _rows(block, config.own), first_ref[pl.ds(block * config.own, config.own)]
+        own, key_head = pl.ds(block * config.own, config.own), lax.div(head, group)
+        q, do, lse2 = q_ref[own, head, :], do_ref[own, head, :], lse2_ref[head, own]
+        delta = jnp.sum(o_ref[own, head, :].astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+        delta_ref[head, own] = delta
+
+        def step(tile, acc):
+            there = pl.ds(tile * config.other, config.other)
+            k, v = k_ref[there, key_head, :], v_ref[there, key_head, :]
+            seen = _seen(queries, first, _rows(tile, config.other))
+            _, ds = _weights(q, k, v, do, lse2, delta, seen, scale)
+            return acc + dot(ds.astype(k.dtype), k)
+
+        acc = lax.fori_loop(*_key_tiles(block, first_ref, config), step, jnp.zeros((config.own, C), jnp.float32))
+        dq_ref[own, head, :] = acc.astype(dq_ref.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(q_THC.shape, q_THC.dtype), jax.ShapeDtypeStruct((H, T), jnp.float32)]
+    operands = [q_THC, k_TKC, v_TKC, o_THC, do_THC, lse2_HT, first_T]
+    return _call(kernel, operands, shapes, name="attention_dq", grid=(T // config.own, H), config=config,
+                 interpret=interpret)  # fmt: skip
+
+
+def dkv(
+    q_THC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, do_THC: jax.Array, lse2_HT: jax.Array, delta_HT: jax.Array,
+    first_T: jax.Array, end_T: jax.Array, *, config: AttentionConfig, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the gradients of k and v, summed over the query heads of each key head."""
+    (T, K, C), group, scale = k_TKC.shape, q_THC.shape[1] // k_TKC.shape[1], q_THC.shape[2] ** -0.5
+
+    def kernel(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, first_ref, end_ref, dk_ref, dv_ref):
+        block, key_head = pl.program_id(0), pl.program_id(1)
+        own, keys = pl.ds(block * config.own, config.own), _rows(block, config.own)
+        k, v = k_ref[own, key_head, :], v_ref[own, key_head, :]
+        begin = lax.div(block * config.own, config.other)
+        tiles = lax.div(end_ref[block * config.own + (config.own - 1)] + (config.other - 1), config.other) - begin
+
+        def step(i, carry):
+            dk, dv = carry
+            head, tile = key_head * group + lax.div(i, tiles), begin + lax.rem(i, tiles)
+            there = pl.ds(tile * config.other, config.other)
+            q, do = q_ref[there, head, :], do_ref[there, head, :]
+            seen = _seen(_rows(tile, config.other), first_ref[there], keys)
+            p, ds = _weights(q, k, v, do, lse2_ref[head, there], delta_ref[head, there], seen, scale)
+            dv = dv + dot(p.astype(do.dtype), do, trans_lhs=True)
+            return dk + dot(ds.astype(q.dtype), q, trans_lhs=True), dv
+
+        zeros = jnp.zeros((config.own, C), jnp.float32)
+        dk, dv = lax.fori_loop(0, group * tiles, step, (zeros, zeros))
+        dk_ref[own, key_head, :] = dk.astype(dk_ref.dtype)
+        dv_ref[own, key_head, :] = dv.astype(dv_ref.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_TKC, v_TKC)]
+    operands = [q_THC, k_TKC, v_TKC, do_THC, lse2_HT, delta_HT, first_T, end_T]
+    return _call(kernel, operands, shapes, name="attention_dkv", grid=(T // config.own, K), config=config,
+                 interpret=interpret)  # fmt: skip
+
+
+def _weights(q, k, v, do, lse2, delta, seen, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The softmax weights [queries, keys] and the gradient of the scores; zeros where a query does not see a key."""
+    s2 = dot(q, k, trans_rhs=True) * (scale * math.log2(math.e))
+    p = jnp.where(seen, jnp.exp2(s2 - lse2[:, None]), 0.0)
+    ds = jnp.where(seen, p * (dot(do, v, trans_rhs=True) - delta[:, None]) * scale, 0.0)
+    return p, ds
+
+
+def _seen(queries: jax.Array, first: jax.Array, keys: jax.Array) -> jax.Array:
+    return (keys[None, :] <= queries[:, None]) & (keys[None, :] >= first[:, None])
+
+
+def _rows(block: jax.Array, size: int) -> jax.Array:
+    return block * size + lax.iota(jnp.int32, size)
+
+
+def _key_tiles(block: jax.Array, first_ref, config: AttentionConfig) -> tuple[jax.Array, jax.Array]:
+    """Tiles of keys from the first one of the block's first document to its diagonal."""
+    begin = lax.div(first_ref[block * config.own], config.other)
+    return begin, lax.div((block + 1) * config.own + (config.other - 1), config.other)
+
+
+def _last_first(blocks: int) -> jax.Array:
+    """The last block of queries has the most keys: it starts first."""
+    return blocks - 1 - pl.program_id(0)
+
+
+def _call(kernel, operands, shapes, *, name: str, grid: tuple[int, int], config: AttentionConfig, interpret: bool):
+    return tuple(
+        call(
+            kernel, operands, name=name, grid=grid, out_shape=shapes, num_warps=config.num_warps,
+            num_stages=config.num_stages, interpret=interpret,
+        )
+    )  # fmt: skip
