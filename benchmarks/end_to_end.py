@@ -20,12 +20,14 @@ Variants (all rows are reported, even if a baseline wins):
     ours_fp8, ours_int8, ours_nf4    ours on a base that is stored in these forms; frozen_fp8 is the floor of the first
     single_xla      one adapter after another, XLA LoRA
     single          the same with our kernels
+    single_sizes    the same, and each microbatch takes the smallest of four sizes that holds it
     fsdp_xla        one adapter after another, base sharded over all GPUs, each a replica, XLA LoRA
     flush           one adapter after another in a pipeline that is flushed at every step
     mlora           all adapters, one batch of each in turn, packed separately, our kernels
     frozen          the floor: the slots of `ours` forward and backward through the frozen base, with the same stages
                     and remat policy, without LoRA, adapter gradients and optimizer steps
-Variants that train one adapter after another, and mlora, use the microbatch size that is fastest in the simulator.
+Variants that train one adapter after another, and mlora, use the microbatch size that is fastest in the simulator;
+single_sizes uses 3/8, 1/2, 3/4 and all of `--capacity`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,6 +94,7 @@ from scheduling.baselines import batch_by_batch, one_after_another
 from scheduling.comparison import host_wait_s
 from scheduling.pipeline import Program, one_forward_one_backward
 
+SIZES = (0.375, 0.5, 0.75, 1.0)  # of the capacity, for single_sizes
 CAPACITIES = (2048, 3072, 4096, 4608, 5120, 5632, 6144, 7168, 8192)
 
 
@@ -99,7 +103,7 @@ class Variant(NamedTuple):
 
     together: bool
     implementation: str | None
-    plan: str  # ours, single, mlora
+    plan: str  # ours, single, sizes, mlora
     flush: bool = False
     fsdp: bool = False
     frozen: bool = False
@@ -115,6 +119,7 @@ VARIANTS = {
     "frozen_fp8": Variant(True, None, "ours", frozen=True, quantize="fp8"),
     "single_xla": Variant(False, "xla", "single"),
     "single": Variant(False, None, "single"),
+    "single_sizes": Variant(False, None, "sizes"),
     "fsdp_xla": Variant(False, "xla", "single", fsdp=True),
     "flush": Variant(False, "xla", "single", flush=True),
     "mlora": Variant(True, None, "mlora"),
@@ -196,15 +201,15 @@ class Bench:
         with GpuState() as state:
             results = [self.once(variant, config, stages, own, plan) for own, plan in zip(jobs, plans, strict=True)]
         seconds, tokens = sum(r["seconds"] for r in results), sum(r["tokens"] for r in results)
-        together = sum(p.num_slots for p in plans)
         row = {
             "variant": name, "workload": workload, "model": options.model, "layers": self.model.num_layers,
             "mesh": mesh.model_dump(include={"stages", "data", "fsdp"}),
             "layers_per_stage": [stage.extent.count for stage in stages],
-            "capacity_tokens": capacity, "global_batch": options.batch, "adapters": options.adapters,
+            "capacity_tokens": capacity, "sizes": sizes_used(plans),
+            "global_batch": options.batch, "adapters": options.adapters,
             "quantize": variant.quantize, "keep": stages[0].remat, "settings": [*options.set, *options.xla],
             "useful_tokens_per_s": round(tokens / seconds, 1), "slots": sum(r["slots"] for r in results),
-            "density": round(sum(p.density * p.num_slots for p in plans) / together, 4),
+            "density": round(sum(p.tokens for p in plans) / sum(p.room for p in plans), 4),
             "noops": sum(p.num_noops for p in plans), "seconds": round(seconds, 3),
             "compile_s": round(sum(r["compile_s"] for r in results), 1), "peak_gb": grown(before, peaks(devices)),
         }  # fmt: skip
@@ -239,19 +244,27 @@ class Bench:
             )
             for i in range(options.adapters)
         ]
-        runs = [jobs] if variant.together else [[job] for job in jobs]
-        capacity = options.capacity
-        if variant.plan != "ours" and options.model != "tiny":
+        # Every adapter by itself uses the programs of the first one.
+        runs = [jobs] if variant.together else [[dataclasses.replace(job, name=jobs[0].name)] for job in jobs]
+        capacity: int | tuple[int, ...] = options.capacity
+        if variant.plan == "sizes":
+            capacity = tuple(round(share * options.capacity) for share in SIZES)
+        elif variant.plan != "ours" and options.model != "tiny":
             capacity = self.best_capacity(variant, runs, mesh)
         return runs, capacity, [self.plan(variant, run, capacity, mesh) for run in runs]
 
-    def plan(self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int, mesh: MeshSettings) -> Plan:
-        limits = {
+    def plan(
+        self, variant: Variant, jobs: Sequence[AdapterJob], capacity: int | tuple[int, ...], mesh: MeshSettings
+    ) -> Plan:
+        limits: dict[str, Any] = {
             "capacity_tokens": capacity, "num_stages": mesh.stages, "data_parallel": mesh.replicas,
             "tile_tokens": self.tile,
         }  # fmt: skip
         if variant.plan == "ours":
             return make_plan(jobs, time_limit_s=5.0, seed=0, **limits)
+        if variant.plan == "sizes":
+            costs = predicted_costs(self.config(variant, mesh, capacity, len(jobs)), self.model, "h200")
+            return make_plan(jobs, time_limit_s=5.0, seed=0, cost_model=costs, **limits)
         return (one_after_another if variant.plan == "single" else batch_by_batch)(jobs, **limits)
 
     def best_capacity(self, variant: Variant, runs: Sequence[Sequence[AdapterJob]], mesh: MeshSettings) -> int:
@@ -268,7 +281,7 @@ class Bench:
 
         return min(roomy or possible, key=seconds)
 
-    def config(self, variant: Variant, mesh: MeshSettings, capacity: int, adapters: int) -> JobConfig:
+    def config(self, variant: Variant, mesh: MeshSettings, capacity: int | tuple[int, ...], adapters: int) -> JobConfig:
         settings = dict(pair.split("=") for pair in self.options.set)
         return JobConfig(
             base=BaseSettings(
@@ -346,9 +359,6 @@ class Bench:
     ) -> dict:
         """One timed run of the product's loop over a plan."""
         names = [adapter.name for adapter in config.adapters]
-        if not variant.together:  # every adapter uses the programs of the first one
-            jobs = [dataclasses.replace(jobs[0], name=names[0])]
-            plan = self.plan(variant, jobs, plan.capacity_tokens, config.mesh)
         data = {job.name: random_data(job, self.model.vocab_size, seed) for seed, job in enumerate(jobs)}
         prepared = Prepared(tokenizer=None, adapters=data)  # type: ignore[arg-type]
         lora = stages[0].first_lora()
@@ -425,6 +435,11 @@ class Bench:
                         stage.time_passes(to_stage(load, stage.mesh))
             rows = kernel_times(Path(folder))
         self.write({"trace": self.options.model, "slots": len(loads), "kernels": rows})
+
+
+def sizes_used(plans: Sequence[Plan]) -> dict[int, int]:
+    """Number of slots of each capacity."""
+    return dict(sorted(Counter(size for plan in plans for size in plan.slot_capacities).items()))
 
 
 def program_of(variant: Variant, plan: Plan) -> Program | None:

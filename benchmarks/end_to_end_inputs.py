@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.data.prepare import AdapterData
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.pipeline.mesh import StageMesh
 from lorafusion_jax.weights.table import NONE, stored_kind
 from scheduling import AdapterJob

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import kernel_report
 from benchmarks.end_to_end_rows import LABELS, WORKLOADS, age, devices_of, newest
+from benchmarks.peers import report as peer_report
 from benchmarks.quantised_plan import quantised_bases
 
 Row = dict[str, Any]
@@ -35,6 +36,11 @@ KERNEL_FILES = (  # a row of a later file replaces the same row of an earlier on
     "kernels_h200_2026-11-22e/bytes.jsonl",
 )
 END_TO_END = "end_to_end_h200_2026-11-22h/end_to_end.jsonl"
+PEERS, SIZES = "peers_h200_2026-11-23", "end_to_end_h200_2026-11-23b/end_to_end.jsonl"
+FLAX_MODEL, ADAPTER_COUNTS = (
+    "flax_model_h200_2026-11-23b/rows.jsonl",
+    "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
+)
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
@@ -64,8 +70,12 @@ def kernel_runs() -> list[list[Row]]:
     return [kernel_report.read(RESULTS / name) for name in KERNEL_FILES]
 
 
+def read_jsonl(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
 def training_rows() -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / END_TO_END).read_text().splitlines()]
+    return read_jsonl(END_TO_END)
 
 
 def span(numbers: Iterable[float], form: str) -> str:
@@ -242,6 +252,66 @@ def scaling() -> str:
     return markdown(("model", "adapters × global batch", "1 GPU", *(f"{each} GPUs" for each in gpus[1:])), found)
 
 
+README_PEERS = {
+    "frozen": "the frozen model, forward and backward: no LoRA can be faster in bfloat16",
+    "ours_fp8": "**lorafusion-jax, four adapters together, base in 8-bit floats**",
+    "ours": "**lorafusion-jax, four adapters together**",
+    "lorafusion": "PEFT with LoRAFusion's kernels, Liger and padding-free attention, one adapter after another",
+    "packed": "PEFT with Liger and padding-free attention, one adapter after another",
+    "default": "transformers and PEFT with their defaults",
+}
+
+
+def peers_in_short() -> str:
+    rows = {row["variant"]: row for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))}
+    found = [
+        (label, f"{rows[variant]['useful_tokens_per_s'] / 1e3:.1f} k", f"{rows[variant]['over_floor']:.2f}")
+        for variant, label in README_PEERS.items()
+    ]
+    return markdown(("", "useful tokens/s", "of the frozen model"), found)
+
+
+def peers() -> str:
+    found = [
+        (
+            peer_report.LABELS[row["variant"]],
+            *(f"{row[key] / 1e3:.2f} k" for key in ("useful_tokens_per_s", "processed_tokens_per_s")),
+            f"{row['over_floor']:.3f}",
+            f"{row['peak_gb']:.0f} GB" if row["peak_gb"] else "",
+        )
+        for row in peer_report.table(peer_report.rows_of(RESULTS / PEERS))
+    ]
+    return markdown(("program", "useful tok/s", "processed tok/s", "of the frozen model", "peak memory"), found)
+
+
+def sizes() -> str:
+    """One adapter after another, with one size of microbatch and with four."""
+    rows = {row["variant"]: row for row in read_jsonl(SIZES)}
+    floor = rows["frozen"]["useful_tokens_per_s"]
+    found = []
+    for variant in ("single", "single_sizes"):
+        row = rows[variant]
+        used = ", ".join(f"{count} × {size}" for size, count in row["sizes"].items())
+        rate = row["useful_tokens_per_s"]
+        found.append((used, f"{row['density']:.1%}", f"{rate / 1e3:.2f} k", f"{rate / floor:.3f}"))
+    return markdown(("microbatches", "density", "useful tok/s", "of the frozen model"), found)
+
+
+def flax_model() -> str:
+    """A step of a user's own NNX model under `nnx.jit`."""
+    rows = [row for row in read_jsonl(FLAX_MODEL) if row.get("case") == "step"]
+    found = [(row["variant"], f"{row['step_ms']:.1f}", f"{row['over_frozen']:.3f}") for row in rows]
+    return markdown(("LoRA", "ms per step", "over frozen"), found)
+
+
+def adapter_counts() -> str:
+    """Microbatches of jobs with 4 to 256 adapters; the adapters in the microbatch are the same."""
+    rows = [row for row in read_jsonl(ADAPTER_COUNTS) if row.get("what", "").startswith("microbatch")]
+    found = [(row["adapters"], row["what"].split()[2], f"{row['ms']:.2f}", f"{row['ratio']:.3f}") for row in rows]
+    head = ("adapters in the job", "in the microbatch", "ms, two layers", "over the smallest job")
+    return markdown(head, found)
+
+
 def planner() -> str:
     shared, held = read_csv(f"{PLANNER}/workloads.csv"), read_csv(f"{PLANNER}/heldout.csv")
     grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
@@ -269,6 +339,6 @@ TABLES: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
-        quantised_bases,
+        quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
     )
 }  # fmt: skip

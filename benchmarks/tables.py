@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import end_to_end_report, kernel_report, published
+from benchmarks.peers import report as peer_report
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "tables"
@@ -56,7 +57,8 @@ def write_tables(folder: Path) -> list[Path]:
     files = [published.RESULTS / name for name in published.KERNEL_FILES]
     written = kernel_report.write(files, folder / "kernels_h200")
     rows = published.RESULTS / published.END_TO_END
-    return written + end_to_end_report.write(rows, folder / "end_to_end_h200")
+    written += end_to_end_report.write(rows, folder / "end_to_end_h200")
+    return written + peer_report.report(published.RESULTS / published.PEERS, folder / "peers_h200")
 
 
 def filled() -> Iterator[tuple[Path, str]]:

@@ -15,8 +15,8 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from benchmarks.reliability_table import table  # noqa: E402
-from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
+from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
@@ -42,6 +42,7 @@ def benchmarks() -> str:
     """The tables of benchmarks/README.md, from its second heading on; links lead to the repository."""
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     body = text[text.index("## Whole training runs") :]
+    body = re.sub(r"!\[[^\]]+\]\([^)]+\)\n", "", body)  # plots are in the repository
     return re.sub(r"\[([^\]]+)\]\((?!http)[^)]+\)", r"\1", body)
 
 

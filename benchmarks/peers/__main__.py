@@ -4,7 +4,7 @@
     python -m benchmarks.peers --batch 8 16 32 64 --variants packed lorafusion --out …
 
 Each program runs in a process of its own, one after another. `--torch` names a Python with torch, transformers, peft
-and liger-kernel when this one has none. Rows: peers.jsonl and end_to_end.jsonl; then table.csv and peers.png.
+and liger-kernel when this one has none. Rows: peers.jsonl and end_to_end.jsonl; then peers.csv and peers.png.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.peers.report import report
 from benchmarks.workloads import WORKLOADS
 
-PEERS = ("packed", "packed_full", "lorafusion", "lorafusion_full", "compiled", "default", "checkpointed")
-OURS = ("ours", "single", "frozen")
+PEERS = ("packed", "packed_full", "lorafusion", "lorafusion_full", "compiled", "default", "checkpointed", "nf4")
+OURS = ("frozen", "ours", "ours_fp8", "ours_nf4", "single", "single_sizes")
 
 
 def main() -> int:

@@ -7,13 +7,17 @@ import json
 from pathlib import Path
 
 LABELS = {
-    "frozen": "frozen base, forward and backward",
+    "frozen": "frozen base in bfloat16, forward and backward",
     "ours": "ours, four adapters together",
+    "ours_fp8": "ours, four adapters, base in fp8",
+    "ours_nf4": "ours, four adapters, base in nf4",
     "single": "ours, one adapter after another",
+    "single_sizes": "ours, one after another, four sizes of microbatch",
     "lorafusion_full": "LoRAFusion's kernels, every microbatch full",
     "lorafusion": "LoRAFusion's kernels, one adapter",
     "packed_full": "PEFT + Liger, every microbatch full",
     "packed": "PEFT + Liger, no padding, one adapter",
+    "nf4": "PEFT + Liger, no padding, base in nf4",
     "compiled": "PEFT + Liger, no padding, torch.compile",
     "default": "transformers + PEFT, defaults",
     "checkpointed": "transformers + PEFT, checkpointing",
@@ -47,18 +51,20 @@ def table(rows: list[dict]) -> list[dict]:
                 "useful_tokens_per_s": round(useful),
                 "processed_tokens_per_s": round(processed),
                 "over_floor": round(useful / floor, 3) if floor else None,
-                "peak_gb": row.get("peak_gb"),
+                "peak_gb": max(peak) if isinstance(peak := row.get("peak_gb"), list) else peak,
             }
         )
     return result
 
 
-def report(folder: Path) -> None:
-    """Writes table.csv and peers.png from the rows in `folder`."""
+def report(folder: Path, stem: Path | None = None) -> list[Path]:
+    """Writes a table and a plot of the rows in `folder`, as `stem`.csv and .png (None: peers.csv and .png there)."""
     lines = table(rows_of(folder))
     if not lines:
-        return
-    with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
+        return []
+    stem = stem or folder / "peers"
+    files = [stem.with_suffix(".csv"), stem.with_suffix(".png")]
+    with files[0].open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(lines)
@@ -69,7 +75,8 @@ def report(folder: Path) -> None:
 
     batch = min(line["global_batch"] for line in lines)
     shown = [line for line in reversed(lines) if line["global_batch"] == batch]
-    colours = {"frozen": "#b0b0b0", "ours": "#1f77b4", "single": "#7fb3dd"}
+    colours = {"frozen": "#b0b0b0", "ours": "#1f77b4", "ours_fp8": "#1f77b4", "ours_nf4": "#1f77b4"}
+    colours |= {"single": "#7fb3dd", "single_sizes": "#7fb3dd"}
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(shown) + 1.0), layout="constrained")
     bars = axes.barh(
         [LABELS[line["variant"]] for line in shown],
@@ -79,5 +86,6 @@ def report(folder: Path) -> None:
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set_xlabel(f"useful tokens per second, thousands (batch {batch})")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(folder / "peers.png", dpi=150)
+    figure.savefig(files[1], dpi=150)
     plt.close(figure)
+    return files

@@ -12,6 +12,8 @@ said.
                   embedding, SwiGLU and fused loss
     packed_full   the same, every microbatch filled as if several adapters shared it: an upper bound
     compiled      packed, decoder layers through torch.compile with dynamic lengths
+    checkpointed_packed   packed, with gradient checkpointing: for long samples (`--sample TOKENS`)
+    nf4           packed, on a base in bitsandbytes' nf4 with double quantisation (QLoRA)
     lorafusion, lorafusion_full   packed and packed_full with LoRAFusion's kernels (`--lorafusion CHECKOUT`)
 """
 
@@ -33,7 +35,10 @@ from benchmarks.peers import lorafusion
 from benchmarks.peers.packing import Microbatch, full_steps, global_batches, pack, padded
 from benchmarks.workloads import LONGEST, SHAPES, WORKLOADS
 
-VARIANTS = ("default", "checkpointed", "packed", "packed_full", "compiled", "lorafusion", "lorafusion_full")
+VARIANTS = (
+    "default", "checkpointed", "packed", "packed_full", "compiled", "checkpointed_packed", "nf4", "lorafusion",
+    "lorafusion_full",
+)  # fmt: skip
 WARM_UP = 2  # steps before the clock starts
 OPTIONS = inspect.signature(varlen_attn).parameters  # they differ between versions of torch
 CAUSAL: dict[str, Any] = {"is_causal": True} if "is_causal" in OPTIONS else {"window_size": (-1, 0)}
@@ -70,7 +75,26 @@ def register_packed_attention(documents: Documents) -> None:
     AttentionMaskInterface.register("packed", lambda *_, **__: None)
 
 
-def build(shape: dict[str, Any], attention: str, liger: bool, device: str) -> Any:
+def quantise(base: Any) -> None:
+    """Puts every linear layer but the head into nf4, as transformers does when it loads a base for QLoRA."""
+    import bitsandbytes as bnb
+
+    for parent in base.model.modules():
+        for name, linear in list(parent.named_children()):
+            if type(linear) is torch.nn.Linear:
+                own = bnb.nn.Linear4bit(
+                    linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
+                    compress_statistics=True, quant_type="nf4", device="meta",
+                )  # fmt: skip
+                own.weight = bnb.nn.Params4bit(
+                    linear.weight.data.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4"
+                )
+                device = linear.weight.device
+                setattr(parent, name, own.to(device))  # moving it quantises
+    base.is_loaded_in_4bit = True  # PEFT asks for it
+
+
+def build(shape: dict[str, Any], attention: str, liger: bool, device: str, *, nf4: bool = False) -> Any:
     """The base with random weights, and one adapter whose B is not zero, as after some training."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,7 +106,7 @@ def build(shape: dict[str, Any], attention: str, liger: bool, device: str) -> An
     config = LlamaConfig(
         vocab_size=shape["vocab_size"], hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"],
         num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"],
-        num_key_value_heads=shape["num_kv_heads"], head_dim=shape["head_dim"], max_position_embeddings=8192,
+        num_key_value_heads=shape["num_kv_heads"], head_dim=shape["head_dim"], max_position_embeddings=131072,
         attn_implementation=attention,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -90,6 +114,8 @@ def build(shape: dict[str, Any], attention: str, liger: bool, device: str) -> An
     with torch.device(device):
         base = LlamaForCausalLM(config)
     base.config.use_cache = False
+    if nf4:
+        quantise(base)
     lora = LoraConfig(
         r=16, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", exclude_modules=["lm_head"],
         task_type="CAUSAL_LM",
@@ -160,16 +186,18 @@ def run(options: argparse.Namespace) -> dict:
     shape = SHAPES[options.model] | ({"num_layers": options.layers} if options.layers else {})
     scale, longest = (TINY_SCALE, TINY_LONGEST) if tiny else (1, LONGEST)
     batches = global_batches(options.workload, options.batch, options.steps + WARM_UP, scale, longest)
+    if options.sample:
+        batches = [[options.sample]] * (options.steps + WARM_UP)
     packs = variant not in ("default", "checkpointed")
     documents = Documents()
     if packs:
         register_packed_attention(documents)
-    model = build(shape, "packed" if packs else "sdpa", packs, options.device)
+    model = build(shape, "packed" if packs else "sdpa", packs, options.device, nf4=variant == "nf4")
+    if variant.startswith("checkpointed"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
     if not packs:
         rows = options.rows * (2 if variant == "checkpointed" else 1)
-        if variant == "checkpointed":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
         steps = [padded(batch, rows) for batch in batches]
         processed = sum(len(m) * max(m) for step in steps[WARM_UP:] for m in step)
         return train(model, steps, lambda each: padded_losses(model, each)) | {"rows": rows, "processed": processed}
@@ -183,7 +211,8 @@ def run(options: argparse.Namespace) -> dict:
     full = variant.endswith("_full")
     steps = full_steps(batches, options.capacity) if full else [pack(batch, options.capacity) for batch in batches]
     warm = steps[:WARM_UP] * 2  # lengths differ from step to step: kernels are chosen and compiled here
-    train(model, warm, lambda each: packed_losses(model, documents, each, multiple))
+    if not options.sample:
+        train(model, warm, lambda each: packed_losses(model, documents, each, multiple))
     row = train(model, steps, lambda each: packed_losses(model, documents, each, multiple))
     return row | {"processed": sum(-(-sum(m) // multiple) * multiple for step in steps[WARM_UP:] for m in step)}
 
@@ -195,6 +224,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="mix")
     parser.add_argument("--batch", type=int, default=8, help="samples of a global batch")
     parser.add_argument("--steps", type=int, default=12, help="timed optimizer steps")
+    parser.add_argument("--sample", type=int, help="every step trains on one sample of so many tokens")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of a packed microbatch")
     parser.add_argument("--rows", type=int, default=2, help="samples of a padded microbatch")
     parser.add_argument("--variant", choices=VARIANTS, required=True)
@@ -204,7 +234,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     row = {
-        "variant": options.variant, "workload": options.workload, "global_batch": options.batch, "model": options.model
+        "variant": options.variant, "workload": options.workload, "global_batch": options.batch, "model": options.model,
+        "sample": options.sample,
     } | run(options)  # fmt: skip
     row |= {"torch": torch.__version__, "transformers": version("transformers"), "peft": version("peft")}
     if options.device == "cuda":

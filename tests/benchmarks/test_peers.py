@@ -39,7 +39,7 @@ def test_the_table_has_each_program_over_the_floor_of_its_batch(tmp_path):
     for name, rows in (("end_to_end", ours), ("peers", peers)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report(tmp_path)
-    with (tmp_path / "table.csv").open() as file:
+    with (tmp_path / "peers.csv").open() as file:
         lines = {line["variant"]: line for line in csv.DictReader(file)}
     assert list(lines) == ["frozen", "ours", "default"]
     assert (lines["ours"]["over_floor"], lines["ours"]["processed_tokens_per_s"]) == ("0.9", "1000")
