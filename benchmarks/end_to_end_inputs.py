@@ -10,7 +10,7 @@ import numpy as np
 
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import AdapterData
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.parts import Parts, StageWeights

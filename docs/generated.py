@@ -15,8 +15,8 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from benchmarks.reliability_table import table  # noqa: E402
-from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 from lorafusion_jax.config.schema import AdapterConfig  # noqa: E402
+from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS  # noqa: E402
 
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 

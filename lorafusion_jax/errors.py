@@ -87,6 +87,11 @@ def raise_all(errors: Sequence[LoraFusionError]) -> None:
         raise ErrorList(errors)
 
 
+def unique(errors: Sequence[LoraFusionError]) -> list[LoraFusionError]:
+    """Removes repeated errors. A sweep repeats the errors of its entry."""
+    return list({str(error): error for error in errors}.values())
+
+
 def first_few(items: Sequence[object], most: int, separator: str = ", ") -> str:
     """Joins the first items and counts the rest.
 

@@ -49,7 +49,7 @@ class StopSignals:
 
     @contextmanager
     def deferring(self) -> Iterator[threading.Event]:
-        """Within, the first signal sets `asked` only; whoever enters looks at it where it can stop."""
+        """In the body the first signal only sets `asked`; the body checks it wherever it can stop."""
         self._deferring += 1
         try:
             yield self.asked

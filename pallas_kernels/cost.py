@@ -83,7 +83,7 @@ class OpCost:
 
     @property
     def frozen(self) -> tuple[Cost, ...]:
-        """Forward and dx without LoRA: what nobody can avoid."""
+        """Forward and dx without LoRA: the unavoidable cost."""
         raise NotImplementedError
 
     @property

@@ -118,7 +118,7 @@ def keep_words(
     """Packs the keep mask: uint32 [T, ceil(K / 256), 8], bit `j` of word `c` = column `8 j + c` of the block.
 
     Args:
-        row_adapter: int32 [T], the adapter of each row; rows of -1 get the bits of adapter 0 (nobody reads them).
+        row_adapter: int32 [T], the adapter of each row; rows of -1 get the bits of adapter 0 (they are not read).
         first_column: int32, the layer's number of the first column; None: 0.
     """
     num_blocks = -(-num_columns // BLOCK)

@@ -45,7 +45,7 @@ def replan(
         cancel: adapters that stop at once; a begun batch is left without its step.
         finish: adapters that complete the batch they have begun, and end there.
         pause: adapters that stop at once and can be resumed, in the middle of a batch if need be.
-        resume: adapters that go on where they were paused.
+        resume: adapters that continue where they were paused.
         weights: new weights of adapters.
         num_stages, data_parallel: of the rest, if the run moves to another mesh. The pipeline drains for a move, so
             no distance to slots [0, at_slot) is needed.
@@ -112,7 +112,7 @@ class _Progress:
                     last[ref.batch] = index
         self.batches = max(last) + 1 if last else 0
         first_left = job.batch_of(int(np.argmin(self.done))) if not self.done.all() else job.num_batches
-        before = last.get(first_left - 1)  # a begun batch may go on at once: its predecessor is far enough by then
+        before = last.get(first_left - 1)  # a begun batch may continue at once: its predecessor is far enough away
         self.ready = 0 if before is None else max(0, before + plan.num_stages - at_slot)
 
 
@@ -170,7 +170,7 @@ def _cut_after_begun(job: AdapterJob, progress: _Progress) -> AdapterJob:
 
 
 def _check_longer(plan: Plan, longer: Mapping[str, AdapterJob]) -> None:
-    """What is planned of an extended adapter must stay as it is: samples, batches, and where they end."""
+    """Checks that extended adapters keep their planned samples and batches."""
     for name, job in longer.items():
         before = plan.job_of[name]
         end = before.num_samples
@@ -178,8 +178,8 @@ def _check_longer(plan: Plan, longer: Mapping[str, AdapterJob]) -> None:
         if not same or job.num_samples <= end or job.cuts != (*(cut for cut in before.cuts if cut < end), end):
             raise PlanError(
                 "plan.extend",
-                f"{name} does not go on from what is planned of it",
-                why=f"its stream must be the same up to sample {end}, be cut there and go on",
+                f"{name} does not continue its planned stream",
+                why=f"its stream must be equal up to sample {end}, be cut there, and be longer",
             )
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.cli.common import plain_table, say, warn
-from lorafusion_jax.config.load import ineffective, parse_config
+from lorafusion_jax.config.job_checks import ineffective
+from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source, source_of
 from lorafusion_jax.config.schema import JobConfig

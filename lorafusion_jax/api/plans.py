@@ -13,7 +13,8 @@ from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.cli.common import checked_data, layer_problems, warn
-from lorafusion_jax.cli.plan import Planned, make_planned, show_plan
+from lorafusion_jax.cli.plan_screen import show_plan
+from lorafusion_jax.cli.planned import Planned, make_planned
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.files import replace_text
 from scheduling import Plan, plan_statistics, simulate

@@ -34,7 +34,7 @@ def base_digests(directory: Path, *, every_byte: bool = False) -> dict[str, dict
     files = sorted({file for pattern in PATTERNS for file in directory.glob(pattern)})
     small = sum(file.stat().st_size for file in files) < WHOLE_BYTES
     kinds = {WHOLE: lambda file: digest_of(file.resolve())} if small or every_byte else {}
-    kinds |= {} if small else {SAMPLED: _sampled}
+    kinds |= {} if small else {SAMPLED: _digest_of_samples}
     with ThreadPoolExecutor(THREADS) as pool:
         return {
             kind: dict(zip((file.name for file in files), pool.map(digest, files), strict=True))
@@ -52,7 +52,7 @@ def check_base(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
         CheckpointError: `run.base-changed`.
     """
     changed = [
-        f"{name} {_change(before[kind].get(name), now[kind].get(name))}"
+        f"{name} {_describe_change(before[kind].get(name), now[kind].get(name))}"
         for kind in before.keys() & now.keys()
         for name in sorted(before[kind].keys() | now[kind].keys())
         if before[kind].get(name) != now[kind].get(name)
@@ -69,11 +69,11 @@ def check_base(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
         )
 
 
-def _change(before: str | None, now: str | None) -> str:
+def _describe_change(before: str | None, now: str | None) -> str:
     return "is new" if before is None else "is gone" if now is None else "has other content"
 
 
-def _sampled(file: Path) -> str:
+def _digest_of_samples(file: Path) -> str:
     if file.suffix != ".safetensors":
         return digest_of(file.resolve())
     total = hashlib.sha256()

@@ -68,7 +68,7 @@ def find_damage(folder: Path, names: Sequence[str] | None = None) -> list[Damage
         return [Damage(file=folder / FILE, why=_reason(problem))]
     wanted = sorted(listed) if names is None else names
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _difference(folder / name, listed.get(name)), wanted)
+        found = pool.map(lambda name: _find_difference(folder / name, listed.get(name)), wanted)
         return [damage for damage in found if damage is not None]
 
 
@@ -121,7 +121,7 @@ def digest_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _difference(file: Path, digest: str | None) -> Damage | None:
+def _find_difference(file: Path, digest: str | None) -> Damage | None:
     if digest is None:
         return Damage(file=file, why=f"{FILE} does not list it")
     try:

@@ -26,7 +26,7 @@ from lorafusion_jax.checkpoint.digests import Damage, find_damage, has_digests
 from lorafusion_jax.checkpoint.new_folder import remove_leftovers
 from lorafusion_jax.checkpoint.run_lock import run_lock
 from lorafusion_jax.checkpoint.saved_states import slots_of
-from lorafusion_jax.config.load import dump_config, read_resolved
+from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import BEGUN, JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
@@ -237,7 +237,7 @@ class RunFolder:
             raise run_record.damaged(self.record_file, f"config: {problem.errors()[0]['msg']}") from None
 
     def write_record(self, record: dict) -> None:
-        run_record.write(self.record_file, record)
+        replace_text(self.record_file, run_record.to_text(record))
 
     def mark_latest(self, name: str, keep: int) -> None:
         """Links `latest` to the newest exported folder and removes all but the newest `keep`."""

@@ -47,7 +47,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
             fix="choose another folder, or remove this one",
         )
     building = target.with_name(f".{target.name}{NEW}")
-    with _writing(target):
+    with _reporting_write_errors(target):
         building.mkdir(parents=True, exist_ok=True)
         with _only_one(building, target):
             try:
@@ -55,7 +55,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 yield building
                 write_digests(building)
-                _put(building, target)
+                _replace(building, target)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
 
@@ -75,7 +75,7 @@ def remove_leftovers(folder: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def _put(building: Path, target: Path) -> None:
+def _replace(building: Path, target: Path) -> None:
     for path in building.rglob("*"):
         if not path.is_symlink():
             sync(path)
@@ -114,7 +114,7 @@ def _only_one(building: Path, target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _reporting_write_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:

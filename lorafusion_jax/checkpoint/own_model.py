@@ -123,7 +123,7 @@ def load_peft(model: nnx.Module, name: str, folder: str | Path, *, keys: Keys = 
             fix="keys= says the names of the layers there; rank, alpha and targets as in adapter_config.json",
         )
     pairs = {wanted[key]: np.asarray(tensor, np.float32).T for key, tensor in tensors.items()}
-    put_adapter_arrays(model, name, _stacked(model, name, pairs))
+    put_adapter_arrays(model, name, _stack_layers(model, name, pairs))
 
 
 def save_checkpoint(model: nnx.Module, folder: str | Path, adapters: Sequence[str] | None = None) -> Path:
@@ -182,7 +182,7 @@ def _low_rank(model: nnx.Module, name: str) -> Arrays:
     return found
 
 
-def _stacked(model: nnx.Module, name: str, pairs: Mapping[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
+def _stack_layers(model: nnx.Module, name: str, pairs: Mapping[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
     """Stacks A and B of single layers in the form of `adapter_arrays`."""
     arrays = {}
     for path, leaves in _by_layer(adapter_arrays(model, name)).items():

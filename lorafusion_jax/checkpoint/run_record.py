@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from lorafusion_jax.errors import CheckpointError
-from lorafusion_jax.files import replace_text
 
 SEAL = "digest"  # key of the digest of all other entries
 TYPES = {
@@ -38,15 +37,16 @@ def read(file: Path) -> dict:
     return {key: value for key, value in record.items() if key != SEAL}
 
 
-def write(file: Path, record: dict) -> None:
-    """Replaces the record."""
-    replace_text(file, _with_seal(record))
+def to_text(record: dict) -> str:
+    """Returns the text of the file, with the digest of its other entries."""
+    plain = json.dumps(record, indent=1)
+    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
 
 
 def find_damage(file: Path) -> str | None:
     """Returns what is wrong with the bytes of the file. Files of earlier versions have no digest."""
     record = read(file)
-    same = file.read_bytes() == _with_seal(record).encode()
+    same = file.read_bytes() == to_text(record).encode()
     return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
 
 
@@ -64,12 +64,6 @@ def damaged(file: Path, why: str) -> CheckpointError:
         fix="restore it from a copy, or choose another --out for a new run, which can start from the exported "
         "adapters (lora.init_from)",
     )
-
-
-def _with_seal(record: dict) -> str:
-    """Returns the text of the file, with the digest of its other entries."""
-    plain = json.dumps(record, indent=1)
-    return json.dumps(record | {SEAL: hashlib.sha256(plain.encode()).hexdigest()}, indent=1)
 
 
 def _wrong_types(record: object) -> str | None:

@@ -124,5 +124,5 @@ class StateStore:
         slot = max(slots_of(self._directory), default=None)
         command = f"lorafusion resume {self._directory.parent}"
         if slot is None:
-            return f"{command} begins anew: no checkpoint was written yet"
-        return f"{command} goes on: the checkpoint of slot {slot} is intact"
+            return f"{command} starts again: no checkpoint was written yet"
+        return f"{command} continues: the checkpoint of slot {slot} is intact"

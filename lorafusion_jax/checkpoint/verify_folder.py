@@ -50,22 +50,23 @@ def verify_folder(path: Path) -> list[FileCheck]:
             why="folders of other programs and of earlier versions have no digests",
             fix="lorafusion verify RUN, or a folder that lorafusion export wrote",
         )
-    return [*_run_files(RunFolder(path)), *_logs(RunFolder(path)), *_states(path), *_adapters(path), *_others(path)]
+    folder = RunFolder(path)
+    return [*_run_files(folder), *_logs(folder), *_states(path), *_adapters(path), *_other_files(path)]
 
 
 def _run_files(folder: RunFolder) -> Iterator[FileCheck]:
     missing = [name for name in RUN_FILES if not (folder.path / name).is_file()]
     yield from (FileCheck(name=name, damage=(f"{folder.path / name}: it is missing",)) for name in missing)
     if "plan.json" not in missing:
-        yield _checked("plan.json", lambda: _plan_damage(folder))
+        yield _check_file("plan.json", lambda: _plan_damage(folder))
     if "run.json" not in missing:
-        yield _checked("run.json", folder.record_damage)
+        yield _check_file("run.json", folder.record_damage)
     for name in (CONFIG, TIMELINE):
         if (folder.path / name).is_file():
-            yield _noted_in_record(folder, name)
+            yield _check_digest(folder, name)
 
 
-def _checked(name: str, damage) -> FileCheck:
+def _check_file(name: str, damage) -> FileCheck:
     try:
         why = damage()
     except LoraFusionError as problem:
@@ -79,7 +80,7 @@ def _plan_damage(folder: RunFolder) -> str | None:
     return None if same else "its bytes changed since it was written, but its plan did not"
 
 
-def _noted_in_record(folder: RunFolder, name: str) -> FileCheck:
+def _check_digest(folder: RunFolder, name: str) -> FileCheck:
     try:
         digest = folder.read_record().get("files", {}).get(name)
         found = digests.digest_of(folder.path / name)
@@ -140,7 +141,7 @@ def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> F
     return FileCheck(name=name, files=count, damage=tuple(found))
 
 
-def _others(path: Path) -> Iterator[FileCheck]:
+def _other_files(path: Path) -> Iterator[FileCheck]:
     """Yields files that no result depends on, and temporary files of killed processes."""
     known = {*RUN_FILES, *LOGS, TIMELINE, REQUESTS, "state", "adapters"}
     for child in sorted(path.iterdir()):

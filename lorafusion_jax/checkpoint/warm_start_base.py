@@ -53,14 +53,14 @@ def unproven_bases(config: JobConfig) -> list[str]:
     for name, folder in _starts(config):
         try:
             unproven = not _digests(folder) and _comparable(folder, config) is None
-            said = _said(folder)[0]
+            recorded = _recorded_base(folder)[0]
         except LoraFusionError:
             continue
         if unproven:
-            made_for = f"for '{said}'" if said else "for a base model that its folder does not name"
+            made_for = f"for '{recorded}'" if recorded else "for a base model that its folder does not name"
             notes.append(
-                f"{name}: lora.init_from was made {made_for}; whether that is '{config.base.model}' cannot be told, "
-                "only that all shapes fit"
+                f"{name}: lora.init_from was made {made_for}. "
+                f"All shapes fit, but it is unknown whether that is '{config.base.model}'"
             )
     return notes
 
@@ -83,36 +83,36 @@ def _contradiction(folder: Path, config: JobConfig, now: dict[str, dict[str, str
         return f"{', '.join(changed[:4])} have other content than in its run" if changed else None
     if _comparable(folder, config) is not False:
         return None
-    said, revision = _said(folder)
+    theirs, revision = _recorded_base(folder)
     ours, commit = base_identity(config)
-    at = f" at {revision} and at {commit}" if revision and commit and said == ours else ""
-    return f"it was made for '{said}', this job has '{ours}'{at}"
+    at = f" at {revision} and at {commit}" if revision and commit and theirs == ours else ""
+    return f"it was made for '{theirs}', this job has '{ours}'{at}"
 
 
 def _comparable(folder: Path, config: JobConfig) -> bool | None:
     """Whether names or files show the same base model (True) or another one (False); None: unknown."""
-    said, revision = _said(folder)
+    theirs, revision = _recorded_base(folder)
     ours, commit = base_identity(config)
-    theirs_here, ours_here = Path(said).is_absolute() and Path(said).is_dir(), Path(ours).is_dir()
+    theirs_here, ours_here = Path(theirs).is_absolute() and Path(theirs).is_dir(), Path(ours).is_dir()
     if theirs_here and ours_here:
-        same = Path(said).samefile(ours)
-        return same or base_digests(Path(said)) == base_digests(Path(ours))
-    if not _HUB.fullmatch(said) or not ours:
+        same = Path(theirs).samefile(ours)
+        return same or base_digests(Path(theirs)) == base_digests(Path(ours))
+    if not _HUB.fullmatch(theirs) or not ours:
         return None
     if ours_here:  # a hub name and a folder: only different names are evidence
-        return None if Path(ours).name.casefold() == said.rsplit("/", 1)[-1].casefold() else False
-    if said.casefold() != ours.casefold():
+        return None if Path(ours).name.casefold() == theirs.rsplit("/", 1)[-1].casefold() else False
+    if theirs.casefold() != ours.casefold():
         return False
     known = revision and commit and _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(commit)
     return revision == commit if known else True
 
 
-def _said(folder: Path) -> tuple[str, str | None]:
+def _recorded_base(folder: Path) -> tuple[str, str | None]:
     """Returns name or path of the base model that a folder names, and its revision."""
     raw = read_config(folder)
-    said, revision = raw.get("base_model_name_or_path"), raw.get("revision")
-    said = said if isinstance(said, str) and "\0" not in said else ""
-    return hub_snapshot(Path(said)) or (said, revision if isinstance(revision, str) else None)
+    theirs, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    theirs = theirs if isinstance(theirs, str) and "\0" not in theirs else ""
+    return hub_snapshot(Path(theirs)) or (theirs, revision if isinstance(revision, str) else None)
 
 
 def _digests(folder: Path) -> dict[str, dict[str, str]]:

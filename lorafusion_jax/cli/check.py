@@ -27,7 +27,8 @@ from lorafusion_jax.cli.common import (
     typed,
     warn,
 )
-from lorafusion_jax.config.load import examine_config, ineffective
+from lorafusion_jax.config.job_checks import ineffective
+from lorafusion_jax.config.load import examine_config
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source

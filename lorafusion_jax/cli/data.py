@@ -12,7 +12,8 @@ from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.preview import render_preview
-from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
+from lorafusion_jax.data.tokenized import load_samples
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError
 

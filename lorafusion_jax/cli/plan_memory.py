@@ -17,7 +17,7 @@ def show_memory(console: Console, memory: dict[str, Any]) -> None:
     """Prints the memory of every stage, whether it fits, and what to change if it does not."""
     size, unit = _unit(max(row["total"] for row in memory["stages"]))
     each = "  ".join(f"s{stage} {row['total'] / size:.1f}" for stage, row in enumerate(memory["stages"]))
-    of = "" if memory["device_bytes"] is None else _of(memory["device_bytes"], unit)
+    of = "" if memory["device_bytes"] is None else _device_size(memory["device_bytes"], unit)
     verdict = {None: "", True: "   fits", False: "   does not fit"}[memory["fits"]]
     console.print(f"memory/stage  {each} {unit}{of}{verdict}", highlight=False, markup=False)
     if memory["advice"]:
@@ -34,7 +34,7 @@ def _unit(size: int) -> tuple[int, str]:
     return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
 
 
-def _of(device_bytes: int, unit: str) -> str:
+def _device_size(device_bytes: int, unit: str) -> str:
     """Size of a device, with its unit if it differs from that of the stages."""
     size, own = _unit(device_bytes)
     number = device_bytes / size

@@ -101,8 +101,8 @@ def show_result(console: Console, result: RunResult) -> None:
         ran = f"{exact(len(result.plan.slots))} microbatches in {duration(result.seconds)}"
     else:
         ran = f"no adapter was left to train after {duration(result.seconds)}"
-    if beside := _beside_prediction(result.folder):
-        say(console, beside)
+    if comparison := _compare_with_prediction(result.folder):
+        say(console, comparison)
     say(console, f"{ran}  ·  PEFT folders: {result.folder}/adapters/NAME/latest")
     done = next((name for name, adapter in result.adapters.items() if adapter.step), None)
     next_command(
@@ -111,7 +111,7 @@ def show_result(console: Console, result: RunResult) -> None:
     )
 
 
-def _beside_prediction(folder: Path) -> str | None:
+def _compare_with_prediction(folder: Path) -> str | None:
     """Compares the time of slots, evaluations and saves with the prediction, for runs of one session."""
     rows = [row for row in read_rows(folder / "events.jsonl") if row["kind"] in ("started", "finished")]
     if [row["kind"] for row in rows] != ["started", "finished"] or not (predicted := rows[0].get("predicted")):

@@ -78,7 +78,7 @@ def run_numbers(run: Path) -> dict:
     changes = [event for event in events if event["kind"] in ("started", *STATES)]
     state, reason = _state(changes, holder)
     times = [metrics.time, *(row.get("time") for row in events[-1:])]
-    news = max((one for one in times if one is not None), default=folder.plan_file.stat().st_mtime)
+    last_row = max((one for one in times if one is not None), default=folder.plan_file.stat().st_mtime)
     return {
         "run": str(run),
         "state": state,
@@ -87,7 +87,7 @@ def run_numbers(run: Path) -> dict:
         "slot": metrics.slot,
         "slots": plan.num_slots,
         "eta_s": last.get("eta_s"),
-        "last_news_s": round(max(time.time() - news, 0.0), 1),
+        "last_news_s": round(max(time.time() - last_row, 0.0), 1),
         "reason": reason,
         "device": began.get("device"),
         "mesh": began.get("mesh"),
@@ -140,7 +140,7 @@ def status_screen(numbers: dict) -> Group:
     if numbers["state"] == "running":
         unknown = omissions((numbers["throughput"] or {}).get("eta_leaves_out"))
         head.append(f"  eta {duration(numbers['eta_s'])}{unknown}" if numbers["eta_s"] is not None else "")
-        head.append(f"  last news {duration(numbers['last_news_s'])} ago", style="not bold")
+        head.append(f"  last update {duration(numbers['last_news_s'])} ago", style="not bold")
     table = plain_table(("adapter", "status"), ("steps", "loss", "held-out before", "after", "eta"))
     notes = []
     for name, row in numbers["adapters"].items():

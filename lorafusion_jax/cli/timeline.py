@@ -50,7 +50,7 @@ def command(
     RunFolder(run).read_record()  # raises if it is not a run folder
     measured, predicted, compared = read_timeline(run), None, {}
     if cost_model:
-        predicted, slots = _predicted(run, measured, cost_model, whole=whole)
+        predicted, slots = _predict(run, measured, cost_model, whole=whole)
         compared = _comparison(predicted, measured, slots)
         measured, predicted = measured.of_slots(slots), predicted.of_slots(slots)
     first, second = (measured, None) if predicted is None else (predicted, measured)
@@ -61,7 +61,7 @@ def command(
     else:
         to.write_text(timeline_html(first, title=f"{run}: {' and '.join(drawn)}", compare=second), encoding="utf-8")
     numbers = _numbers(measured) | compared
-    if (moved := _moved(run, measured)) is not None:
+    if (moved := _find_move(run, measured)) is not None:
         numbers["better_layers"] = moved._asdict()
     if as_json:
         print(json.dumps(numbers | {"file": str(to)}))
@@ -72,11 +72,11 @@ def command(
     next_command(console, f"lorafusion status {run}")
 
 
-def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
+def _predict(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) -> tuple[Timeline, range]:
     """(predicted timeline, slots to compare)"""
-    folder, started = RunFolder(run), _started(run, measured.num_stages)
+    folder, started = RunFolder(run), _start_event(run, measured.num_stages)
     plan, layers, base = folder.read_plan(), started["layers"], folder.read_config().base
-    costs = read_costs(cost_model, _worth(run, layers))
+    costs = read_costs(cost_model, _layers_by_cost(run, layers))
     costs.check_layers(layers)
     costs.check_capacity(*plan.sizes)
     costs.check_measured_with(
@@ -93,17 +93,17 @@ def _predicted(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) 
     return simulate(plan, costs), slots
 
 
-def _started(run: Path, stages: int) -> dict:
+def _start_event(run: Path, stages: int) -> dict:
     """The "started" event of the last session with this number of stages."""
-    said = [event for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
-    return [event for event in said if len(event["layers"]) == stages][-1]
+    events = [event for event in read_rows(run / "events.jsonl") if event["kind"] == "started"]
+    return [event for event in events if len(event["layers"]) == stages][-1]
 
 
-def _moved(run: Path, measured: Timeline) -> Moved | None:
+def _find_move(run: Path, measured: Timeline) -> Moved | None:
     """Suggested layers per stage, from the stage times of settled slots."""
     if measured.num_stages == 1:
         return None
-    folder, started = RunFolder(run), _started(run, measured.num_stages)
+    folder, started = RunFolder(run), _start_event(run, measured.num_stages)
     config = folder.read_config()
     try:
         model = ModelConfig.from_hf(base_directory(config))
@@ -119,7 +119,7 @@ def _moved(run: Path, measured: Timeline) -> Moved | None:
     )
 
 
-def _worth(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
+def _layers_by_cost(run: Path, layers: Sequence[int | float]) -> Sequence[float]:
     """Layers of each stage; half a layer counts by its cost."""
     if all(isinstance(count, int) for count in layers):
         return layers

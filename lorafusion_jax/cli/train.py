@@ -10,7 +10,7 @@ import typer
 from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache, out, prepare_machine, warn
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.config import load_config
-from lorafusion_jax.config.load import ineffective
+from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from lorafusion_jax.config.load import SHARED, parse_config
+from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source, read_source
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.config.sections import SHARED
 from lorafusion_jax.config.sweep import MOST_ADAPTERS
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
 from scheduling import Plan

@@ -10,8 +10,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.config.schema import AdapterConfig
+from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
 
 COLUMN, WIDTH = 34, 120  # start and end columns of comments
 HEAD = """\

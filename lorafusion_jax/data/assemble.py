@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorafusion_jax.data.prepare import AdapterData
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from scheduling import SampleRef
 
 MASK64 = (1 << 64) - 1
@@ -244,7 +244,7 @@ def assemble(
         row_adapter,
         row_key,
         weights,
-        _present(pieces, max_adapters),
+        _present_adapters(pieces, max_adapters),
         None if table is None else _table(pieces, first_segments, *table),
     )
 
@@ -272,7 +272,7 @@ def _table(pieces: Sequence[Piece], first_segments: Sequence[int], samples: int,
     return table
 
 
-def _present(pieces: Sequence[Piece], places: int) -> np.ndarray:
+def _present_adapters(pieces: Sequence[Piece], places: int) -> np.ndarray:
     present = sorted({piece.adapter for piece in pieces})
     if len(present) > places:
         raise ValueError(f"{len(present)} adapters do not fit into {places} places")

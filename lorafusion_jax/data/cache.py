@@ -22,7 +22,7 @@ import platformdirs
 import tokenizers
 
 from lorafusion_jax.config.schema import DataSettings
-from lorafusion_jax.data.sources import RawSource
+from lorafusion_jax.data.rows import RawSource
 from lorafusion_jax.data.tokenizer import Tokenizer
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
 
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")

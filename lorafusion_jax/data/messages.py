@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lorafusion_jax.data.sources import type_name
+from lorafusion_jax.data.rows import type_name
 
 ROLES = {
     "system": "system",
@@ -54,7 +54,7 @@ def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
     if not isinstance(name, str) or name.lower() not in ROLES:
         raise BadRow("data.bad-role", f"message {place} has the role {name!r}")
     role = ROLES[name.lower()]
-    learned = _learned(message, role, place)
+    learned = _take_learned_flag(message, role, place)
     content = message.pop("content", message.pop("value", None))
     if isinstance(content, list):
         content = _joined_parts(content, place)
@@ -70,7 +70,7 @@ def parse_message(item: object, place: int) -> tuple[dict, bool | None]:
     return {"role": role, "content": checked_text(content, f"the content of message {place}"), **message}, learned
 
 
-def _learned(message: dict, role: str, place: int) -> bool | None:
+def _take_learned_flag(message: dict, role: str, place: int) -> bool | None:
     """Removes OpenAI's `weight` and axolotl's `train` from a message and returns their meaning."""
     said = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
     for key, value in said:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.config.model import ModelConfig
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import CheckpointError, DataError, LoraFusionError
 

@@ -9,7 +9,7 @@ from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.formats import Layout
 from lorafusion_jax.data.messages import ROLES, BadRow
 from lorafusion_jax.data.row_parsers import PARSERS
-from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError, LoraFusionError, raise_all
 
 LARGEST_ROW = 4 << 20  # characters; a tokenizer takes about 100 bytes and 1 µs for each

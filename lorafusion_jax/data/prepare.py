@@ -13,7 +13,8 @@ import numpy as np
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import AdapterConfig, DataSettings, JobConfig
 from lorafusion_jax.data.model_fit import model_problems, read_shape
-from lorafusion_jax.data.tokenized import TokenizedSet, load_samples
+from lorafusion_jax.data.tokenized import load_samples
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
 

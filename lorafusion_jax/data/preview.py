@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer
 
 LEARNED = ("bold green", "bold bright_green")  # two alternating shades show token boundaries

@@ -15,7 +15,7 @@ import numpy as np
 from lorafusion_jax.data.compiled_template import TemplateLimit, TemplateProblem
 from lorafusion_jax.data.conversation import REASONING, Rendered
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
-from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.data.template import ChatTemplate
 from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
@@ -59,7 +59,7 @@ def encode_examples(
             fix="use the model's instruct version, or put a chat_template.jinja into its folder, or give "
             "the rows as prompt and completion",
         )
-    plain = [_plainly(example, loss) for example in examples]
+    plain = [_render_plain(example, loss) for example in examples]
     return EncodedRows(samples=[_with_ends(sample, tokenizer) for sample in tokenizer.encode_rendered(plain)])
 
 
@@ -149,18 +149,18 @@ def _unread_keys(chats: Sequence[Chat], template: ChatTemplate) -> list[str]:
     return [f"[data.unused-key] the chat template does not use {names} of messages or chat_template_kwargs"]
 
 
-def _plainly(example: Example, loss: str) -> Rendered:
+def _render_plain(example: Example, loss: str) -> Rendered:
     match example:
         case Pair(prompt, answer, joint):
             start = len(prompt + joint)
             rendered = Rendered(text=prompt + joint + answer, answers=((start, start + len(answer)),))
-            return _whole(rendered.text) if loss == "all" else rendered
+            return _render_all_learned(rendered.text) if loss == "all" else rendered
         case Text(text):
-            return _whole(text)
+            return _render_all_learned(text)
     raise TypeError("conversations need a template")
 
 
-def _whole(text: str) -> Rendered:
+def _render_all_learned(text: str) -> Rendered:
     return Rendered(text=text, answers=((0, len(text)),))
 
 

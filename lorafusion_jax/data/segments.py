@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lorafusion_jax.data.example import Chat, Example, Pair, Text
-from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
 from lorafusion_jax.objective.protocol import Chosen, Segment
 

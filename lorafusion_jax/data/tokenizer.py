@@ -86,10 +86,10 @@ class Tokenizer:
         for start in range(0, len(samples), BATCH_ROWS):
             part = samples[start : start + BATCH_ROWS]
             found = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
-            encoded += [self._masked(sample, encoding) for sample, encoding in zip(part, found, strict=True)]
+            encoded += [self._with_loss_mask(sample, encoding) for sample, encoding in zip(part, found, strict=True)]
         return encoded
 
-    def _masked(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
+    def _with_loss_mask(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
         mask = np.zeros(len(encoding.ids), bool)
         for start, stop in sample.answers:
             first, end = _token_at(encoding, start, len(sample.text)), _token_at(encoding, stop, len(sample.text))

@@ -53,7 +53,7 @@ def list_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Stored]:
     """
     directory = Path(model_dir)
     if (directory / INDEX).is_file():
-        return _sharded(directory)
+        return _read_index(directory)
     if (directory / SINGLE).is_file():
         return _header(directory / SINGLE)
     pickled = sorted(file.name for file in directory.glob("*.bin")) if directory.is_dir() else []
@@ -102,7 +102,7 @@ def _rows(stored: Stored, rows: slice) -> np.ndarray:
     return found
 
 
-def _sharded(directory: Path) -> dict[str, Stored]:
+def _read_index(directory: Path) -> dict[str, Stored]:
     index = directory / INDEX
     weight_map = _weight_map(index)
     found: dict[str, Stored] = {}

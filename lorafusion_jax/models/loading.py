@@ -108,13 +108,13 @@ def load_frozen(
 class FrozenReader:
     """Reads the frozen weights of a checked model directory, by leaf name: "layers.0.mlp.up_proj.kernel" → [K, N].
 
-    The layers' kernels are stored as `kind` says, each made on its devices as soon as it is read: the whole model never
-    lies anywhere in `dtype`. All else, embedding, head, norms and biases, is in `dtype`.
+    Each kernel of a layer is converted to `kind` on its devices as soon as it is read, so no device or host holds the
+    whole model in `dtype`. Embedding, head, norms and biases have `dtype`.
 
     Attributes:
-        stored: where the tensors lie, by their names in the checkpoint.
-        kind: how the kernels of linears are stored, of which only the layers have any; None: as they are.
-        form: how the checkpoint holds these kernels; None: it is not quantised.
+        stored: places of the tensors, by their names in the checkpoint.
+        kind: storage of the layers' kernels (None: plain arrays).
+        form: storage of these kernels in the checkpoint (None: it is not quantised).
     """
 
     tensors: Sequence[Tensor]
@@ -126,14 +126,14 @@ class FrozenReader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors in their files."""
+        """Bytes of the tensors in their files."""
         return sum(self._bytes(tensor) for tensor in self.tensors)
 
     def read(self, progress: Callable[[int], None] = lambda size: None) -> dict[str, Weight]:
         """Reads everything, a few tensors at a time; several processes read in one order.
 
         Args:
-            progress: told the bytes of each tensor that is on its devices, from the threads.
+            progress: called with the bytes of each tensor that is on its devices, from several threads.
 
         Raises:
             OSError: a file cannot be read.

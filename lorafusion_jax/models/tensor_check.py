@@ -29,7 +29,7 @@ def check_tensors(
     problems = [f"missing: {name}{_shapes(wanted[name])}" for name in missing]
     problems += [f"not of this model: {name} {list(stored[name].shape)}" for name in extra]
     both = sorted(wanted.keys() & stored.keys())
-    problems += [problem for name in both if (problem := _misfit(name, wanted[name], stored[name]))]
+    problems += [problem for name in both if (problem := _shape_problem(name, wanted[name], stored[name]))]
     head = family_named(config.family).tensor_name("lm_head.weight")
     if problems:
         raise CheckpointError(
@@ -41,7 +41,7 @@ def check_tensors(
         )
 
 
-def _misfit(name: str, wanted: TensorSpec, stored: Stored) -> str | None:
+def _shape_problem(name: str, wanted: TensorSpec, stored: Stored) -> str | None:
     if stored.dtype not in wanted.dtypes:
         plain = stored.dtype in FLOATS and not set(FLOATS) & set(wanted.dtypes)
         return f"{'not quantised' if plain else 'unreadable type'}: {name} is {stored.dtype}"

@@ -96,7 +96,7 @@ class _Rows(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(c, hidden_TD, head_VD, targets, weights):
     def loss(logits_cV, piece):
-        return (_weighted(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
+        return (_weight_by_token(piece, _log_sum(logits_cV) - _target(logits_cV, piece)),)
 
     (losses_T,) = _over_chunks(loss, c, hidden_TD, head_VD, _Rows(targets, weights), (_no_losses(hidden_TD),))
     return losses_T
@@ -110,7 +110,7 @@ def _losses_fwd(c, hidden_TD, head_VD, targets, weights):
     def loss_and_slope(logits_cV, piece):
         rows, mantissa = piece
         log_sum = _log_sum(logits_cV)
-        losses_c = _weighted(rows, log_sum - _target(logits_cV, rows))
+        losses_c = _weight_by_token(rows, log_sum - _target(logits_cV, rows))
         is_target = jnp.arange(logits_cV.shape[1]) == rows.targets[:, None]
         slope_cV = (jnp.exp(logits_cV - log_sum[:, None]) - is_target) * mantissa[:, None]
         slope_cD = _product(slope_cV.astype(hidden_TD.dtype), head_VD)
@@ -182,5 +182,5 @@ def _target(logits_cV: jax.Array, piece: _Rows) -> jax.Array:
     return jnp.take_along_axis(logits_cV, piece.targets[:, None], axis=1)[:, 0]
 
 
-def _weighted(piece: _Rows, nll_c: jax.Array) -> jax.Array:
+def _weight_by_token(piece: _Rows, nll_c: jax.Array) -> jax.Array:
     return jnp.where(piece.weights != 0, piece.weights * nll_c, 0.0)

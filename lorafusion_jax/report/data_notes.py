@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lorafusion_jax.checkpoint.warm_start_base import unproven_bases
 from lorafusion_jax.config.schema import DataSettings, JobConfig
 from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.data.tokenized import TokenizedSet
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.report.format import exact, percent
 
 SHOWN = 5

@@ -105,7 +105,7 @@ def throughput(folder: Path) -> dict[str, float] | None:
     Returns:
         None where nothing was measured.
     """
-    rows = _measured(read_summary(folder), read_rows(folder / "events.jsonl"))
+    rows = _measured_rows(read_summary(folder), read_rows(folder / "events.jsonl"))
     return {key: statistics.median(row[key] for row in rows) for key in KEYS} if rows else None
 
 
@@ -115,12 +115,12 @@ def newest_rates(metrics: MetricsSummary, events: Sequence[dict]) -> dict[str, A
     Returns:
         None where nothing was measured on this mesh.
     """
-    rows = _measured(metrics, events)[-1:]
+    rows = _measured_rows(metrics, events)[-1:]
     more = ("paused_share", "paused_s", "eta_leaves_out")
     return {key: row.get(key) for row in rows for key in (*KEYS, *more)} or None
 
 
-def _measured(metrics: MetricsSummary, events: Sequence[dict]) -> list[dict]:
+def _measured_rows(metrics: MetricsSummary, events: Sequence[dict]) -> list[dict]:
     """Rows of slots with rates since the run is on this mesh."""
     began, mesh = 0.0, None
     for event in events:

@@ -188,7 +188,7 @@ class ExtraRanks:
         return jnp.clip(-(-(self.ops.ranks - self.first) // RANK_BLOCK), 0, self.blocks).astype(jnp.int32)
 
     def _tables(self, rows: int, projections: int) -> tuple[jax.Array, jax.Array]:
-        """The adapter of every row block, and how many blocks of ranks its rows have; nobody's have none."""
+        """The adapter of every row block, and the number of rank blocks of its rows; padding has none."""
         num_adapters, blocks = self.static.num_adapters, self._per_adapter() * projections
         if self.static.single:
             owner = jnp.zeros(self.ops.x.shape[0] // rows, jnp.int32)
@@ -205,9 +205,9 @@ class ExtraRanks:
         owner, active = self._tables(config.sum_rows, projections)
         owner = jnp.where(active > 0, owner, -1)
         chunks = make_chunks(owner, num_adapters, config.blocks_per_chunk, single=self.static.single)
-        nobody = (chunks.adapter < 0) | (chunks.adapter >= num_adapters)
+        padding = (chunks.adapter < 0) | (chunks.adapter >= num_adapters)
         chunks = dataclasses.replace(
-            chunks, count=jnp.where(nobody, 0, chunks.count), adapter=jnp.where(nobody, -1, chunks.adapter)
+            chunks, count=jnp.where(padding, 0, chunks.count), adapter=jnp.where(padding, -1, chunks.adapter)
         )
         return chunks, (self._per_adapter() * projections)[jnp.clip(chunks.adapter, 0, num_adapters - 1)]
 

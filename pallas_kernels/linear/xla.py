@@ -59,7 +59,7 @@ def backward(
 
 
 def _mask_unknown_adapters(static: Static, ops: Operands) -> Operands:
-    """Tiles of adapters that do not exist are tiles of nobody, as in the kernels."""
+    """Marks tiles of adapters that do not exist as padding, as the kernels do."""
     table = ops.tile_adapter
     return dataclasses.replace(ops, tile_adapter=jnp.where(table < static.num_adapters, table, -1))
 

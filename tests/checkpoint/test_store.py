@@ -25,6 +25,6 @@ def test_a_disk_that_takes_no_checkpoint_is_told_once(slots, tmp_path, request, 
         store.save(9, arrays, {"slot": 9})
     time.sleep(THREADS_END_S)
     assert "File too large" in caught.value.why
-    does = "goes on: the checkpoint of slot 3 is intact" if slots else "begins anew: no checkpoint was written yet"
+    does = "continues: the checkpoint of slot 3 is intact" if slots else "starts again: no checkpoint was written yet"
     assert caught.value.fix.endswith(f"lorafusion resume {tmp_path / 'run'} {does}")
     assert "Traceback" not in capfd.readouterr().err

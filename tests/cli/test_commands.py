@@ -61,7 +61,8 @@ def test_init_shows_the_defaults_that_the_schema_has():
 def test_init_all_shows_every_key_of_the_schema_and_checks(lorafusion, tmp_path, tiny_base):
     import yaml
 
-    from lorafusion_jax.config.load import DEFAULTS, SHARED, load_config
+    from lorafusion_jax.config.load import load_config
+    from lorafusion_jax.config.sections import DEFAULTS, SHARED
 
     path = tmp_path / "jobs.yaml"
     path.write_text(lorafusion("init", "--all").out)

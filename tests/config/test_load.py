@@ -7,8 +7,11 @@ import pytest
 import yaml
 
 from lorafusion_jax.config import dump_config, load_config
-from lorafusion_jax.config.load import DEFAULTS, SHARED, SINGLE_DEFAULTS, ineffective, parse_config, read_resolved
+from lorafusion_jax.config.job_checks import ineffective
+from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.read import Source
+from lorafusion_jax.config.resolved import read_resolved
+from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
 from lorafusion_jax.errors import ConfigError, ErrorList
 
 SMALL = """

@@ -2,7 +2,7 @@ import pytest
 from data_helpers import chat, learned
 
 from lorafusion_jax.data.formats import detect_layout
-from lorafusion_jax.data.sources import Rows
+from lorafusion_jax.data.rows import Rows
 from lorafusion_jax.errors import DataError, ErrorList
 
 GPT = [{"from": "human", "value": "two and two?"}, {"from": "gpt", "value": "four"}]

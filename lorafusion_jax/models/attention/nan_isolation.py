@@ -24,13 +24,13 @@ def isolated(forward: Callable, backward: Backward) -> tuple[Forward, Backward]:
 
     def isolated_forward(q, k, v, segments):
         bad_q, bad_kv = checkpointed((_bad_rows(q), _bad_rows(k) | _bad_rows(v)))
-        o, residuals = forward(_clean(q), _clean(k), _clean(v), segments)
-        o = _fill_nan(o, bad_q | _reached(bad_kv, segments.ids))
+        o, residuals = forward(_zero_bad_values(q), _zero_bad_values(k), _zero_bad_values(v), segments)
+        o = _fill_nan(o, bad_q | _affected_rows(bad_kv, segments.ids))
         return o.reshape(len(o), -1), (residuals, bad_q | bad_kv, segments.ids)
 
     def isolated_backward(everything, do):
         residuals, bad, ids = everything
-        dq, dk, dv = backward(residuals, _clean(do))
+        dq, dk, dv = backward(residuals, _zero_bad_values(do))
         # A bad row affects the gradients of its whole segment: later queries, earlier keys, and through them the rest.
         spoiled = _whole_segment(bad | _bad_rows(do), ids)
         return _fill_nan(dq, spoiled), _fill_nan(dk, spoiled), _fill_nan(dv, spoiled)
@@ -42,7 +42,7 @@ def _bad_rows(x_THC: jax.Array) -> jax.Array:
     return ~jnp.isfinite(x_THC).all(axis=(1, 2))
 
 
-def _clean(x: jax.Array) -> jax.Array:
+def _zero_bad_values(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
@@ -50,13 +50,13 @@ def _fill_nan(x_THC: jax.Array, bad_T: jax.Array) -> jax.Array:
     return jnp.where(bad_T[:, None, None], jnp.asarray(jnp.nan, x_THC.dtype), x_THC)
 
 
-def _reached(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+def _affected_rows(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
     """Rows at or after a bad row of their segment. Ids increase, so the id of the last bad row decides."""
     return lax.cummax(jnp.where(bad_T, jnp.asarray(ids_T), -1)) == ids_T
 
 
 def _whole_segment(bad_T: jax.Array, ids_T: jax.Array) -> jax.Array:
-    after = _reached(bad_T, ids_T)
+    after = _affected_rows(bad_T, ids_T)
     top = jnp.iinfo(jnp.int32).max
     before = lax.cummin(jnp.where(bad_T, jnp.asarray(ids_T), top), reverse=True) == ids_T
     return after | before

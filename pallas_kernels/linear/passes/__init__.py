@@ -33,7 +33,7 @@ class Passes(Protocol):
         """Returns the packed keep bits, uint32 [T, ceil(K / 256), 8], the same bits as `dropout.keep_words`.
 
         Args:
-            block_adapter: int32 [T / block_t]; numbers without an adapter get some adapter's bits, which nobody reads.
+            block_adapter: int32 [T / block_t]; numbers without an adapter get some adapter's bits, which are not read.
         """
         ...
 
@@ -144,7 +144,7 @@ class Passes(Protocol):
 
         Args:
             partials: float32 [C, M, R].
-            adapter: int32 [C]; chunks of other numbers than 0 .. A - 1 belong to nobody.
+            adapter: int32 [C]; chunks of other numbers than 0 .. A - 1 are padding.
             parts: first column and rank of each result.
         """
         ...

@@ -19,7 +19,7 @@ def keep_words(
     """Returns what `dropout.keep_words` returns, bit for bit: uint32 [T, ceil(K / 256), 8].
 
     Args:
-        block_adapter: int32 [T / block_t]; numbers without an adapter get some adapter's bits, which nobody reads.
+        block_adapter: int32 [T / block_t]; numbers without an adapter get some adapter's bits, which are not read.
     """
     num_rows, num_blocks = dropout.row_key.shape[0], -(-num_columns // BLOCK)
     num_words = num_blocks * WORDS

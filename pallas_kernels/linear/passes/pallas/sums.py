@@ -40,7 +40,7 @@ def sum_partials(
 
     Args:
         partials: float32 [C, M, R]; M divides by 32, R is a power of two from 16 on.
-        adapter: int32 [C]; chunks of other numbers than 0 .. A - 1 belong to nobody.
+        adapter: int32 [C]; chunks of other numbers than 0 .. A - 1 are padding.
         factor: float32 [A].
         parts: first column and rank, any rank, of each result.
     """

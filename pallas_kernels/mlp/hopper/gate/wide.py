@@ -89,7 +89,7 @@ def wide_gate_backward(
     columns = num_columns // WIDTH
     static = _Static(
         config=config, columns=columns, size=size,
-        parts=max(1, min(config.parts, columns // BANKS)),  # nobody is without a column
+        parts=max(1, min(config.parts, columns // BANKS)),  # each part has a column
         places=places, has_bits=bits is not None, wants_h=wants_h,
     )  # fmt: skip
     operands = {
@@ -144,7 +144,7 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
         "bank_s": tile(BANKS, 5 * RANK, dtype=dtype),
         "ready": plgpu.Barrier(num_arrivals=4 if static.has_bits else 3, num_barriers=stages),  # a tile is in memory
         "gated": plgpu.Barrier(num_barriers=stages),  # it is gradients now
-        "summed": plgpu.Barrier(num_barriers=stages),  # nobody reads it any more but who stores it
+        "summed": plgpu.Barrier(num_barriers=stages),  # read by nothing but the store
         "bank_ready": plgpu.Barrier(num_barriers=BANKS),
         "bank_free": plgpu.Barrier(num_arrivals=static.config.gating + 1, num_barriers=BANKS),
         "low_ready": plgpu.Barrier(num_arrivals=static.size),
@@ -254,7 +254,7 @@ def _multiply(static: _Static, refs: Refs, ds_accs, accs, j, slot, bank) -> None
 
 def _stream(static: _Static, refs: Refs, work: _Work) -> None:
     """What the warpgroup does that moves tiles between device and shared memory."""
-    for j in range(static.size):  # where there is no j-th block another one's, which nobody reads
+    for j in range(static.size):  # without a j-th block: another one's, which is not read
         row0 = lax.max(refs.blocks_g[work.chunk * static.size + j], jnp.int32(0)) * ROWS
         plgpu.copy_gmem_to_smem(refs.low_g.at[:, pl.ds(row0, ROWS)], refs.low_s.at[j], refs.low_ready)
     for bank in range(BANKS):

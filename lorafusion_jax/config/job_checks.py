@@ -1,0 +1,137 @@
+"""Checks that need several values of a job: names, lengths, mesh and targets; and settings without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lorafusion_jax.config import schema
+from lorafusion_jax.config.entries import Entry, is_own
+from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.modules.spec import resolve_targets
+from lorafusion_jax.optim.schedules import schedule
+from lorafusion_jax.optim.table import optimizer
+
+MOST_DEVICES = 4096  # of a mesh
+
+
+def names_differ(entries: Sequence[Entry], source: Source) -> list[LoraFusionError]:
+    """Names are folders, and some file systems are case-insensitive."""
+    places: dict[str, list[tuple[str, Keys]]] = {}
+    for entry in entries:
+        if isinstance(name := entry.single.get("name"), str):
+            places.setdefault(name.casefold(), []).append((name, entry.keys))
+    errors: list[LoraFusionError] = []
+    for _, named in sorted(places.items()):
+        if "=" in named[0][0]:
+            errors.append(
+                ConfigError(
+                    "config.name",
+                    f"the name '{named[0][0]}' contains '='.",
+                    where=source.where((*named[0][1], "name")),
+                    why="names are folders, and vllm --lora-modules name=path splits there",
+                    fix=named[0][0].replace("=", "-"),
+                )
+            )
+        if len(named) > 1:
+            (first, _), (second, keys) = named[:2]
+            same = f"two adapters are called '{first}'."
+            errors.append(
+                ConfigError(
+                    "config.duplicate-name",
+                    same if first == second else f"'{first}' and '{second}' differ only in case.",
+                    where=source.where(keys),
+                    fix="give each adapter its own name",
+                )
+            )
+    return errors
+
+
+def mesh_fits(mesh: schema.MeshSettings, source: Source) -> list[LoraFusionError]:
+    """Checks the number of devices."""
+    devices = mesh.stages * mesh.replicas
+    if devices <= MOST_DEVICES:
+        return []
+    return [
+        ConfigError(
+            "config.mesh",
+            f"stages={mesh.stages} · data={mesh.data} · fsdp={mesh.fsdp} are {devices} devices.",
+            where=source.where(("mesh",)),
+            why=f"a run has at most {MOST_DEVICES}",
+        )
+    ]
+
+
+def lengths_fit(
+    batch: schema.BatchSettings, adapters: Sequence[schema.AdapterConfig], source: Source
+) -> list[LoraFusionError]:
+    """Checks that samples fit into a microbatch, and that microbatches are whole tiles."""
+    capacity, tile = batch.largest, batch.tile_tokens
+    typed = [text for keys, text in source.overrides if keys[-1] in ("max_length", "capacity_tokens")]
+    errors: list[LoraFusionError] = []
+    if odd := [size for size in batch.sizes if size % tile]:
+        fitting = sorted({_round_up(size, tile) for size in batch.sizes})
+        errors.append(
+            ConfigError(
+                "config.capacity",
+                f"capacity_tokens={odd[0]} is not a multiple of tile_tokens={tile}.",
+                where=source.where(("batch", "capacity_tokens")),
+                fix=f"batch.capacity_tokens: {fitting[0] if len(fitting) == 1 else fitting}",
+            )
+        )
+    return errors + [
+        ConfigError(
+            "config.max-length",
+            f"{adapter.name}: {_texts_prefix(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
+            f"microbatch of {capacity} tokens.",
+            where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
+            fix=f"batch.capacity_tokens: {_round_up(_largest_sample(adapter), tile)}   or   data.max_length: "
+            f"{capacity // adapter.objective.chosen.objective.num_segments}",
+        )
+        for adapter in adapters
+        if _largest_sample(adapter) > capacity
+    ]
+
+
+def _largest_sample(adapter: schema.AdapterConfig) -> int:
+    """Maximum tokens of a sample, over all its texts."""
+    return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
+
+
+def _texts_prefix(adapter: schema.AdapterConfig) -> str:
+    count = adapter.objective.chosen.objective.num_segments
+    return f"{count} texts of " if count > 1 else ""
+
+
+def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
+    """Checks the names of projections."""
+    errors: list[LoraFusionError] = []
+    for entry, adapter in valid:
+        try:
+            resolve_targets(adapter.lora.targets)
+        except LoraFusionError as problem:
+            own = is_own(entry.own, ("lora", "targets"))
+            where = source.where((*entry.keys, "lora", "targets") if own else ("lora", "targets"))
+            errors += [
+                ConfigError(one.code, f"{entry.own['name']}: {one.what}" if own else one.what, where=where, fix=one.fix)
+                for one in getattr(problem, "errors", [problem])
+            ]
+    return errors
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def ineffective(config: schema.JobConfig) -> list[str]:
+    """Lists settings that are given but have no effect."""
+    notes = []
+    for adapter in config.adapters:
+        optim = adapter.optim
+        fields = type(optim).model_fields
+        given = {key for key in optim.model_fields_set if getattr(optim, key) != fields[key].default}
+        unread = {"b1", "b2", "eps", "momentum"} - set(optimizer(optim.name).options)
+        notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(given & unread)]
+        if "min_lr_ratio" in given and not schedule(optim.schedule).falls:
+            notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a {optim.schedule} schedule")
+    return list(dict.fromkeys(notes))

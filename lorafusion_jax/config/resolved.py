@@ -1,0 +1,70 @@
+"""Resolved configurations: the `config.yaml` of a run folder, and changes of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from lorafusion_jax.config import schema
+from lorafusion_jax.config.explain import RENAMED, explain
+from lorafusion_jax.config.overrides import overridden
+from lorafusion_jax.config.read import Source
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all, unique
+
+
+def dump_config(config: schema.JobConfig) -> str:
+    """Writes a resolved configuration as YAML that `read_resolved` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_resolved(path: Path) -> schema.JobConfig:
+    """Reads the `config.yaml` of a run folder. Old names of settings are accepted.
+
+    Raises:
+        ConfigError: `run.config`.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _use_new_names(values)
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as problem:  # invalid dates are ValueErrors
+        raise ConfigError(
+            "run.config",
+            f"{path} is not the configuration of a run.",
+            why=str(problem),
+            fix="restore it from a copy; run.json also has the settings, under config",
+        ) from None
+
+
+def _use_new_names(values: dict) -> None:
+    for (section, old), (_, new) in RENAMED.items():
+        if old in values.get(section, {}):
+            values[section][new] = values[section].pop(old)
+
+
+def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:
+    """Applies `key=value` settings to a configuration that is already resolved.
+
+    Raises:
+        ConfigError, ErrorList: a setting does not exist, or its value is invalid.
+    """
+    errors: list[LoraFusionError] = []
+    source, values = overridden(
+        Source(path=Path("config.yaml"), values=config.model_dump(mode="json")), overrides, errors
+    )
+    raise_all(errors)
+    try:
+        return schema.JobConfig.model_validate(values, context=schema.BEGUN)
+    except ValidationError as problem:
+        raise_all(unique([explain(source, (), schema.JobConfig, detail) for detail in problem.errors()]))
+        raise

@@ -1,0 +1,24 @@
+"""The sections of a job file: those of the whole run, and defaults that adapters may override."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from lorafusion_jax.config import schema
+
+SHARED: dict[str, type[BaseModel]] = {  # one value for the whole run
+    "base": schema.BaseSettings,
+    "batch": schema.BatchSettings,
+    "mesh": schema.MeshSettings,
+    "save": schema.SaveSettings,
+    "train": schema.TrainSettings,
+    "report": schema.ReportSettings,
+}
+DEFAULTS: dict[str, type[BaseModel]] = {  # shared defaults that every adapter may override
+    "data": schema.DataSettings,
+    "lora": schema.LoraSettings,
+    "optim": schema.OptimSettings,
+    "objective": schema.ObjectiveSettings,
+}
+SINGLE_DEFAULTS = ("epochs", "seed", "weight")
+ADAPTER_KEYS = ("name", *DEFAULTS, "batch", *SINGLE_DEFAULTS)

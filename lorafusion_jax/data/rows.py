@@ -1,0 +1,59 @@
+"""Rows of a source, with their places for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorafusion_jax.errors import LoraFusionError, first_few
+
+SHOWN = 5  # rows that a message names before it counts the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawSource:
+    """A source that is read and hashed but not parsed, which is enough for a cache lookup.
+
+    Attributes:
+        name: the source as the job file spells it.
+        kind: jsonl, json, csv, parquet or hub.
+        content: bytes of the file, or rows of a hub data set.
+        digest: SHA-256 of the content.
+    """
+
+    name: str
+    kind: str
+    content: bytes | list[dict]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of one source.
+
+    Attributes:
+        values: one dictionary per row.
+        lines: line of each row, from 1 (JSONL only).
+        problems: lines that are not rows. The parser of the good rows raises them together with its own errors.
+    """
+
+    source: str
+    values: list[dict]
+    lines: tuple[int, ...] | None = None
+    problems: tuple[LoraFusionError, ...] = ()
+
+    def place(self, row: int) -> str:
+        """Names the place of a row: `line 17` in JSONL, `row 16` elsewhere."""
+        return f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
+
+    def places(self, rows: Sequence[int]) -> str:
+        """Names the first rows and counts the rest: `data.jsonl, lines 3, 5, 9, 12, 20 and 2 more`."""
+        word = "line" if self.lines is not None else "row"
+        numbers = [self.lines[row] if self.lines is not None else row for row in rows]
+        return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
+
+
+def type_name(value: object) -> str:
+    """Returns the name of a JSON value's type for messages."""
+    names = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true/false"}
+    return names.get(type(value), "nothing" if value is None else type(value).__name__)
