@@ -43,9 +43,9 @@ ADAPTERS, RATE = 4, 0.1
 class Rows:
     """Writes a row as soon as it is known, and counts the time that is left."""
 
-    def __init__(self, out: Path, seconds: float):
+    def __init__(self, out: Path, seconds: float, name: str = "quantised.jsonl"):
         out.mkdir(parents=True, exist_ok=True)
-        self._file, self._end = out / "quantised.jsonl", time.monotonic() + seconds
+        self._file, self._end = out / name, time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
@@ -264,7 +264,7 @@ def _variant(name: str, *, both: bool = True) -> tuple[kl.Variant, Callable[[dic
     with_lora = {"adapters": ADAPTERS, "rate": RATE, "options": True}
     found = {
         "frozen": (kl.Variant(kind="frozen", project=kl.frozen, options=True), same),
-        "fp8": (kl.Variant(kind="frozen", project=_frozen_fp8, options=True), as_fp8),
+        "fp8": (kl.Variant(kind="frozen", project=frozen_fp8, options=True), as_fp8),
         "ours": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), same),
         "ours_fp8": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), as_fp8),
         "xla_fp8": (kl.Variant(kind="ours", project=kl.ours("xla"), **with_lora), as_fp8),
@@ -274,7 +274,7 @@ def _variant(name: str, *, both: bool = True) -> tuple[kl.Variant, Callable[[dic
     return found[name]
 
 
-def _frozen_fp8(names, x, arrays):
+def frozen_fp8(names, x, arrays):
     return tuple(frozen_product(x, arrays["w"][name]) for name in names)
 
 

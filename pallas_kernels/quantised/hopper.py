@@ -28,11 +28,12 @@ from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.quantised import passes
 from pallas_kernels.quantised.fp8 import Fp8Weight
-from pallas_kernels.quantised.hopper_gemm import LowRank, gemm
+from pallas_kernels.quantised.hopper_gemm import LowRank, fit_addend, gemm
 from pallas_kernels.quantised.passes import ROWS
 from pallas_kernels.sizes import row_block
 
 OWN_PRODUCTS = False  # of `hopper_gemm`, in place of cuBLAS's and a pass that scales its result: not measured yet
+OWN_SUMS = False  # the same for dx, where each product adds to what the ones before it made: not measured yet
 
 type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
 
@@ -76,6 +77,9 @@ def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits
     """dA float32 by projection number, and dx; as in `linear.hopper.backend`."""
     ops = prepared.ops
     das, low, ds = hopper.input_gradient_pass(prepared, ds_partials, bits) if ops.with_lora else ({}, None, None)
+    configs = [_sum_config(prepared, i, ds) for i in range(len(dys))]
+    if all(configs):
+        return das, _own_sum(prepared, dys, low, ds, configs)
     dx: Any = 0.0 if low is None else low.astype(jnp.float32)
     for i, dy in enumerate(dys):
         sums, scales_T1 = _gradient_sums(prepared, i, dy)
@@ -151,12 +155,40 @@ def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, con
     return gemm(x8, w.values, scales_T1[:, 0], w.scales, low, config=config, num_sms=num_sms())
 
 
-def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
-    """Tiles of our own product; None where cuBLAS's serves.
+def _own_sum(prepared: Prepared, dys, low: jax.Array | None, ds: jax.Array | None, configs) -> jax.Array:
+    """dx by our own products: the first one adds the low-rank part, each other one what is there."""
+    dx = low
+    for i, (dy, config) in enumerate(zip(dys, configs, strict=True)):
+        w = _weight(prepared, i)
+        dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+        inside = None
+        if i == 0 and ds is not None:
+            inside = LowRank(
+                s=(ds.astype(jnp.float32) * (1 / scales_T1)).astype(ds.dtype),
+                bank=prepared.transposed_bank_a(),
+                block_adapter=prepared.block_adapter(config.tile_m),
+            )
+        dx = gemm(dy8, w.values_KN, scales_T1[:, 0], None, inside, dx, config=config, num_sms=num_sms())
+    assert dx is not None
+    return dx
 
-    An element is half as wide as in products of bfloat16, so twice as many take the same place.
-    """
-    if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
+
+def _sum_config(prepared: Prepared, i: int, ds: jax.Array | None) -> GemmConfig | None:
+    if not OWN_SUMS:
+        return None
+    first = i == 0 and ds is not None
+    config = _config(prepared, i, prepared.layout.total if first else 0, transposed=True)
+    return config and (config if first else fit_addend(config))
+
+
+def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
+    """Tiles of our own product; None where cuBLAS's serves."""
+    return _config(prepared, i, rank, transposed=transposed) if OWN_PRODUCTS else None
+
+
+def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool) -> GemmConfig | None:
+    """An element is half as wide as in products of bfloat16, so twice as many take the same place."""
+    if prepared.ops.x.dtype != jnp.bfloat16:
         return None
     depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
     config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)
