@@ -8,6 +8,7 @@ over the frozen bfloat16 layer of the same rounds. Every row is written at once,
 Rows (`quantised_layer.jsonl`):
     layer     case, us, over_frozen_bf16, weights_mb, temporary_mb
     kernel    case, kernel, us and times a call: the kinds of kernels of that layer's program, longest first
+    sequence  case, events: (kernel, us) of one call in order
     product   one product of 8-bit floats by cuBLAS and by our kernel: us, tflops
     check     case, relative errors of y, dx, dA and dB next to XLA's form of the same weights
 
@@ -38,6 +39,7 @@ import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
 from benchmarks.quantised import ADAPTERS, RATE, SMALL, Rows, frozen_fp8
+from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
 from pallas_kernels.linear import vjp as linear_vjp
@@ -45,7 +47,9 @@ from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.quantised import fp8, hopper, hopper_gemm, rows
 from pallas_kernels.tuning.timing import time_calls
 
-WORKERS = 8
+WORKERS = 10
+VOCABULARY = 128256
+STOP_COMPILING_S = 85  # before the end: what timing, profiles and checks take
 OWN = ("OWN_PRODUCTS", "OWN_SUMS")
 BOUND = 0.03  # of a layer's y and dx: two sums whose rounded inputs differ by 1.7 % each (see `quantised.check_mlp`)
 
@@ -115,12 +119,13 @@ def main() -> None:
     out = Rows(given.out, given.seconds, "quantised_layer.jsonl")
     out.add(part="conditions", **conditions())
     shape = SMALL if given.small else kl.SHAPES[0]
-    budget = {"rounds": 2, "round_s": 0.001} if given.small else {"rounds": 7, "round_s": 0.05}
+    budget = {"rounds": 2, "round_s": 0.001} if given.small else {"rounds": 7, "round_s": 0.04}
     chosen = [case for case in cases() if not given.cases or case.name in given.cases]
     with ThreadPoolExecutor(WORKERS) as pool:
         layers = Layers.compile(out, pool, shape, chosen)
         single = compile_products(out, pool, shape)
-        out.attempt("layer", partial(layers.time, budget))
+        layers.wait()
+    out.attempt("layer", partial(layers.time, budget))
     out.attempt("kernels", layers.profile)
     out.attempt("product", partial(time_products, out, single, budget))
     out.attempt("check", layers.check)
@@ -136,6 +141,7 @@ class Layers:
     def __init__(self, out: Rows):
         self._out = out
         self._calls: dict[str, tuple[Callable, list[tuple]]] = {}
+        self._waiting: list[tuple[Case, Future]] = []
         self._chosen: list[Case] = []
         self._weights: dict[str, dict] = {}
 
@@ -145,29 +151,34 @@ class Layers:
         arrays = kl.make_arrays(shape, kl.Variant(kind="", project=kl.frozen, adapters=ADAPTERS, rate=RATE))
         waiting: list[tuple[Case, Future]] = []
         for number, case in enumerate(chosen):
-            if out.left_s < 60 and number:
+            if out.left_s < STOP_COMPILING_S and number:
                 out.add(part="layer", case=case.name, skipped="no time left to compile")
                 continue
             own = arrays | {"w": self._weights_of(case.weights, arrays["w"])}
             step = out.attempt(f"layer {case.name}", partial(lowered, case, own, shape))
             if step is None:
                 continue
-            future = pool.submit(out.attempt, f"layer {case.name}", partial(self._compiled, case, step, own))
-            waiting.append((case, future))
-            if number < 2:
-                future.result()  # alone: cuBLAS's algorithms are chosen by their time, and the others get the same ones
-        for case, future in waiting:
+            # These two by themselves: cuBLAS's algorithms are chosen by their time, and the others take the same ones.
+            before = [future for _, future in waiting[: min(number, 2)]]
+            compile_one = partial(self._compiled, case, step, own, before)
+            waiting.append((case, pool.submit(out.attempt, f"layer {case.name}", compile_one)))
+        self._waiting = waiting
+        return self
+
+    def wait(self) -> None:
+        for case, future in self._waiting:
             future.result()
             if case.name in self._calls:
                 self._chosen.append(case)
-        return self
 
     def _weights_of(self, kind: str, plain: dict) -> dict:
         if kind not in self._weights:
             self._weights[kind] = {name: _stored(kind, w) for name, w in plain.items()}
         return self._weights[kind]
 
-    def _compiled(self, case: Case, step: Any, arrays: dict) -> None:
+    def _compiled(self, case: Case, step: Any, arrays: dict, before: list[Future]) -> None:
+        for future in before:
+            future.result()
         start = time.monotonic()
         compiled = step.compile()
         jax.block_until_ready(compiled(arrays))
@@ -180,7 +191,7 @@ class Layers:
         )  # fmt: skip
 
     def time(self, budget: dict) -> None:
-        times = {name: each for name, each in time_calls(self._calls, **budget).items()}
+        times = time_calls(self._calls, **budget)
         for case in self._chosen:
             us = times[case.name].p50_us
             over = us / times["frozen bf16"].p50_us if "frozen bf16" in times else None
@@ -194,7 +205,7 @@ class Layers:
                 profile(self._out, case.name, partial(compiled, arrays), runs)
 
     def check(self) -> None:
-        """Next to XLA's form on the same weights; nf4 and int8 next to bfloat16, which tells how far the weights are."""
+        """Next to XLA's form on the same weights; nf4 and int8 next to bfloat16: how far off their weights are."""
         found: dict[str, Any] = {}
         for name in ("fp8 by xla", "bf16", "frozen bf16"):
             if name in self._calls:
@@ -268,6 +279,7 @@ def profile(out: Rows, name: str, call: Callable[[], Any], runs: int) -> None:
             for line in plane.lines if line.name.startswith("Stream")
             for event in line.events
         ]  # fmt: skip
+    events.sort(key=lambda event: event[1])
     spent, count = defaultdict(float), defaultdict(int)
     for kind, _, duration in events:
         kind = re.sub(r"[._]\d+$", "", kind)
@@ -280,6 +292,8 @@ def profile(out: Rows, name: str, call: Callable[[], Any], runs: int) -> None:
     out.add(part="kernels", case=name, busy_us=busy, elapsed_us=whole / 1e3 / runs, kernels=len(events) / runs)
     for kind, us in sorted(spent.items(), key=lambda pair: -pair[1])[:60]:
         out.add(part="kernel", case=name, kernel=kind[:120], us=round(us, 1), times=count[kind] / runs)
+    last = events[-len(events) // runs :]
+    out.add(part="sequence", case=name, events=[[kind[:60], round(duration / 1e3, 1)] for kind, _, duration in last])
 
 
 # --- products ----------------------------------------------------------------------------------------------------
@@ -314,13 +328,32 @@ def compile_products(out: Rows, pool: ThreadPoolExecutor, shape: kl.Shape) -> di
                     chosen["own with low rank"] = partial(_by_us, config, low=True)
         for name, function in chosen.items():
 
-            def compile_one(name=name, step=jax.jit(function), operands=operands, calls=calls):
-                compiled = step.lower(*operands).compile(compiler_options=pk.compiler_options() or None)
+            def compile_one(name=name, function=function, operands=operands, calls=calls):
+                compiled = jax.jit(function).lower(*operands).compile(compiler_options=pk.compiler_options() or None)
                 jax.block_until_ready(compiled(*operands))
                 calls[name] = (compiled, [operands])
 
             pool.submit(out.attempt, f"product {name} {K} {N}", compile_one)
+    compile_head(out, pool, shape, found)
     return found
+
+
+def compile_head(out: Rows, pool: ThreadPoolExecutor, shape: kl.Shape, found: dict) -> None:
+    """Head and loss of a microbatch, forward and backward: what no layer's time contains."""
+    T, D = shape.tokens, shape.width
+    hidden, head = (_spread(jnp.ones(dims, jnp.bfloat16)) for dims in ((T, D), (D, VOCABULARY)))
+    operands = (hidden, head, jnp.zeros(T, jnp.int32), jnp.ones(T))
+
+    def step(hidden, head, targets, weights):
+        return jax.value_and_grad(lambda hidden: token_losses(hidden, head, targets, weights).sum())(hidden)
+
+    def compile_one():
+        compiled = jax.jit(step).lower(*operands).compile(compiler_options=pk.compiler_options() or None)
+        jax.block_until_ready(compiled(*operands))
+        found[shape.width, VOCABULARY] = {"head and loss": (compiled, [operands])}
+
+    if jax.default_backend() == "gpu":
+        pool.submit(out.attempt, "product head", compile_one)
 
 
 @jax.jit
@@ -352,7 +385,8 @@ def time_products(out: Rows, single: dict[tuple[int, int], dict], budget: dict) 
     for (K, N), calls in single.items():
         T = next(iter(calls.values()))[1][0][0].shape[0]
         for name, timing in time_calls(calls, **budget | {"round_s": budget["round_s"] / 3}).items():
-            out.add(part="product", case=name, shape=[T, K, N], us=timing.p50_us, tflops=2e-6 * T * K * N / timing.p50_us)
+            us = timing.p50_us
+            out.add(part="product", case=name, shape=[T, K, N], us=us, tflops=2e-6 * T * K * N / us)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def gemm(
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
+        kernel_name="fp8_product" if addend is None else "fp8_product_add",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return vary_like(run(*operands.values()), lhs)
