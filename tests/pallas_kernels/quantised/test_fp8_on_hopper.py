@@ -1,5 +1,7 @@
-"""8-bit ops on Hopper's backend, interpreted, next to XLA's form: the same rounded rows, so bfloat16 results are all that
-differs."""
+"""8-bit ops by our own products for Hopper, interpreted, next to XLA's form.
+
+Both round the same rows, so results in bfloat16 are all that differs.
+"""
 
 from __future__ import annotations
 
