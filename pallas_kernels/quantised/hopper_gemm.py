@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig
-from pallas_kernels.linear.hopper.tiling import SMEM_BYTES, transforms
+from pallas_kernels.linear.hopper.tiling import SMEM_BYTES, store_fragment, transforms
 from pallas_kernels.manual_axes import vary_like
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -67,6 +67,25 @@ def gemm(
     Args:
         addend: bfloat16, in a call without low-rank part; `fit_addend` makes a config that leaves room for it.
     """
+    return _run(lhs, rhs, row_scales, column_scales, low, addend, config=config, num_sms=num_sms, measured=False)[0]
+
+
+def measured_gemm(
+    lhs: Float[Array, "M C"],
+    rhs: Float[Array, "N C"],
+    row_scales: Float[Array, " M"],
+    column_scales: Float[Array, " N"] | None,
+    *,
+    config: GemmConfig = DEFAULT,
+    num_sms: int,
+) -> tuple[Float[Array, "M N"], Float[Array, " M"]]:
+    """Returns y, and the largest |y| of every row as it is before it is rounded; NaN counts as nothing."""
+    operands = (lhs, rhs, row_scales, column_scales, None, None)
+    y, largest = _run(*operands, config=config, num_sms=num_sms, measured=True)
+    return y, largest.max(0)
+
+
+def _run(lhs, rhs, row_scales, column_scales, low: LowRank | None, addend, *, config, num_sms, measured: bool):
     assert low is None or addend is None
     num_rows, depth = lhs.shape
     num_columns = rhs.shape[0]
@@ -77,12 +96,17 @@ def gemm(
     rank, offset = (low.bank.shape[1], low.offset) if low else (0, 0)
 
     def kernel(*refs):
-        own = dict.fromkeys(given) | dict(zip((*operands, "out"), refs, strict=True))
+        names = (*operands, "out", *(["largest"] if measured else []))
+        own = dict.fromkeys((*given, "largest")) | dict(zip(names, refs, strict=True))
         _walk(config, grid, depth // config.tile_k, rank, offset, SimpleNamespace(**own))
 
+    out_type = (
+        jax.ShapeDtypeStruct((num_rows, num_columns), OUT),
+        jax.ShapeDtypeStruct((num_columns // config.tile_n, num_rows), jnp.float32),
+    )
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_columns), OUT),
+        out_type=out_type if measured else out_type[:1],
         grid=(num_sms,),
         grid_names=("sm",),
         num_threads=3,
@@ -175,7 +199,11 @@ def _store(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0:
     per_column = config.tile_m // height
     out_tile = refs.out.at[pl.ds(row0, config.tile_m), pl.ds(col0, config.tile_n)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    largest = None
     for j, chunk in enumerate(_scaled(config, refs, acc, row0, col0, width)):
+        if refs.largest is not None:
+            own = jnp.max(jnp.abs(chunk), axis=1)
+            largest = own if largest is None else jnp.maximum(largest, own)
         chunk = chunk.astype(OUT)
         for i in range(per_column):
             rows, slot = slice(i * height, (i + 1) * height), (j * per_column + i) % 2
@@ -184,6 +212,8 @@ def _store(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0:
             plgpu.commit_smem()
             target = out_tile.at[rows, slice(j * width, (j + 1) * width)]
             plgpu.copy_smem_to_gmem(refs.out_smem.at[refs.wg, slot], target)
+    if largest is not None:
+        store_fragment(refs.largest.at[lax.div(col0, config.tile_n), pl.ds(row0, config.tile_m)], largest)
 
 
 def _add_and_store(config: GemmConfig, refs: SimpleNamespace, acc: Any, row0: Any, col0: Any) -> None:
