@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -55,8 +56,12 @@ class Program:
     operands: Callable[[], tuple]
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: bool = True
-    profiled: bool = False
     shape: tuple[int, ...] = ()
+
+    @property
+    def new(self) -> bool:
+        """Whether it has kernels that no device has run before."""
+        return ROUNDING.items() <= dict(self.flags).items()
 
     @property
     def file(self) -> str:
@@ -78,8 +83,8 @@ def layers(shape: kl.Shape) -> Iterator[Program]:
     layer = partial(_layer, shape, plain)
     yield layer("frozen bf16", "bf16", frozen)
     yield layer("frozen fp8", "fp8", frozen_of_8_bits)
-    yield layer("fp8", "fp8", ours, profiled=True)
-    yield layer("fp8 own, gate", "fp8", ours, deep | ROUNDING, profiled=True)
+    yield layer("fp8", "fp8", ours)
+    yield layer("fp8 own, gate", "fp8", ours, deep | ROUNDING)
     yield layer("fp8 own", "fp8", ours, deep)
     yield layer("fp8 by xla", "fp8", by_xla)
     yield layer("fp8 shallow, gate", "fp8", ours, shallow | ROUNDING)
@@ -101,7 +106,7 @@ def _layer(
 
     return Program(
         part="layer", name=name, step=kl.forward_backward(variant, kl.layer, shape), operands=operands,
-        flags=flags or {}, options=variant.options, profiled=profiled,
+        flags=flags or {}, options=variant.options,
     )  # fmt: skip
 
 
@@ -206,7 +211,7 @@ def lowered(program: Program, operands: tuple, folder: Path | None) -> Any:
     options = (pk.compiler_options() or None) if program.options else None
     file = folder and folder / program.file
     if file and file.exists():
-        found = export.Exported(**pickle.loads(file.read_bytes()))
+        found = export.Exported(**pickle.loads(gzip.decompress(file.read_bytes())))
         return jax.jit(lambda *given: found.call(*jax.tree.leaves(given)), compiler_options=options).lower(*operands)
     with TRACING, flags_on(program.flags):
         return jax.jit(program.step, compiler_options=options).lower(*operands)
@@ -223,7 +228,7 @@ def write_lowered(program: Program, folder: Path) -> None:
     with on_a_hopper_host(), flags_on(program.flags):
         found = export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(*leaves)
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)} | {"_get_vjp": None}
-    (folder / program.file).write_bytes(pickle.dumps(fields))
+    (folder / program.file).write_bytes(gzip.compress(pickle.dumps(fields)))
 
 
 @contextlib.contextmanager
