@@ -47,7 +47,7 @@ class Program:
         part: "layer" or "product".
         operands: what the step takes, of values that matter for a GPU's clock.
         flags: of `quantised.hopper`, while the step is traced.
-        flops: of a product.
+        shape: rows, summed features and columns of a product.
     """
 
     part: str
