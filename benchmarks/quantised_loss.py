@@ -19,6 +19,7 @@ A adapters · S segments · L tokens of a segment · T = A S L
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -83,8 +84,7 @@ def main() -> None:
 
 def make_larger(out: Path, sizes: Sizes, small: bool) -> Path:
     sys.path.insert(0, str(SCRIPTS))
-    import make_base
-
+    make_base = importlib.import_module("make_base")
     shape = {"width": 128, "layers": 2} if small else LARGER
     told = {"out": out / "base", "tokens": out / "tokens.npz", "seconds": sizes.base_s, "lr": 1e-3, **shape}
     if small:

@@ -259,8 +259,9 @@ def flags_on(flags: Mapping[str, Any]) -> Iterator[None]:
     before = {name: getattr(hopper, name) for name in flags}
     for name, value in flags.items():
         setattr(hopper, name, value)
-    for traced in (linear_vjp._compute, linear_vjp._differentiate):
-        traced.clear_cache()
+    traced: tuple[Any, ...] = (linear_vjp._compute, linear_vjp._differentiate)
+    for function in traced:
+        function.clear_cache()
     try:
         yield
     finally:

@@ -144,6 +144,11 @@ def measured_gradient(prepared: Prepared, i: int, dy: jax.Array) -> Measured:
     return measured_gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
 
 
+def column_scales(prepared: Prepared) -> list[jax.Array]:
+    """Of the out features of every weight, float32."""
+    return [_weight(prepared, i).scales for i in range(len(prepared.ops.ws))]
+
+
 def project_rounded(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
     """The same of rounded rows of x; of x itself only shape and type are used."""
     ops, layout = prepared.ops, prepared.layout

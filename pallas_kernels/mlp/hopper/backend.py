@@ -148,7 +148,7 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
         largest = rounding.with_low_rank(
             largest, ds, prepared_down.transposed_bank_a(), prepared_down.block_adapter(ROWS)
         )
-        scales, rounded = rounding.of_gradients(largest, *saved.bounds, [w.scales for w in ops.ws])
+        scales, rounded = rounding.of_gradients(largest, *saved.bounds, quantised.column_scales(prepared))
     elif extra_down is None:
         dh = _linears(down).frozen_gradient(prepared_down, 0, dy)
     else:
