@@ -42,6 +42,7 @@ from benchmarks.quantised_programs import Program, layers, lowered, products, wr
 from pallas_kernels.tuning.timing import time_calls
 
 WORKERS = 12
+REST_S = 20  # what profiles and checks take
 FIRST, USUAL, EXACT = "frozen bf16", "fp8", "fp8 by xla"
 BOUND = 0.03  # of a layer's y and dx: two sums whose rounded inputs differ by 1.7 % each (see `quantised.check_mlp`)
 
@@ -75,11 +76,11 @@ def main() -> None:
     compiled.start(chosen, began + given.compile_seconds)
     for new in (False, True):
         out.attempt("layer", partial(compiled.time_layers, budget, new=new))
+    if compiled.wait_for_late(REST_S):
+        out.attempt("layer", partial(compiled.time_layers, budget, new=True))
     out.attempt("kernels", compiled.profile)
     out.attempt("product", partial(compiled.time_products, budget))
     out.attempt("check", compiled.check)
-    if compiled.is_late() and out.left_s > 5:
-        out.attempt("layer", partial(compiled.time_layers, budget, new=True))
     out.add(part="end", left_s=out.left_s)
     sys.stdout.flush()
     os._exit(0)  # a compilation that goes on would hold the interpreter
@@ -92,23 +93,26 @@ class Compiled:
         self._out, self._folder = out, folder
         self._done: dict[str, tuple[Program, Callable, tuple]] = {}
         self._us: dict[str, float] = {}
+        self._layers: list[Future] = []
+        self._products: list[Future] = []  # compiled when all layers are
 
     def start(self, programs: list[Program], until: float) -> None:
         """Compiles what it can until then; the rest goes on."""
-        pool, futures, made = ThreadPoolExecutor(WORKERS), [], {}
+        pool, futures = ThreadPoolExecutor(WORKERS), self._layers
         for number, program in enumerate(programs):
             if time.monotonic() > until:
                 self._out.add(part=program.part, case=program.name, skipped="no time left to compile")
                 continue
             # The first two by themselves: cuBLAS's algorithms are chosen by their time, and the others take the same.
-            one = partial(self._compile, program, futures[: min(number, 2)], made)
-            futures.append(pool.submit(self._out.attempt, f"{program.part} {program.name}", one))
+            before = list(futures if program.part == "product" else futures[: min(number, 2)])
+            one = partial(self._compile, program, before)
+            future = pool.submit(self._out.attempt, f"{program.part} {program.name}", one)
+            (futures if program.part == "layer" else self._products).append(future)
             if number < 2:
-                futures[-1].result()
+                future.result()
         wait(futures, timeout=max(0.0, until - time.monotonic()))
-        pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, program: Program, before: list[Future], made: dict[Any, tuple]) -> None:
+    def _compile(self, program: Program, before: list[Future]) -> None:
         for future in before:
             future.result()
         start = time.monotonic()
@@ -130,8 +134,9 @@ class Compiled:
     def _of(self, part: str) -> dict[str, tuple[Program, Callable, tuple]]:
         return {program.name: each for each in list(self._done.values()) if (program := each[0]).part == part}
 
-    def is_late(self) -> bool:
-        """Whether a layer was not ready when the others were timed."""
+    def wait_for_late(self, rest_s: float) -> bool:
+        """Waits for layers that were not ready when the others were timed; whether there are any."""
+        wait(self._layers, timeout=max(0.0, self._out.left_s - rest_s))
         return any(name not in self._us for name in self._of("layer"))
 
     def time_layers(self, budget: dict, *, new: bool) -> None:
@@ -149,6 +154,7 @@ class Compiled:
             self._us[name] = timing.p50_us
 
     def time_products(self, budget: dict) -> None:
+        wait(self._products, timeout=max(0.0, self._out.left_s - REST_S / 2))
         groups: dict[tuple, dict] = defaultdict(dict)
         for program, call, operands in list(self._done.values()):
             if program.part == "product":
