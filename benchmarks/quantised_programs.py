@@ -47,6 +47,7 @@ class Program:
         part: "layer" or "product".
         operands: what the step takes, of values that matter for a GPU's clock.
         flags: of `quantised.hopper`, while the step is traced.
+        options: whether `pallas_kernels.compiler_options` are used.
         shape: rows, summed features and columns of a product.
     """
 
@@ -56,6 +57,7 @@ class Program:
     operands: Callable[[], tuple]
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: bool = True
+    merged: bool = True  # XLA may make one product of those that share their input
     shape: tuple[int, ...] = ()
 
     @property
@@ -85,6 +87,7 @@ def layers(shape: kl.Shape) -> Iterator[Program]:
     yield layer("frozen fp8", "fp8", frozen_of_8_bits)
     yield layer("fp8", "fp8", ours)
     yield layer("fp8 own, gate", "fp8", ours, deep | ROUNDING)
+    yield dataclasses.replace(layer("fp8 not merged", "fp8", ours), merged=False)
     yield layer("fp8 own", "fp8", ours, deep)
     yield layer("fp8 by xla", "fp8", by_xla)
     yield layer("fp8 shallow, gate", "fp8", ours, shallow | ROUNDING)
@@ -208,13 +211,16 @@ def _by_us_adding(config, x8, w8, scales, columns, s, bank, owners):
 
 def lowered(program: Program, operands: tuple, folder: Path | None) -> Any:
     """Ready to compile: from the folder, where its file is."""
-    options = (pk.compiler_options() or None) if program.options else None
+    options: dict[str, Any] = pk.compiler_options() if program.options else {}
+    options |= {} if program.merged else {"xla_gpu_dot_merger_threshold_mb": 0}
     file = folder and folder / program.file
     if file and file.exists():
         found = export.Exported(**pickle.loads(gzip.decompress(file.read_bytes())))
-        return jax.jit(lambda *given: found.call(*jax.tree.leaves(given)), compiler_options=options).lower(*operands)
+        return jax.jit(lambda *given: found.call(*jax.tree.leaves(given)), compiler_options=options or None).lower(
+            *operands
+        )
     with TRACING, flags_on(program.flags):
-        return jax.jit(program.step, compiler_options=options).lower(*operands)
+        return jax.jit(program.step, compiler_options=options or None).lower(*operands)
 
 
 def write_lowered(program: Program, folder: Path) -> None:
