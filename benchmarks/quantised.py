@@ -1,9 +1,10 @@
-"""Frozen weights in fewer bytes: correctness on the device first, then products, layouts, linears and a whole layer.
+"""Frozen weights in fewer bytes: correctness on the device first, then products, layouts and linears.
 
-    python -m benchmarks.quantised --out results/quantised [--seconds 150] [--parts mlp layer passes] [--small]
+    python -m benchmarks.quantised --out results/quantised [--seconds 150] [--parts mlp passes] [--small]
 
-Every case writes its row at once, and one that fails writes its error and ends nothing. Times are medians of
-interleaved rounds; ratios are within the run, over the frozen bfloat16 case of the same part.
+A whole layer is `quantised_layer.py`. Every case writes its row at once, and one that fails writes its error and ends
+nothing. Times are medians of interleaved rounds; ratios are within the run, over the frozen bfloat16 case of the same
+part.
 
 T packed tokens · K in features · N out features · A adapters
 """
@@ -28,7 +29,6 @@ from jax import lax
 import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
 from benchmarks.conditions import conditions
-from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
 from pallas_kernels.frozen_weight import frozen_product
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
@@ -38,14 +38,15 @@ from pallas_kernels.tuning.timing import time_calls
 
 SMALL = kl.Shape(name="small", width=128, heads=2, key_heads=1, head=64, inner=256, tokens=256)
 ADAPTERS, RATE = 4, 0.1
+ANY_DEPTH = 1 << 30
 
 
 class Rows:
     """Writes a row as soon as it is known, and counts the time that is left."""
 
-    def __init__(self, out: Path, seconds: float):
+    def __init__(self, out: Path, seconds: float, name: str = "quantised.jsonl"):
         out.mkdir(parents=True, exist_ok=True)
-        self._file, self._end = out / "quantised.jsonl", time.monotonic() + seconds
+        self._file, self._end = out / name, time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
@@ -174,12 +175,12 @@ def check_mlp(out: Rows, shape: kl.Shape, budget: dict) -> None:
     given = (arrays, arrays["x"], *banks)
     xla = jax.jit(partial(step, "xla"))(*given)
     for own in (False, True):
-        hopper.OWN_PRODUCTS = own
+        hopper.OWN_DEPTH = ANY_DEPTH if own else 0
         ours = jax.jit(partial(step, None))(*given)
         errors = jax.tree.map(lambda a, b: _relative(a, np.asarray(b, np.float64)), ours, xla)
         case = "mlp, own products" if own else "mlp"
         out.add(part="check", case=case, errors=errors, ok=max(jax.tree.leaves(errors)) <= 0.02)
-    hopper.OWN_PRODUCTS = False
+    hopper.OWN_DEPTH = 0
 
 
 def _operands(T: int, K: int, N: int) -> dict[str, jax.Array]:
@@ -244,57 +245,32 @@ def _relative(got: Any, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact))
 
 
-# --- a layer's linears, and the whole layer ----------------------------------------------------------------------
+# --- a layer's linears ----------------------------------------------------------------------
 
 
-def _variant(name: str, *, both: bool = True) -> tuple[kl.Variant, Callable[[dict], dict]]:
+def _variant(name: str) -> tuple[kl.Variant, Callable[[dict], dict]]:
     """A way to run a layer, and what it makes of the arrays' weights ahead of time."""
 
     def same(arrays: dict) -> dict:
         return arrays
 
     def as_fp8(arrays: dict) -> dict:
-        make = jax.jit(lambda w: fp8.quantise(w.astype(jnp.float32), both=both))
-        return arrays | {"w": {name: make(w) for name, w in arrays["w"].items()}}
-
-    def stored(kind: str, arrays: dict) -> dict:
-        make = jax.jit(lambda w: KINDS[kind].quantise(w.astype(jnp.float32)))
+        make = jax.jit(lambda w: fp8.quantise(w.astype(jnp.float32), both=True))
         return arrays | {"w": {name: make(w) for name, w in arrays["w"].items()}}
 
     with_lora = {"adapters": ADAPTERS, "rate": RATE, "options": True}
     found = {
         "frozen": (kl.Variant(kind="frozen", project=kl.frozen, options=True), same),
-        "fp8": (kl.Variant(kind="frozen", project=_frozen_fp8, options=True), as_fp8),
+        "fp8": (kl.Variant(kind="frozen", project=frozen_fp8, options=True), as_fp8),
         "ours": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), same),
         "ours_fp8": (kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **with_lora), as_fp8),
         "xla_fp8": (kl.Variant(kind="ours", project=kl.ours("xla"), **with_lora), as_fp8),
-        "int8": (_dequantised("int8", with_lora), partial(stored, "int8")),
-        "nf4": (_dequantised("nf4", with_lora), partial(stored, "nf4")),
     }
     return found[name]
 
 
-def _frozen_fp8(names, x, arrays):
+def frozen_fp8(names, x, arrays):
     return tuple(frozen_product(x, arrays["w"][name]) for name in names)
-
-
-def _dequantised(kind: str, options: dict) -> kl.Variant:
-    """The weights of these projections become bfloat16 arrays when they run."""
-
-    def usable(x, names, arrays):
-        stored, x = lax.optimization_barrier(({name: arrays["w"][name] for name in names}, x))
-        dequantise = KINDS[kind].dequantise
-        return x, arrays | {"w": {name: dequantise(each, x.dtype) for name, each in stored.items()}}
-
-    def project(names, x, arrays):
-        x, arrays = usable(x, names, arrays)
-        return kl.ours(None)(names, x, arrays)
-
-    def mlp(x, arrays):
-        x, arrays = usable(x, (*kl.GROUPS[2], *kl.GROUPS[3]), arrays)
-        return kl.ours_mlp(x, arrays)
-
-    return kl.Variant(kind="ours", project=project, mlp=mlp, **options)
 
 
 def _linears(variant: kl.Variant, x: jax.Array, arrays: dict, shape: kl.Shape) -> jax.Array:
@@ -312,25 +288,11 @@ def groups(out: Rows, shape: kl.Shape, budget: dict, *, names: tuple[str, ...]) 
     _compare(out, "linears", shape, budget, [(name, *_variant(name)) for name in names], _linears)
 
 
-def whole_layer(out: Rows, shape: kl.Shape, budget: dict) -> None:
-    """With attention, norms and residual sums; FP8 with the weights in both orders, and in one as a run stores them."""
-    chosen = [(name, *_variant(name)) for name in ("frozen", "ours_fp8")]
-    chosen.append(("ours_fp8 own products", *_variant("ours_fp8")))
-    chosen.append(("ours_fp8 one order", *_variant("ours_fp8", both=False)))
-    chosen += [(name, *_variant(name)) for name in ("nf4", "int8", "fp8", "ours")]
-    apart, prepare = _variant("ours_fp8")
-    chosen.append(("ours_fp8 mlp apart", dataclasses.replace(apart, mlp=None), prepare))
-    chosen.append(("ours_fp8 exact sums", *_variant("ours_fp8")))
-    _compare(out, "layer", shape, budget, chosen, kl.layer)
-
-
 def _compare(out: Rows, part: str, shape: kl.Shape, budget: dict, chosen: list, body: Callable) -> None:
     calls, found = {}, {}
     for name, variant, prepare in chosen:
 
         def compile_one(name=name, variant=variant, prepare=prepare):
-            fp8.PRECISION = lax.Precision.HIGHEST if name.endswith("exact sums") else lax.Precision.DEFAULT
-            hopper.OWN_PRODUCTS = "own products" in name
             arrays = prepare(kl.make_arrays(shape, variant))
             options = pk.compiler_options() if variant.options else None
             step = jax.jit(kl.forward_backward(variant, body, shape), compiler_options=options)
@@ -456,11 +418,10 @@ def _time_parts(out: Rows, part: str, budget: dict, cases: dict, flops: int = 0,
 PARTS: dict[str, Callable[[Rows, kl.Shape, dict], None]] = {
     "check": check,
     "mlp": check_mlp,
-    "layer": whole_layer,
     "passes": passes,
     "products": products,
     "rounding": rounding,
-    "linears": partial(groups, names=("frozen", "fp8", "ours", "ours_fp8", "xla_fp8", "int8", "nf4")),
+    "linears": partial(groups, names=("frozen", "fp8", "ours", "ours_fp8", "xla_fp8")),
 }
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python examples/make_base.py --out examples/base                         # a GPU: two minutes
     python examples/make_base.py --out build/base --steps 40 --rows 4 --row-tokens 256    # a CPU: to see that it learns
+    python examples/make_base.py --out build/larger --width 640 --layers 11               # 50 million parameters
 
-A Llama of 3.5 million parameters learns the standard library's sources and reference; all weights train, in float32,
-computing in bfloat16. The tokenizer comes first (make_tokenizer.py).
+A Llama, of 3.5 million parameters by default, learns the standard library's sources and reference; all weights train,
+in float32, computing in bfloat16. The tokenizer comes first (make_tokenizer.py).
 
 Dims: `B` rows of a step · `T` tokens of a row · `V` vocabulary
 """
@@ -36,18 +37,27 @@ from lorafusion_jax.models import Decoder, ModelConfig, Segments
 
 HELD_OUT = 0.02
 STEPS_AT_ONCE = 10  # in one compiled call
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=3072,
-    hidden_size=256,
-    intermediate_size=640,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    tie_embeddings=True,
-    max_positions=1024,
-)
+HEAD = 64
+
+
+def model_config(width: int, layers: int) -> ModelConfig:
+    """A Llama with heads of 64 columns, two of which share their keys.
+
+    Args:
+        width: a multiple of 128.
+    """
+    return ModelConfig(
+        family="llama",
+        vocab_size=3072,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_layers=layers,
+        num_heads=width // HEAD,
+        num_kv_heads=width // HEAD // 2,
+        head_dim=HEAD,
+        tie_embeddings=True,
+        max_positions=1024,
+    )
 
 
 def token_streams(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -74,6 +84,12 @@ def learning_rate(progress: float, peak: float) -> float:
     """Rises over the first 3 %, then falls along a cosine to a twentieth."""
     fall = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
     return peak * min(1.0, progress / 0.03) * fall
+
+
+def new_model(config: ModelConfig):
+    """(graph, float32 parameters, the rest) of a model that computes in bfloat16."""
+    graph, params, rest = nnx.split(Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    return graph, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), rest
 
 
 def make_programs(graph, rest, *, rows: int, row_tokens: int, attention: str | None):
@@ -114,7 +130,7 @@ def held_out_loss(evaluate, params, stream, rows: int, row_tokens: int) -> float
     return float(np.mean([evaluate(params, stream, jnp.asarray(each)) for each in starts]))
 
 
-def write_model(out: Path, params) -> None:
+def write_model(out: Path, model: ModelConfig, params) -> None:
     """Writes config.json, generation_config.json and bfloat16 weights under Hugging Face's names."""
     weights = {}
     for path, leaf in nnx.to_flat_state(params):
@@ -124,24 +140,30 @@ def write_model(out: Path, params) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors makes it private
-    config = CONFIG.to_hf() | {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0, "torch_dtype": "bfloat16"}
+    config = model.to_hf() | {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0, "torch_dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}, indent=2) + "\n")
 
 
 def main() -> None:
+    train_base(arguments().parse_args())
+
+
+def arguments() -> argparse.ArgumentParser:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=here / "base")
     parser.add_argument("--tokenizer", type=Path, default=here / "base", help="folder of tokenizer.json")
     parser.add_argument("--tokens", type=Path, help="npz of token streams: read if it is there, else written")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=120, help="ends sooner, with the schedule complete")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--attention", choices=["xla", "cudnn"])
-    train_base(parser.parse_args())
+    return parser
 
 
 def read_streams(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +181,8 @@ def read_streams(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 def train_base(args: argparse.Namespace) -> None:
     """Trains until the steps or the seconds are used up; the learning rate follows whichever is nearer its end."""
     train_stream, held_out = (jnp.asarray(stream) for stream in read_streams(args))
-    graph, params, rest = nnx.split(Decoder(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    config = model_config(args.width, args.layers)
+    graph, params, rest = new_model(config)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
         f"{size / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens, {len(held_out)} held out, "
@@ -188,7 +211,7 @@ def train_base(args: argparse.Namespace) -> None:
                 f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
-    write_model(args.out, params)
+    write_model(args.out, config, params)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if args.tokenizer.resolve() != args.out.resolve():
             shutil.copyfile(args.tokenizer / name, args.out / name)

@@ -28,13 +28,17 @@ from pallas_kernels.linear.split_graph import Prepared, prepare
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.quantised import passes
 from pallas_kernels.quantised.fp8 import Fp8Weight
-from pallas_kernels.quantised.hopper_gemm import LowRank, gemm
+from pallas_kernels.quantised.hopper_gemm import LowRank, fit_addend, gemm, measured_gemm
 from pallas_kernels.quantised.passes import ROWS
 from pallas_kernels.sizes import row_block
 
-OWN_PRODUCTS = False  # of `hopper_gemm`, in place of cuBLAS's and a pass that scales its result: not measured yet
+# Not measured yet, all three:
+OWN_DEPTH = 0  # products of `hopper_gemm` that sum over so many features at most; cuBLAS's and passes serve the others
+OWN_SUMS = False  # such products for dx, too, where each adds to what the ones before it made
+ROUND_AT_GATE = False  # the passes at the gate round what they write, see `gate_rounding`
 
 type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
+type Measured = tuple[jax.Array, jax.Array]  # y, and the largest |y| of every row
 
 
 def unsupported_reason(static: Static, ops: Operands) -> str | None:
@@ -56,7 +60,7 @@ def forward(static: Static, ops: Operands):
     prepared = prepare(static, ops)
     s, bits = hopper.input_pass(prepared) if ops.with_lora else (None, None)
     rounded = _rounded(prepared, ops.x)
-    ys = tuple(_project(prepared, i, s, rounded) for i in range(len(ops.ws)))
+    ys = tuple(project_rounded(prepared, i, s, rounded) for i in range(len(ops.ws)))
     if extra is None:
         return ys, () if s is None else (s,), bits
     s_extra = named_s(extra.down(ops.x, bits))
@@ -74,11 +78,22 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
 
 def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys):
     """dA float32 by projection number, and dx; as in `linear.hopper.backend`."""
+    rounded = [_rounded(prepared, dy, _weight(prepared, i).scales) for i, dy in enumerate(dys)]
+    return gradients_of_rounded(prepared, ds_partials, bits, rounded)
+
+
+def gradients_of_rounded(
+    prepared: Prepared, ds_partials: Sequence[jax.Array], bits: jax.Array | None, dys: Sequence[Rounded]
+):
+    """The same of rounded dY: each times the scales of its weight before it was rounded."""
     ops = prepared.ops
     das, low, ds = hopper.input_gradient_pass(prepared, ds_partials, bits) if ops.with_lora else ({}, None, None)
+    configs = [_sum_config(prepared, i, ds) for i in range(len(dys))]
+    if all(configs):
+        return das, _own_sum(prepared, dys, low, ds, configs)
     dx: Any = 0.0 if low is None else low.astype(jnp.float32)
-    for i, dy in enumerate(dys):
-        sums, scales_T1 = _gradient_sums(prepared, i, dy)
+    for i, (dy8, scales_T1) in enumerate(dys):
+        sums = _weight(prepared, i).transposed_sums(dy8, ops.x.dtype)
         if i == 0 and ds is not None:
             dx = _finish(prepared, sums, scales_T1, None, ds, prepared.transposed_bank_a()).astype(jnp.float32)
         else:
@@ -99,16 +114,43 @@ def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
     if config is not None:
         dy8, scales_T1 = _rounded(prepared, dy, w.scales)
         return gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
-    sums, scales_T1 = _gradient_sums(prepared, i, dy)
-    return (sums.astype(jnp.float32) * scales_T1).astype(dy.dtype)
+    dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+    return (w.transposed_sums(dy8, dy.dtype).astype(jnp.float32) * scales_T1).astype(dy.dtype)
 
 
 def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
     """y = x W (+ bias) + scale S B."""
-    return _project(prepared, i, s, _rounded(prepared, prepared.ops.x))
+    return project_rounded(prepared, i, s, _rounded(prepared, prepared.ops.x))
 
 
-def _project(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
+def measured_parts(prepared: Prepared) -> list[Measured] | None:
+    """x W of every projection, and the largest |y| of each row; None where our own products do not serve."""
+    configs = [_config(prepared, i, 0, transposed=False) for i in range(len(prepared.ops.ws))]
+    if not all(configs):
+        return None
+    x8, scales_T1 = _rounded(prepared, prepared.ops.x)
+    ws = [_weight(prepared, i) for i in range(len(configs))]
+    return [
+        measured_gemm(x8, w.values, scales_T1[:, 0], w.scales, config=config, num_sms=num_sms())
+        for w, config in zip(ws, configs, strict=True)
+    ]
+
+
+def measured_gradient(prepared: Prepared, i: int, dy: jax.Array) -> Measured:
+    """dY W^T of one projection, of which `measured_parts` serves the others, and the largest of each row."""
+    w, config = _weight(prepared, i), _config(prepared, i, 0, transposed=True)
+    assert config is not None
+    dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+    return measured_gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
+
+
+def column_scales(prepared: Prepared) -> list[jax.Array]:
+    """Of the out features of every weight, float32."""
+    return [_weight(prepared, i).scales for i in range(len(prepared.ops.ws))]
+
+
+def project_rounded(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
+    """The same of rounded rows of x; of x itself only shape and type are used."""
     ops, layout = prepared.ops, prepared.layout
     config = _own_config(prepared, i, layout.ranks.get(i, 0))
     if s is None or i not in layout.ranks:
@@ -132,13 +174,6 @@ def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
     return (w.sums(x8, dtype).astype(jnp.float32) * scales_T1 * w.scales).astype(dtype)
 
 
-def _gradient_sums(prepared: Prepared, i: int, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dY W^T without the scales of rows, and these."""
-    w = _weight(prepared, i)
-    dy8, scales_T1 = _rounded(prepared, dy, w.scales)
-    return w.transposed_sums(dy8, dy.dtype), scales_T1
-
-
 def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, config: GemmConfig) -> jax.Array:
     """With scales and low-rank part inside, which is divided by the scales that the sum is multiplied by."""
     w, (x8, scales_T1) = _weight(prepared, i), rounded
@@ -151,12 +186,43 @@ def _own_product(prepared: Prepared, i: int, s: jax.Array, rounded: Rounded, con
     return gemm(x8, w.values, scales_T1[:, 0], w.scales, low, config=config, num_sms=num_sms())
 
 
-def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
-    """Tiles of our own product; None where cuBLAS's serves.
+def _own_sum(
+    prepared: Prepared, dys: Sequence[Rounded], low: jax.Array | None, ds: jax.Array | None, configs
+) -> jax.Array:
+    """dx by our own products: the first one adds the low-rank part, each other one what is there."""
+    dx = low
+    for i, ((dy8, scales_T1), config) in enumerate(zip(dys, configs, strict=True)):
+        inside = None
+        if i == 0 and ds is not None:
+            inside = LowRank(
+                s=(ds.astype(jnp.float32) * (1 / scales_T1)).astype(ds.dtype),
+                bank=prepared.transposed_bank_a(),
+                block_adapter=prepared.block_adapter(config.tile_m),
+            )
+        dx = gemm(
+            dy8, _weight(prepared, i).values_KN, scales_T1[:, 0], None, inside, dx, config=config, num_sms=num_sms()
+        )
+    assert dx is not None
+    return dx
 
-    An element is half as wide as in products of bfloat16, so twice as many take the same place.
-    """
-    if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
+
+def _sum_config(prepared: Prepared, i: int, ds: jax.Array | None) -> GemmConfig | None:
+    if not OWN_SUMS or prepared.ops.ws[i].shape[1] > OWN_DEPTH:
+        return None
+    first = i == 0 and ds is not None
+    config = _config(prepared, i, prepared.layout.total if first else 0, transposed=True)
+    return config and (config if first else fit_addend(config))
+
+
+def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
+    """Tiles of our own product; None where cuBLAS's serves."""
+    depth = prepared.ops.ws[i].shape[1 if transposed else 0]
+    return _config(prepared, i, rank, transposed=transposed) if depth <= OWN_DEPTH else None
+
+
+def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool) -> GemmConfig | None:
+    """An element is half as wide as in products of bfloat16, so twice as many take the same place."""
+    if prepared.ops.x.dtype != jnp.bfloat16:
         return None
     depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
     config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)

@@ -30,6 +30,7 @@ from lorafusion_jax.weights.table import KINDS
 
 ADAPTERS = ("law", "med")
 TRAINED = pytest.mark.parametrize("kind", ["fp8", "nf4"])
+EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", "int8"])
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,21 @@ def small(tmp_path_factory, make_base, kept_programs, saves_wait):
     return SimpleNamespace(folder=folder, base=base, job=job, train=train, trained=trained)
 
 
-@TRAINED
+@EVERY
 def test_joint_is_alone(small, kind):
     """Alone, the same samples lie in other rows of other microbatches: float32 sums come in another order."""
     alone = small.train(f"{kind}-alone", small.job(kind, ["law"]))
     assert largest_difference(exported(small.trained(kind), "law"), exported(alone, "law")) < 1e-5
 
 
-@TRAINED
+@EVERY
+def test_an_adapter_that_diverges_changes_no_other(small, kind):
+    out = small.folder / f"{kind}-diverging"
+    assert run(["train", str(small.job(kind)), "--out", str(out), "adapters.med.optim.lr=1e30"]) == 3
+    chex.assert_trees_all_equal(exported(out, "law"), exported(small.trained(kind), "law"))
+
+
+@EVERY
 def test_a_run_that_goes_on_never_stopped(small, kind, capsys):
     half = small.folder / f"{kind}-half"
     shutil.copytree(small.trained(kind), half, symlinks=True)

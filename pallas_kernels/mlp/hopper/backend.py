@@ -18,6 +18,7 @@ T packed tokens · D model width · F MLP width · R padded rank · A adapters
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import ModuleType
 
 import jax
@@ -31,6 +32,7 @@ from pallas_kernels.linear.extra_ranks import ExtraRanks
 from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.hopper.tiling import ROWS
 from pallas_kernels.linear.split_graph import Prepared, prepare
+from pallas_kernels.mlp.hopper import rounding
 from pallas_kernels.mlp.hopper.gate import gate_backward, gate_forward, wide_gate_backward
 from pallas_kernels.mlp.hopper.gate.config import (
     BackwardInputs,
@@ -58,6 +60,7 @@ class Residuals:
     bits: jax.Array | None
     down_s: tuple[jax.Array, ...]
     down_bits: jax.Array | None
+    bounds: tuple[jax.Array, jax.Array] | None = None  # of |gate| and |up| of every row, where passes round
 
 
 def unsupported_reason(static: Static, ops: Operands, down: Operands) -> str | None:
@@ -86,7 +89,12 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
     ops, extra = backend.first_and_extra(static, ops)
     prepared = prepare(static, ops)
     s, bits = backend.input_pass(prepared)
-    if extra is None:
+    measured = _measured_parts(prepared, down, extra)
+    bounds = None
+    if measured is not None:
+        ss, wide = (s,), [y for y, _ in measured]
+        bounds = _bounds(prepared, s, [largest for _, largest in measured])
+    elif extra is None:
         ss, wide = (s,), _linears(ops).frozen_parts(prepared)
     else:
         ss = (s, named_s(extra.down(ops.x, bits)))
@@ -98,6 +106,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
     down, extra_down = backend.first_and_extra(static, dataclasses.replace(down, x=gate))
     prepared_down = prepare(static, down)
     table = prepared.block_adapter(ROWS)
+    scales, inverse = (None, None) if bounds is None else rounding.of_h(*bounds)
     h, down_s, down_bits = gate_forward(
         gate,
         up,
@@ -106,16 +115,21 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
         prepared_down.transposed_bank_a(),
         table,
         down.dropout,
+        inverse,
         places=_places(prepared),
         config=_config(prepared, prepared_down),
     )
     down_s, down_bits = named_s(down_s), named_bits(down_bits)
-    y = _linears(down).project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
+    if scales is None:
+        y = _linears(down).project(prepare(static, dataclasses.replace(down, x=h)), 0, down_s)
+    else:
+        y = quantised.project_rounded(prepared_down, 0, down_s, (h, scales[:, None]))
     down_ss = (down_s,)
     if extra_down is not None:
         down_ss = (down_s, named_s(extra_down.down(h, down_bits)))
         y = extra_down.up(0, y, down_ss[1])
-    return y, Residuals(gate=gate, up=up, s=ss, bits=bits, down_s=down_ss, down_bits=down_bits)
+    saved = Residuals(gate=gate, up=up, s=ss, bits=bits, down_s=down_ss, down_bits=down_bits, bounds=bounds)
+    return y, saved
 
 
 def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy: jax.Array):
@@ -129,7 +143,14 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
     (ds_transposed,) = split_graph.join_ds(prepared_down, [down_ds], rows=prepared_down.layout.total)
     ds = ds_transposed.T  # the pass over the gate transposes it back: neither becomes a launch
     ds_extra, db_extra = None, None
-    if extra_down is None:
+    rounded, scales = None, ()
+    if saved.bounds is not None:
+        dh, largest = quantised.measured_gradient(prepared_down, 0, dy)
+        largest = rounding.with_low_rank(
+            largest, ds, prepared_down.transposed_bank_a(), prepared_down.block_adapter(ROWS)
+        )
+        scales, rounded = rounding.of_gradients(largest, *saved.bounds, quantised.column_scales(prepared))
+    elif extra_down is None:
         dh = _linears(down).frozen_gradient(prepared_down, 0, dy)
     else:
         ds_extra, db_extra = extra_down.output_side(0, saved.down_s[1], dy)
@@ -147,14 +168,18 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
         dx, das, dbs = _linears(ops).backward(static, ops, saved.s[:1], saved.bits, (dgate, dup))
     else:
         dgate, dup, ds_partials, partials, *db_partials = wide_gate_backward(
-            given, places=places, config=wide, wants_h=wants_h
+            given, places=places, config=wide, wants_h=wants_h, rounding=rounded
         )
         h = db_partials[2:]
         dbs = {
             i: split_graph.output_gradient(prepared, i, each, chunks.adapter)
             for i, each in zip((GATE, UP), db_partials[:2], strict=True)
         }
-        das, dx = _linears(ops).gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
+        if rounded is None:
+            das, dx = _linears(ops).gradients_from_ds(prepared, [ds_partials], saved.bits, (dgate, dup))
+        else:
+            values = [(each, scale[:, None]) for each, scale in zip((dgate, dup), scales, strict=True)]
+            das, dx = quantised.gradients_of_rounded(prepared, [ds_partials], saved.bits, values)
     if extra is not None:
         dx, das, dbs = backend.add_extra(extra, saved.s[1], saved.bits, (dgate, dup), dx, das, dbs)
     down_das, down_dbs = split_graph.input_gradients(prepared_down, partials, chunks), {0: db}
@@ -162,6 +187,29 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
         da_extra = extra_down.input_side(h[0], ds_extra, None)  # what was dropped is zero already
         down_das, down_dbs = extra_down.with_first(down_das, down_dbs, da_extra, {0: db_extra})
     return (dx, das, dbs), (down_das, down_dbs)
+
+
+def _measured_parts(prepared: Prepared, down: Operands, extra: ExtraRanks | None) -> list[quantised.Measured] | None:
+    """x W of gate and up with the largest of each row, where the passes at the gate are to round what they write."""
+    if not quantised.ROUND_AT_GATE or not prepared.ops.quantised or extra is not None:
+        return None
+    down = dataclasses.replace(down, x=jax.ShapeDtypeStruct((prepared.rows, down.ws[0].shape[0]), prepared.ops.x.dtype))
+    if backend.first_and_extra(prepared.static, down)[1] is not None:
+        return None
+    if _wide_config(prepared, prepare(prepared.static, down)) is None:
+        return None
+    return quantised.measured_parts(prepared)
+
+
+def _bounds(prepared: Prepared, s: jax.Array, largest: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Of |gate| and |up| of every row, with bias and low-rank part."""
+    found = []
+    for i, each in enumerate(largest):
+        bias, offset, rank = prepared.ops.biases[i], prepared.layout.offsets[i], prepared.layout.ranks[i]
+        each = each if bias is None else each + jnp.max(jnp.abs(bias)).astype(each.dtype)
+        own, owners = s[:, offset : offset + rank], prepared.block_adapter(ROWS)
+        found.append(named_s(rounding.with_low_rank(each, own, prepared.bank_b(i), owners)))
+    return found[GATE], found[UP]
 
 
 def _with_extra_ranks(prepared: Prepared, extra: ExtraRanks, s: jax.Array) -> list[jax.Array]:

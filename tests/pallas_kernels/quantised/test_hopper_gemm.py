@@ -10,7 +10,7 @@ import numpy as np
 from gpu_interpreter import needs_gpu_interpreter
 from hopper_problems import BF16, interpreted
 
-from pallas_kernels.quantised.hopper_gemm import DEFAULT, LowRank, gemm
+from pallas_kernels.quantised.hopper_gemm import DEFAULT, LowRank, fit_addend, gemm, measured_gemm
 from pallas_kernels.quantised.rows import round_rows
 
 M, C, N, TILE = 128, 256, 128, 64
@@ -42,3 +42,30 @@ def test_a_product_with_all_its_parts():
         rows = slice(block * TILE, block * TILE + TILE)
         wanted[rows] += wide(s)[rows, 16:] @ wide(bank)[owner]
     np.testing.assert_allclose(got, wanted, rtol=BF16, atol=BF16 * np.abs(wanted).mean())
+
+
+@needs_gpu_interpreter
+def test_an_addend_is_added_after_the_scales():
+    """Two tiles a program: the second addend comes to where the first result was stored from."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, sx = round_rows(jax.random.normal(keys[0], (M, C)) * jnp.exp(jnp.arange(M) / 16.0)[:, None])
+    w, _ = round_rows(jax.random.normal(keys[1], (2 * N, C)))
+    addend = (jax.random.normal(keys[2], (M, 2 * N)) * 100).astype(jnp.bfloat16)
+    config = fit_addend(dataclasses.replace(DEFAULT, tile_m=TILE, tile_n=64, stages=2))
+    with interpreted():
+        got = np.asarray(gemm(x, w, sx[:, 0], None, addend=addend, config=config, num_sms=1).astype(jnp.float32))
+    wanted = (wide(x) * wide(sx)) @ wide(w).T + wide(addend)
+    np.testing.assert_allclose(got, wanted, rtol=BF16, atol=BF16 * np.abs(wanted).mean())
+
+
+@needs_gpu_interpreter
+def test_the_largest_of_every_row_comes_along():
+    keys = jax.random.split(jax.random.key(2), 2)
+    x, sx = round_rows(jax.random.normal(keys[0], (M, C)) * jnp.exp(jnp.arange(M) / 16.0)[:, None])
+    w, sw = round_rows(jax.random.normal(keys[1], (2 * N, C)))
+    config = dataclasses.replace(DEFAULT, tile_m=TILE, tile_n=64, stages=2)
+    with interpreted():
+        y, largest = measured_gemm(x, w, sx[:, 0], sw[:, 0], config=config, num_sms=2)
+        y, largest = wide(y), np.asarray(largest)
+    np.testing.assert_allclose(y, (wide(x) * wide(sx)) @ (wide(w) * wide(sw)).T, rtol=BF16, atol=0.1)
+    np.testing.assert_allclose(largest, np.abs(y).max(1), rtol=BF16)

@@ -174,11 +174,19 @@ def _factors(static: _Static, refs: SimpleNamespace, slot, columns) -> list[tupl
     return [ds, *(low_factors(low_smem, refs.b_smem.at[:, columns], place) for place in static.places)]
 
 
-def gradient_tile(gate_smem, up_smem, dh_smem, factors: Callable[[Any], Sequence], words: jax.Array | None) -> None:
+def gradient_tile(
+    gate_smem,
+    up_smem,
+    dh_smem,
+    factors: Callable[[Any], Sequence],
+    words: jax.Array | None,
+    round_to: Callable[[int, Any, jax.Array], None] | None = None,
+) -> None:
     """Leaves dgate where gate was, dup where up was and drop(h) where dh was; a part of the columns at a time.
 
     Args:
         factors: what `products` takes for the low-rank parts of dh, gate and up, of some columns.
+        round_to: gets (0, first column, that part of dgate), and dup as number 1.
     """
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
@@ -194,5 +202,11 @@ def gradient_tile(gate_smem, up_smem, dh_smem, factors: Callable[[Any], Sequence
         h = silu * u
         kept = h if words is None else keep_words_of(h, words, first=first // WORDS)
         dh_smem[:, columns] = kept.astype(dtype)
-        up_smem[:, columns] = (dh * silu).astype(dtype)
-        gate_smem[:, columns] = (dh * u * (own_sigmoid + silu * (1.0 - own_sigmoid))).astype(dtype)
+        dup = dh * silu
+        up_smem[:, columns] = dup.astype(dtype)
+        if round_to is not None:
+            round_to(1, first, dup)
+        dgate = dh * u * (own_sigmoid + silu * (1.0 - own_sigmoid))
+        gate_smem[:, columns] = dgate.astype(dtype)
+        if round_to is not None:
+            round_to(0, first, dgate)

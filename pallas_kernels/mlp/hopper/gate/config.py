@@ -41,6 +41,18 @@ class BackwardInputs(NamedTuple):
     chunks: Chunks
 
 
+class Rounding(NamedTuple):
+    """By what dgate and dup are multiplied before they are rounded to e4m3.
+
+    Attributes:
+        factor: float32 [2, F], scales of the out features of the weights of gate and up.
+        inverse: float32 [2, T], of the scales of rows.
+    """
+
+    factor: jax.Array
+    inverse: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
     """How a program is built.

@@ -21,7 +21,18 @@ from pallas_kernels.linear.hopper.mask import keep_words_of, make_words, shifted
 from pallas_kernels.linear.hopper.tiling import ROWS, store_fragment
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mlp.hopper.gate.config import PART, WIDTH, GateConfig, Places
-from pallas_kernels.mlp.hopper.gate.tile import launch, low, low_factors, products, registers, sigmoid, tile
+from pallas_kernels.mlp.hopper.gate.tile import (
+    launch,
+    low,
+    low_factors,
+    products,
+    registers,
+    rounded_tile,
+    sigmoid,
+    store_rounded,
+    tile,
+)
+from pallas_kernels.quantised.rows import E4M3
 
 STEPS = BLOCK // WIDTH  # tiles of a block of keep words
 MIN_BLOCKS = 4  # of 256 columns, for a program: fewer, and filling its pipeline shows
@@ -39,6 +50,7 @@ class _Static:
     stages: int
     places: Places
     drops: bool
+    rounds: bool
 
 
 class _Unit(NamedTuple):
@@ -48,6 +60,7 @@ class _Unit(NamedTuple):
     rows: Any
     adapter: Any
     dropout: tuple[Any, Any, jax.Array] | None  # key, threshold and row keys
+    inverse: jax.Array | None  # of the scales by which rows are rounded
 
     def columns(self, static: _Static, step) -> Any:
         return pl.ds((self.part * static.steps + step) * WIDTH, WIDTH)
@@ -61,6 +74,7 @@ def gate_forward(
     a: jax.Array,
     block_adapter: jax.Array,
     dropout: Dropout | None,
+    inverse: jax.Array | None = None,
     *,
     places: Places,
     config: GateConfig,
@@ -68,6 +82,7 @@ def gate_forward(
     """Returns h [T, F], S of the projection behind the gate [T, R], and with dropout keep bits uint32 [T, F / 256, 8].
 
     Args:
+        inverse: float32 [T]; with it h · inverse comes back, rounded to e4m3.
         gate, up: [T, F], the frozen products (with bias).
         s: [T, R of both]; `places` says whose columns are where.
         b: [A + 1, R of both, F], of gate and up as S lies, scales folded in; adapter A is zero.
@@ -80,13 +95,15 @@ def gate_forward(
     static = _Static(
         split=split, steps=steps, both=b.shape[1], rank=a.shape[1],
         adapters=1 if dropout is None else dropout.key.shape[0], stages=min(config.forward_stages, steps),
-        places=places, drops=dropout is not None,
+        places=places, drops=dropout is not None, rounds=inverse is not None,
     )  # fmt: skip
     operands = {"gate_gmem": gate, "up_gmem": up, "s_gmem": s, "b_gmem": b, "a_gmem": a, "adapter_gmem": block_adapter}
     results = {
-        "h_gmem": jax.ShapeDtypeStruct((num_rows, width), gate.dtype),
+        "h_gmem": jax.ShapeDtypeStruct((num_rows, width), gate.dtype if inverse is None else E4M3),
         "s_out_gmem": jax.ShapeDtypeStruct((split, num_rows, static.rank), jnp.float32),
     }
+    if inverse is not None:
+        operands["inverse_gmem"] = inverse
     if dropout is not None:
         operands |= {
             "key_gmem": dropout.key.astype(jnp.uint32), "thresh_gmem": threshold(dropout.rate),
@@ -109,7 +126,8 @@ def gate_forward(
 
 def _tiles(static: _Static, dtype: Any) -> dict[str, Any]:
     stages = static.stages
-    return {
+    rounded = {"rounded_smem": rounded_tile()} if static.rounds else {}
+    return rounded | {
         "gate_smem": tile(stages, ROWS, dtype=dtype), "up_smem": tile(stages, ROWS, dtype=dtype),
         "b_smem": low(stages, static.both, WIDTH, dtype=dtype), "a_smem": tile(stages, static.rank, dtype=dtype),
         "s_smem": low(ROWS, static.both, dtype=dtype),
@@ -141,7 +159,10 @@ def _unit(static: _Static, refs: SimpleNamespace, number: jax.Array) -> _Unit:
         key, thresh = refs.key_gmem[owner], refs.thresh_gmem[owner]
         row_key = plgpu.load(refs.row_key_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         dropout = key, thresh, row_key
-    return _Unit(part, rows, adapter, dropout)
+    inverse = None
+    if static.rounds:
+        inverse = plgpu.load(refs.inverse_gmem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return _Unit(part, rows, adapter, dropout, inverse)
 
 
 def _fetch(static: _Static, refs: SimpleNamespace, unit: _Unit, step, slot) -> None:
@@ -176,9 +197,13 @@ def _one_tile(
         words = shifted(words, quarter * (WIDTH // WORDS))
     gate_smem, up_smem = refs.gate_smem.at[slot], refs.up_smem.at[slot]
     plgpu.barrier_wait(refs.barrier(slot))
-    gate_tile(gate_smem, up_smem, refs.s_smem, refs.b_smem.at[slot], words, static.places)
+    stored_smem = refs.rounded_smem if static.rounds else gate_smem
+    if static.rounds:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    rounding = (refs.rounded_smem, unit.inverse) if static.rounds else None
+    gate_tile(gate_smem, up_smem, refs.s_smem, refs.b_smem.at[slot], words, static.places, rounding)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(gate_smem, refs.h_gmem.at[unit.rows, unit.columns(static, step)])
+    plgpu.copy_smem_to_gmem(stored_smem, refs.h_gmem.at[unit.rows, unit.columns(static, step)])
     kept_smem = gate_smem if words is None else up_smem
     plgpu.wgmma(acc, kept_smem, refs.a_smem.at[slot].transpose((1, 0)))  # the next step waits for it
     # the tile before this one: stored, and spent by every warp, which passed the barrier above
@@ -189,8 +214,14 @@ def _one_tile(
         _fetch(static, refs, unit, step - 1 + stages, lax.rem(step - 1, stages))
 
 
-def gate_tile(gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, places: Places) -> None:
-    """Leaves h where gate was, and with dropout drop(h) where up was; a part of the columns at a time."""
+def gate_tile(
+    gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, places: Places, rounding: tuple | None
+) -> None:
+    """Leaves h where gate was, and with dropout drop(h) where up was; a part of the columns at a time.
+
+    Args:
+        rounding: where rounded rows go, and the inverse of their scales; then h itself stays only without dropout.
+    """
     dtype = gate_smem.dtype
     for first in range(0, WIDTH, PART):
         columns = pl.ds(first, PART)
@@ -198,7 +229,10 @@ def gate_tile(gate_smem, up_smem, s_smem, b_smem, words: jax.Array | None, place
         g = registers(gate_smem.at[:, columns]) + low_gate
         u = registers(up_smem.at[:, columns]) + low_up
         h = g * sigmoid(g) * u
-        gate_smem[:, columns] = h.astype(dtype)
+        if rounding is not None:
+            store_rounded(rounding[0].at[:, columns], h, rounding[1])
+        if rounding is None or words is None:
+            gate_smem[:, columns] = h.astype(dtype)
         if words is not None:
             up_smem[:, columns] = keep_words_of(h, words, first=first // WORDS).astype(dtype)
 

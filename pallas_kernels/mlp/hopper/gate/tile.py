@@ -12,8 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.hopper.tiling import ROWS, transforms
+from pallas_kernels.linear.hopper.tiling import ROWS, store_fragment, transforms
 from pallas_kernels.mlp.hopper.gate.config import PART, WIDTH, Place
+from pallas_kernels.quantised.rows import E4M3
 
 LOW_SWIZZLE = 16  # elements: rows of S may be as short as that, and what they meet must lie alike
 # exp2 as the hardware has it, 2 units in the last place: the exact one is a fifth of all instructions
@@ -84,6 +85,17 @@ def tile(*shape: int, dtype: jnp.dtype):
 def low(*shape: int, dtype: jnp.dtype):
     """Rows of S, or of what they meet."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(LOW_SWIZZLE, dtype))
+
+
+def rounded_tile(*shape: int):
+    """A tile of 8-bit floats on its way to device memory."""
+    return plgpu.SMEM((*shape, ROWS, WIDTH), E4M3, transforms=transforms(PART, E4M3))
+
+
+def store_rounded(target, values: jax.Array, inverse: jax.Array) -> None:
+    """Writes rows times the inverse of their scales as 8-bit floats, a part of a tile's columns."""
+    scaled = values * lax.broadcast_in_dim(inverse, values.shape, [0])
+    store_fragment(target, scaled.astype(E4M3))
 
 
 def registers(tile_smem) -> jax.Array:

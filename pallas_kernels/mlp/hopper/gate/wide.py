@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,18 @@ from pallas_kernels.linear.hopper.mask import first_bit, load_words
 from pallas_kernels.linear.hopper.tiling import ROWS, store_fragment
 from pallas_kernels.manual_axes import vary_like
 from pallas_kernels.mlp.hopper.gate.backward import gradient_tile
-from pallas_kernels.mlp.hopper.gate.config import RANK, WIDTH, BackwardInputs, Place, Places, WideGateConfig
-from pallas_kernels.mlp.hopper.gate.tile import COMPILER_PARAMS, tile
+from pallas_kernels.mlp.hopper.gate.config import (
+    PART,
+    RANK,
+    WIDTH,
+    BackwardInputs,
+    Place,
+    Places,
+    Rounding,
+    WideGateConfig,
+)
+from pallas_kernels.mlp.hopper.gate.tile import COMPILER_PARAMS, rounded_tile, store_rounded, tile
+from pallas_kernels.quantised.rows import E4M3
 
 DS = 2  # beside the two halves of S, in the tables below
 
@@ -54,6 +65,7 @@ class _Static:
     places: Places
     has_bits: bool
     wants_h: bool
+    rounds: bool
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -73,7 +85,12 @@ class _Work:
 
 
 def wide_gate_backward(
-    given: BackwardInputs, *, places: Places, config: WideGateConfig, wants_h: bool = False
+    given: BackwardInputs,
+    *,
+    places: Places,
+    config: WideGateConfig,
+    wants_h: bool = False,
+    rounding: Rounding | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns dgate and dup [T, F], partial sums of dS of gate and up, float32 [P, T, R of both], partial sums of dA
     (without the dropout scale) and of dB of gate and of up (without scale; transposed), float32 [C, F, R] each, and
@@ -82,15 +99,17 @@ def wide_gate_backward(
     Args:
         given: with ranks of 16.
         places: whose columns of S are where.
+        rounding: dgate and dup come back in e4m3, times these factors.
     """
     gate, up, dh, s, ds, b, a, bits, chunks = given
+    assert not (wants_h and rounding), "the streaming warpgroup stores h after dgate and dup"
     assert (b.shape[1], a.shape[1]) == (2 * RANK, RANK), (b.shape, a.shape)
     (num_rows, num_columns), (total, size) = gate.shape, chunks.blocks.shape
     columns = num_columns // WIDTH
     static = _Static(
         config=config, columns=columns, size=size,
         parts=max(1, min(config.parts, columns // BANKS)),  # each part has a column
-        places=places, has_bits=bits is not None, wants_h=wants_h,
+        places=places, has_bits=bits is not None, wants_h=wants_h, rounds=rounding is not None,
     )  # fmt: skip
     operands = {
         "gate_g": gate, "up_g": up, "dh_g": dh, "low_g": jnp.concatenate([s, ds], 1).T,
@@ -99,7 +118,9 @@ def wide_gate_backward(
     }  # fmt: skip
     if bits is not None:
         operands["bits_g"] = bits
-    gradient = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype)
+    if rounding is not None:
+        operands |= {"inverse_g": rounding.inverse, "factor_g": rounding.factor}
+    gradient = jax.ShapeDtypeStruct((num_rows, num_columns), gate.dtype if rounding is None else E4M3)
     sums = jax.ShapeDtypeStruct((total, num_columns, RANK), jnp.float32)
     results = {
         "dgate_g": gradient, "dup_g": gradient,
@@ -151,6 +172,8 @@ def _scratch(static: _Static, dtype: Any) -> dict[str, Any]:
     }  # fmt: skip
     if static.has_bits:
         scratch["words_s"] = plgpu.SMEM((stages, ROWS, WORDS), jnp.uint32)
+    if static.rounds:
+        scratch["rounded_s"] = rounded_tile(static.config.gating, 2)
     return scratch
 
 
@@ -183,14 +206,40 @@ def _gate(static: _Static, refs: Refs, work: _Work, wg: jax.Array) -> None:
             plgpu.barrier_wait(refs.ready.at[slot])
             words = load_words(refs.words_s.at[slot], bit) if static.has_bits else None
             factors = functools.partial(_factors, refs.low_s.at[j], refs.bank_s.at[bank], static.sides)
-            gradient_tile(refs.gate_s.at[slot], refs.up_s.at[slot], refs.dh_s.at[slot], factors, words)
+            wide = refs.gate_s.at[slot], refs.up_s.at[slot], refs.dh_s.at[slot]
+            if static.rounds:
+                column, rows = _column(static, work, step), _row_range(static, refs, work, j)
+                gradient_tile(*wide, factors, words, _rounded(refs, wg, rows, column))
+            else:
+                gradient_tile(*wide, factors, words)
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs.gated.at[slot])
+            if static.rounds:
+                for number, gmem in enumerate((refs.dgate_g, refs.dup_g)):
+                    plgpu.copy_smem_to_gmem(refs.rounded_s.at[wg, number], gmem.at[rows, pl.ds(column, WIDTH)])
 
         lax.fori_loop(0, lax.div(lax.max(work.count - first, 0) + (many - 1), many), one_tile, None)
         plgpu.barrier_arrive(refs.bank_free.at[bank])
 
     lax.fori_loop(0, work.steps, one_column, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _rounded(refs: Refs, wg: jax.Array, rows: Any, column: jax.Array) -> Callable[[int, Any, jax.Array], None]:
+    """What `gradient_tile` takes: stores a part of dgate or dup, rounded, where this warpgroup sends it from."""
+    inverse = [
+        plgpu.load(refs.inverse_g.at[number, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        for number in range(2)
+    ]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before this one is stored
+
+    def store(number: int, first: int, value: jax.Array) -> None:
+        own = refs.factor_g.at[number, pl.ds(column + first, PART)]
+        factor = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        value = value * lax.broadcast_in_dim(factor, value.shape, [1])
+        store_rounded(refs.rounded_s.at[wg, number].at[:, pl.ds(first, PART)], value, inverse[number])
+
+    return store
 
 
 def _factors(low, bank, sides, columns) -> list[tuple[Any, Any]]:
@@ -268,8 +317,9 @@ def _stream(static: _Static, refs: Refs, work: _Work) -> None:
             slot = lax.rem(number, static.config.stages)
             rows, columns = _row_range(static, refs, work, j), pl.ds(_column(static, work, step), WIDTH)
             plgpu.barrier_wait(refs.gated.at[slot])
-            plgpu.copy_smem_to_gmem(refs.gate_s.at[slot], refs.dgate_g.at[rows, columns])
-            plgpu.copy_smem_to_gmem(refs.up_s.at[slot], refs.dup_g.at[rows, columns])
+            if not static.rounds:
+                plgpu.copy_smem_to_gmem(refs.gate_s.at[slot], refs.dgate_g.at[rows, columns])
+                plgpu.copy_smem_to_gmem(refs.up_s.at[slot], refs.dup_g.at[rows, columns])
             if static.wants_h:
                 plgpu.copy_smem_to_gmem(refs.dh_s.at[slot], refs.h_g.at[rows, columns])
             # the tile before this one is stored
