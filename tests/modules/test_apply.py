@@ -219,7 +219,7 @@ def test_adapters_need_different_names():
 
 def test_a_context_of_other_adapters_is_refused(x):
     model = apply_lora(Net(), [LAW, MED], targets=["up"])
-    with pytest.raises(RunError, match="1 adapters and the model has 2"), use_adapters(LoRAContext.of([LAW], [0])):
+    with pytest.raises(RunError, match="1 adapters, but the model has 2"), use_adapters(LoRAContext.of([LAW], [0])):
         model(x)
 
 
