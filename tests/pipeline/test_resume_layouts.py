@@ -83,7 +83,7 @@ def in_the_middle_of_a_batch(run) -> bool:
         ({"stages": 2, "data": 2}, []),
         ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
         ({}, ["mesh.data=2", "mesh.fsdp=2"]),
-        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
+        ({}, ["mesh.stages=2", "mesh.layers=[1.5, 3.5]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )
