@@ -37,6 +37,16 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 
+def pytest_collection_finish() -> None:
+    forget_garbage()
+
+
+def forget_garbage() -> None:
+    """What lives after a collection lives on; the next collection does not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
     """Compiled programs of a module are of no use to the next one, and make a process grow to gigabytes."""
@@ -45,7 +55,7 @@ def _forget_programs():
 
     KEPT.clear()
     jax.clear_caches()
-    gc.collect()
+    forget_garbage()
 
 
 @pytest.fixture(autouse=True)
