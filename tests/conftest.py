@@ -74,6 +74,14 @@ def own_caches(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def unsynced_files():
+    """A test cuts no power, so it need not wait for the disk: a run of a second would wait three hundred times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def quick_compiles(tmp_path_factory):
     """Programs of tiny models: compiling is all of the time, so most optimizations are off and results are kept.
 
