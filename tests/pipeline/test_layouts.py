@@ -14,15 +14,16 @@ TOLERANCE = 1e-5
 
 FEWER = ("law", "chat")  # every stage compiles the steps of every adapter
 LAYOUTS = {  # tied embeddings, mesh, train, capacity
-    "3 uneven stages, some slots empty": (False, {"stages": 3, "layers": [1, 2.5, 1.5]}, {"remat": "nothing"}, 128),
+    "3 uneven stages, some slots empty": (False, {"stages": 3, "layers": [1, 3, 1]}, {"remat": "nothing"}, 128),
     "2 fsdp, blocks and a rest": (False, {"fsdp": 2}, {"block_layers": 2, "remat": "everything"}, 128),
+    "3 stages with halves": (True, {"stages": 3, "layers": [1.5, 2, 1.5]}, {"remat": "nothing"}, 128),
     "2 data x 2 fsdp": (True, {"data": 2, "fsdp": 2}, {"remat": "nothing"}, 64),
     "2 stages x 2 data": (True, {"stages": 2, "data": 2}, {"remat": "gemm_inputs"}, 128),
     "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {}, 128),
 }
 
-# tests/pipeline/test_processes.py has every axis at once, with tied embeddings
-NIGHTLY = ("2 data x 2 fsdp", "2 stages x 2 data", "2 stages x 2 data x 2 fsdp")
+# test_processes.py has every axis at once, test_resume_layouts.py stages with halves of layers
+NIGHTLY = ("3 stages with halves", "2 data x 2 fsdp", "2 stages x 2 data", "2 stages x 2 data x 2 fsdp")
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ TWO_BY_TWO = {"stages": 2, "data": 2}
 FIRST = ("law", "med")
 ROWS = {"law": 5, "med": 10, "tax": 6}  # the last global batch of law has one sample
 SAME = {"optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}, "data": {"max_length": 32}}
-LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj"]}
+LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
 TAX = {"rank": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}  # a larger rank, and a projection that is new
 OFTEN = {"every_steps": 2, "keep": 20}
 
