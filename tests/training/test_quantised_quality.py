@@ -19,7 +19,7 @@ from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels.quantised import fp8
 
 SPECS = [AdapterSpec(name="ask", rank=8, alpha=16)]
-T, STEPS = 128, 8
+T, STEPS = 256, 8
 
 
 @pytest.fixture(scope="module")
