@@ -37,6 +37,16 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 
+def pytest_collection_finish() -> None:
+    forget_garbage()
+
+
+def forget_garbage() -> None:
+    """What lives after a collection lives on; the next collection does not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
     """Compiled programs of a module are of no use to the next one, and make a process grow to gigabytes."""
@@ -45,7 +55,7 @@ def _forget_programs():
 
     KEPT.clear()
     jax.clear_caches()
-    gc.collect()
+    forget_garbage()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +70,14 @@ def own_caches(tmp_path_factory):
     """Keeps token and program caches out of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced_files():
+    """A test cuts no power, so it need not wait for the disk: a run of a second would wait three hundred times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
         yield
 
 

@@ -11,11 +11,14 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
+COMPUTES = ("01_quickstart",)  # the others are done as soon as they are compiled
 
 
 @pytest.mark.filterwarnings("default")  # of Jupyter's own event loops
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path):
+def test_notebook_runs(path, monkeypatch):
+    if path.stem not in COMPUTES:
+        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook,

@@ -25,14 +25,15 @@ def values(tmp_path_factory, tiny_base, kept_programs) -> dict:
     folder = tmp_path_factory.mktemp("job")
     rows = {name: folder / small_jobs.write_rows(folder, name, 8) for name in ("law", "med")}
     adapters = [
-        {"name": name, "data": {"train": path, "eval": path}, "lora": {"rank": np.int64(2 + index)}}
-        for index, (name, path) in enumerate(rows.items())
+        {"name": name, "data": {"train": path, "eval": path}, "lora": {"rank": np.int64(4)}}
+        for name, path in rows.items()
     ]
     return {
         "base": {"model": tiny_base, "dtype": "float32"},
         "data": {"max_length": 64},
-        "batch": {"capacity_tokens": 128, "tile_tokens": 16, "global_samples": 4},
-        "train": {"log_every_s": 0, "plan_seconds": 0.1},
+        "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 4},
+        "train": {"log_every_s": 0, "plan_seconds": 0.1, "block_layers": 1},
+        "lora": {"targets": ["q_proj", "down_proj"]},
         "adapters": adapters,
     }
 
@@ -49,7 +50,7 @@ def test_a_job_is_read_from_a_dictionary_as_from_a_file(values, tmp_path):
     assert "PosixPath" in text  # what YAML itself would refuse
     job = lf.load_job(values, ["adapters.law.optim.lr=5e-4"])
     assert job.config.adapter("law").optim.lr == 5e-4
-    assert [adapter.lora.rank for adapter in job.config.adapters] == [2, 3]
+    assert [adapter.lora.rank for adapter in job.config.adapters] == [4, 4]
     assert str(job).splitlines()[2].split()[:2] == ["adapter", "data"]
     with pytest.raises(ConfigError, match=r"config.no-adapters"):
         lf.load_job(path)
@@ -68,7 +69,7 @@ def test_errors_are_those_of_the_command_line(values, tmp_path):
 
 def test_a_plan_shows_the_screen_of_the_command(values, tmp_path):
     plan = lf.plan(values, device="h200", compare=True)
-    assert plan.numbers["adapters"]["med"]["rank"] == 3
+    assert plan.numbers["adapters"]["med"]["rank"] == 4
     assert f"plan {plan.plan.digest[:12]}" in str(plan)
     assert "one after another" in plan._repr_html_()
     assert "<iframe" in plan.timeline()._repr_html_()

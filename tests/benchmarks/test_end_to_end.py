@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from more_cases import nightly
 
 from benchmarks.end_to_end import grown
 from benchmarks.end_to_end_plot import comparable, draw, groups_of
@@ -19,15 +20,20 @@ from scheduling.comparison import host_wait_s
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-VARIANTS = ("ours", "mlora", "single_xla")  # the first two share their programs
+SHARED = ("ours", "mlora")  # they share their programs
+
+
+@pytest.fixture(scope="module", params=[SHARED, nightly((*SHARED, "single_xla"))], ids=" ".join)
+def variants(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(variants, tmp_path_factory):
     out = tmp_path_factory.mktemp("end_to_end")
     small = "--model tiny --layers 2 --adapters 2 --stages 2 --capacity 256 --slots 6 --no-profile"
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *VARIANTS, "--out", out],
+        [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *variants, "--out", out],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         check=True,
         cwd=ROOT,
@@ -40,8 +46,8 @@ def rows(folder):
     return {row["variant"]: row for row in map(json.loads, (folder / "end_to_end.jsonl").read_text().splitlines())}
 
 
-def test_a_row_per_variant_with_its_conditions(rows):
-    assert tuple(rows) == VARIANTS
+def test_a_row_per_variant_with_its_conditions(rows, variants):
+    assert tuple(rows) == variants
     for row in rows.values():
         assert "error" not in row
         assert {"device", "jax", "jaxlib", "date", "run"} <= row.keys()
@@ -60,8 +66,10 @@ def test_rates_count_tokens_in_the_slots(rows):
 
 def test_joint_training_has_the_highest_density(rows):
     """Times of a busy CPU say nothing, the plans do."""
-    assert rows["ours"]["density"] >= rows["mlora"]["density"] > rows["single_xla"]["density"]
-    assert rows["ours"]["noops"] < rows["single_xla"]["noops"]
+    assert rows["ours"]["density"] >= rows["mlora"]["density"]
+    if "single_xla" in rows:
+        assert rows["mlora"]["density"] > rows["single_xla"]["density"]
+        assert rows["ours"]["noops"] < rows["single_xla"]["noops"]
 
 
 def test_table_plot_and_traces_are_written(folder, rows):

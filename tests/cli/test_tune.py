@@ -52,6 +52,15 @@ def wide_job(job):
     return job.write()
 
 
+@pytest.fixture
+def few_candidates(monkeypatch):
+    """Two of each kernel: interpreting them all takes long, and tells nothing of a GPU."""
+    groups = tuner._groups
+    monkeypatch.setattr(
+        tuner, "_groups", lambda spec, quick: {kernel: all_[:2] for kernel, all_ in groups(spec, quick).items()}
+    )
+
+
 def test_every_projection_and_every_group_of_siblings_is_tuned_once(wide_job):
     model = ModelConfig(
         family="llama", vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8,
@@ -66,16 +75,17 @@ def test_every_projection_and_every_group_of_siblings_is_tuned_once(wide_job):
     assert {(s.tokens, s.tile, s.adapters, s.rate) for s in specs} == {(256, 128, 2, 0.1)}
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path):
-    path = tmp_path / "table.json"
-    first = lorafusion("tune", wide_job, "--quick", "--out", path)
+    path, settings = tmp_path / "table.json", ("lora.targets=[o_proj]",)
+    first = lorafusion("tune", wide_job, *settings, "--quick", "--out", path)
     assert first.code == 0, first.err
     assert first.last_line == f"next: lorafusion train {wide_job} --out runs/jobs"
     table = store.load(path)
     kernels = {entry.kernel for entry in table.entries}
     assert {"down", "da", "dsdb"} <= kernels
     store.save(store.Table(device=table.device, conditions=table.conditions, entries=table.entries[:-1]), path)
-    again = lorafusion("tune", wide_job, "--quick", "--out", path, "--json")
+    again = lorafusion("tune", wide_job, *settings, "--quick", "--out", path, "--json")
     assert again.code == 0, again.err
     assert store.load(path).entries[:-1] == table.entries[:-1]  # kept, not measured again
     best = json.loads(again.out)["best"]
@@ -83,6 +93,7 @@ def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path
     assert all(row["best_us"] <= row["worst_us"] for row in best)
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusion, tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     refused = lorafusion("tune", "--out", path)

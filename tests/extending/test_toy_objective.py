@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from more_cases import nightly
 from safetensors.numpy import load_file
 
 from lorafusion_jax.cli.main import run
@@ -88,12 +89,12 @@ def toy(install) -> None:
 def job(toy, tmp_path, write_rows, write_job):
     """job(names, **changes of pref) writes a job file; its data are the same whoever is in it."""
 
-    def make(names=("pref",), sections=None, **changes) -> str:
+    def make(names=("pref",), sections=None, held_out=False, **changes) -> str:
         entries = []
         for name in names:
             pairs = name != "law"
             data = {"train": write_pairs(tmp_path, name, 11) if pairs else write_rows("law", 12, 0, 20)}
-            data |= {"eval": write_pairs(tmp_path, f"{name}_eval", 4)} if pairs else {}
+            data |= {"eval": write_pairs(tmp_path, f"{name}_eval", 4)} if pairs and held_out else {}
             own = {"name": name, "data": data, "lora": {"rank": 4, "alpha": 8, "dropout": 0.1}, **OWN[name]}
             entries.append(own | (changes if name == "pref" else {}))
         optim = {"lr": 2e-3, "schedule": "constant", "warmup": 0}
@@ -182,10 +183,10 @@ def test_the_first_loss_is_the_formula_in_float64(job, tiny_base, tmp_path, caps
 
 
 def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(job, tmp_path, capsys):
-    joint = trained(job(tuple(OWN)), tmp_path / "joint", capsys)
+    joint = trained(job(tuple(OWN), held_out=True), tmp_path / "joint", capsys)
     assert any({"pref", "law"} <= adapters for adapters in shared_slots(joint))
     assert any({"pref", "calm"} <= adapters for adapters in shared_slots(joint))
-    for name in OWN:
+    for name in ("pref", "law"):
         alone = trained(job((name,)), tmp_path / name, capsys)
         for key, wanted in weights(alone, name).items():
             found = weights(joint, name)[key]
@@ -239,11 +240,12 @@ def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
         assert timeless[0] == timeless[1]
 
 
-def test_on_two_stages_and_two_replicas_it_is_the_same(job, tmp_path, capsys):
+@pytest.mark.parametrize("mesh", [{"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
+def test_on_several_devices_it_is_the_same(job, tmp_path, capsys, mesh):
     one = trained(job(("pref", "law")), tmp_path / "one", capsys)
-    four = trained(job(("pref", "law"), {"mesh": {"stages": 2, "data": 2}}), tmp_path / "four", capsys)
+    several = trained(job(("pref", "law"), {"mesh": mesh}), tmp_path / "several", capsys)
     for name in ("pref", "law"):
-        for a, b in zip(steps(one, name), steps(four, name), strict=True):
+        for a, b in zip(steps(one, name), steps(several, name), strict=True):
             np.testing.assert_allclose(a["loss"], b["loss"], rtol=TOLERANCE)
             np.testing.assert_allclose(a.get("margin", 0), b.get("margin", 0), rtol=1e-4, atol=1e-6)
 

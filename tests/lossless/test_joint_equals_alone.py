@@ -49,7 +49,10 @@ ADAPTERS = {
 }
 
 PAIR = ("law", "med")
-LARGE = {"capacity_tokens": 512, "tile_tokens": 32}
+LARGE = {
+    "batch": {"capacity_tokens": 512, "tile_tokens": 32},
+    "train": {"block_layers": 2, "remat": "nothing"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +104,14 @@ def test_joint_equals_separate_training(run):
 
 
 def test_packing_does_not_change_the_result(run):
-    """Nor does who shares a microbatch, which these two runs differ in as well."""
-    small, large = run(ADAPTERS).weights, run(PAIR, batch=LARGE).weights
-    repeated = run(PAIR, train={"block_layers": 2, "remat": "nothing"}).weights
+    """Nor do who shares a microbatch, what backward computes again, and how many layers a program has."""
+    small, large = run(ADAPTERS).weights, run(PAIR, **LARGE).weights
     for name in PAIR:
         assert worst_difference(small[name], large[name]) < TOLERANCE
-        assert worst_difference(small[name], repeated[name]) < TOLERANCE
 
 
 def test_reported_losses_do_not_depend_on_packing(run):
-    small, large = run(["law"]).losses("law"), run(PAIR, batch=LARGE).losses("law")
+    small, large = run(["law"]).losses("law"), run(PAIR, **LARGE).losses("law")
     assert len(small) == 5  # 14 samples in batches of 3
     np.testing.assert_allclose(small, large, rtol=TOLERANCE)
 

@@ -35,7 +35,8 @@ def config(write_job, write_rows):
         }
         for name, rest in ADAPTERS.items()
     ]
-    return load_config(write_job(entries, save={"every_steps": 2, "keep": 2}))
+    batch = {"capacity_tokens": 64, "tile_tokens": 16}
+    return load_config(write_job(entries, batch=batch, save={"every_steps": 2, "keep": 2}))
 
 
 def stop_after(slots: int):

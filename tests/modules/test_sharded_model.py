@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from more_cases import nightly
 
 from lorafusion_jax.modules import AdapterSpec, LoRAContext, apply_lora, use_adapters
 
@@ -42,7 +43,7 @@ def loss_and_gradients(mesh):
     return jax.device_get(step(lora, frozen, x, table))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, nightly(AxisType.Auto)])
 def test_a_sharded_model_trains_as_on_one_device(kind):
     want_loss, want = loss_and_gradients(None)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind, kind))

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 from cuda_lowering import H200
 from jax.sharding import AbstractMesh, use_abstract_mesh
+from more_cases import mostly_nightly
 
 from benchmarks import kernel_checks
 from benchmarks.kernel_calls import formula, gradients
 
 
-@pytest.mark.parametrize("backend", kernel_checks.BACKENDS)
+@pytest.mark.parametrize("backend", mostly_nightly(kernel_checks.BACKENDS, ["pallas_mosaic_gpu"]))
 def test_unsupported_cases_on_h200_are_the_expected_ones(backend):
     names = [name for other, name in kernel_checks.pairs() if other == backend]
     wrong = {}

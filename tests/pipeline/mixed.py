@@ -51,8 +51,8 @@ ADAPTERS = {
 }
 
 
-def write_mixed_job(folder: Path, base: Path, names=tuple(ADAPTERS), **sections) -> Path:
-    """Writes the job and its data; sections are keyword arguments."""
+def write_mixed_job(folder: Path, base: Path, names=tuple(ADAPTERS), held_out=("law", "chat"), **sections) -> Path:
+    """Writes the job and its data; sections are keyword arguments. Adapters in `held_out` are evaluated."""
     folder.mkdir(parents=True, exist_ok=True)
     adapters = []
     for name in names:
@@ -60,7 +60,7 @@ def write_mixed_job(folder: Path, base: Path, names=tuple(ADAPTERS), **sections)
         for file, count in ((name, entry.pop("rows")), (f"{name}_eval", 3)):
             draw = random.Random(file)
             (folder / f"{file}.jsonl").write_text("".join(json.dumps(_row(draw)) + "\n" for _ in range(count)))
-        data = {"train": f"{name}.jsonl"} | ({"eval": f"{name}_eval.jsonl"} if name in ("law", "chat") else {})
+        data = {"train": f"{name}.jsonl"} | ({"eval": f"{name}_eval.jsonl"} if name in held_out else {})
         adapters.append({"name": name, "data": data, **entry})
     job = {
         "base": {"model": str(base), "dtype": "float32"},

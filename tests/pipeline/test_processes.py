@@ -181,12 +181,19 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, kept_progr
     assert_equal(read_trained(tmp_path / "whole"), read_trained(again), TOLERANCE)
 
 
-def test_requests_are_carried_out_by_all(mixed_job, tmp_path):
-    run = tmp_path / "run"
-    processes = start(2, 1, "train", str(mixed_job), "--out", str(run), "mesh.data=2", "epochs=12")
+EQUAL = (  # to law, so that they share programs
+    "adapters.chat.lora.rank=4",
+    "adapters.chat.lora.targets=[q_proj, down_proj]",
+    "adapters.chat.optim.name=adamw",
+)
+
+
+def test_requests_are_carried_out_by_all(tmp_path, deep_base):
+    run, job = tmp_path / "run", write_mixed_job(tmp_path / "job", deep_base(True), MIXED, held_out=())
+    processes = start(2, 1, "train", str(job), "--out", str(run), "mesh.data=2", "epochs=12", *EQUAL)
     signal_under_way(processes, run, signal.SIGCONT)  # changes nothing
     write_request(run, "cancel", "chat")
-    late = load_config(mixed_job).adapter("law").model_copy(update={"name": "late", "seed": 5})
+    late = load_config(job).adapter("law").model_copy(update={"name": "late", "seed": 5})
     write_addition(run, [late])
     left = wait(processes)
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
@@ -260,6 +267,7 @@ def test_stages_stay_inside_a_process(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_a_folder_that_the_first_process_cannot_write_ends_all_at_once(job, tmp_path):
     (tmp_path / "file").touch()
     began = time.monotonic()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
+from more_cases import nightly
 
 from lorafusion_jax.checkpoint import folder as run_folder
 from lorafusion_jax.config import load_config
@@ -77,13 +78,17 @@ def in_the_middle_of_a_batch(run) -> bool:
     return bool(batches[0] & batches[1])
 
 
+HALVES = {"stages": 2, "data": 2, "layers": [1.5, 3.5]}
+
+
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
-        ({"stages": 2, "data": 2}, []),
-        ({"stages": 2, "data": 2}, ["mesh.data=1", "mesh.stages=1"]),
-        ({}, ["mesh.data=2", "mesh.fsdp=2"]),
-        ({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
+        (HALVES, []),
+        (HALVES, ["mesh.data=1", "mesh.stages=1"]),
+        ({}, ["mesh.data=2", "mesh.fsdp=2", "train.remat=nothing"]),
+        ({}, ["mesh.stages=2", "mesh.data=2", "mesh.layers=[1.5, 3.5]"]),
+        nightly({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
     ],
     ids=lambda value: " ".join(value).replace("mesh.", "") if isinstance(value, list) else None,
 )

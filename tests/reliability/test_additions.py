@@ -12,6 +12,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
+from more_cases import nightly
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
 from lorafusion_jax.checkpoint import folder as folder_module
@@ -104,9 +105,7 @@ def assert_bitwise(run, expected, names):
             np.testing.assert_array_equal(array, weights_of(expected, name)[key], err_msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(ONE_DEVICE, marks=pytest.mark.nightly), TWO_BY_TWO], ids=["one device", "two by two"]
-)
+@pytest.mark.parametrize("mesh", [ONE_DEVICE, nightly(TWO_BY_TWO)], ids=["one device", "two by two"])
 def test_an_adapter_joins_while_others_train(mesh, make_config, tax, healthy, alone, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(mesh), run, listeners=[asks(run, ("law", 1, tax, "add"))])
@@ -237,7 +236,7 @@ def test_a_finished_adapter_goes_on_from_its_last_state(asked, healthy, tmp_path
 def test_an_adapter_that_joined_moves_to_other_devices_with_the_others(asked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(asked, run, symlinks=True)
-    cut_to(run, 1)  # before anybody joined
+    cut_to(run, 1)  # before anybody joined: they join on the other devices
     assert statuses(resume(run, ["mesh.stages=2", "mesh.data=2"])) == dict.fromkeys(ROWS, "done")
     assert_same_numbers(run, asked, ROWS)
 

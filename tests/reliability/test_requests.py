@@ -11,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
+from more_cases import nightly
 from sick_adapters import settings, with_optim
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
@@ -25,9 +26,7 @@ NAMES = ("law", "bad", "med")
 WELL = ("law", "med")
 ONE_DEVICE = {"stages": 1, "data": 1}
 TWO_BY_TWO = {"stages": 2, "data": 2}
-MESHES = pytest.mark.parametrize(
-    "mesh", [pytest.param(ONE_DEVICE, marks=pytest.mark.nightly), TWO_BY_TWO], ids=["one device", "two by two"]
-)
+MESHES = pytest.mark.parametrize("mesh", [nightly(ONE_DEVICE), TWO_BY_TWO], ids=["one device", "two by two"])
 LORA = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "down_proj"]}
 SICK = settings("adamw lr 1e38", lr=1e38)
 
@@ -146,8 +145,13 @@ def test_a_weight_changes_who_is_first(make_config, healthy, tmp_path):
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)
 
 
-@pytest.mark.parametrize("kind", ["replanned", "adapter-changed", "saved"])
-@pytest.mark.parametrize("action", ["cancel", "pause"])
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [
+        ("cancel", "replanned"), nightly("cancel", "adapter-changed"), nightly("cancel", "saved"),
+        nightly("pause", "replanned"), ("pause", "adapter-changed"), ("pause", "saved"),
+    ],
+)  # fmt: skip
 def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, healthy, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     config = make_config(ONE_DEVICE)
@@ -241,7 +245,7 @@ def test_a_run_moves_to_other_devices_after_a_request(make_config, healthy, tmp_
         train(make_config(ONE_DEVICE), run, listeners=listeners)
     for slot in sorted(int(slot.name) for slot in (run / "state").iterdir())[1:]:  # back to before the request
         shutil.rmtree(run / "state" / str(slot))
-    assert statuses(resume(run, ["mesh.stages=2"])) == {"law": "done", "bad": "paused", "med": "done"}
+    assert statuses(resume(run, ["mesh.stages=2", "mesh.data=2"])) == {"law": "done", "bad": "paused", "med": "done"}
     write_request(run, "continue", "bad")
     assert set(statuses(resume(run)).values()) == {"done"}
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)

@@ -11,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import small_jobs
+from more_cases import nightly
 from sick_adapters import ALWAYS, ALWAYS_ON_A_MESH, CASES, ON_A_MESH, Case, install, with_optim
 
 from lorafusion_jax.checkpoint.peft import read_adapter
@@ -128,7 +129,7 @@ def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkey
             np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
-@pytest.mark.parametrize("mesh", [ONE_DEVICE, TWO_BY_TWO], ids=["one device", "two by two"])
+@pytest.mark.parametrize("mesh", [nightly(ONE_DEVICE), TWO_BY_TWO], ids=["one device", "two by two"])
 def test_a_run_goes_on_after_a_failure(mesh, make_config, healthy, tmp_path):
     """The oldest checkpoint knows of no failure, the newest but one does."""
     reference, run = healthy(mesh), tmp_path / "run"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from more_cases import nightly
 
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask, keep_words
 from pallas_kernels.linear import passes
@@ -101,7 +102,7 @@ def implementation(request, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("pallas", SEVERAL), ("xla", SEVERAL), ("pallas", MANY)],
+    [("pallas", SEVERAL), ("xla", SEVERAL), nightly("pallas", MANY)],
     ids=["kernels, ranks 1 to 256", "xla, ranks 1 to 256", "kernels, 300 adapters"],
 )
 def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, ranks):

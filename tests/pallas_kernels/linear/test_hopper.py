@@ -9,6 +9,7 @@ from gpu_interpreter import needs_gpu_interpreter
 from hopper_problems import ADAPTERS, BF16, BLOCKS, COLUMNS, OWNER, RANK, by_adapter, interpreted, normal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from kernel_problems import draw, relative
+from more_cases import nightly
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
@@ -41,7 +42,9 @@ def problem():
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("config", [DropDownConfig(split_k=1), DropDownConfig(split_k=2, stages=2, block_k=256)])
+@pytest.mark.parametrize(
+    "config", [nightly(DropDownConfig(split_k=1)), DropDownConfig(split_k=2, stages=2, block_k=256)]
+)
 def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
     with interpreted():
         s, bits = drop_down(problem["x"], problem["bank"], jnp.asarray(BLOCKS), problem["drop"], config=config)
@@ -52,7 +55,7 @@ def test_s_and_the_keep_bits_come_out_of_one_pass(problem, config):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("with_low", [False, True])
+@pytest.mark.parametrize("with_low", [nightly(False), True])
 def test_da_and_the_masked_low_rank_part_of_dx(problem, with_low):
     chunks, ds = problem["chunks"], normal(2, OWNER.size, RANK)
     more = LOW_RANK - RANK if with_low else 0
@@ -122,7 +125,9 @@ def test_join_takes_projections_of_different_ranks():
     assert (got[144:] == 0).all()
 
 
-@pytest.mark.parametrize(("rank", "siblings"), [(256, 1), (64, 3)])  # together 256: three stages take 245784 bytes
+@pytest.mark.parametrize(
+    ("rank", "siblings"), [nightly(256, 1), (64, 3)]
+)  # together 256: three stages take 245784 bytes
 def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, rank=rank, adapters=2, rate=0.1, tile=64)
     arrays = jax.eval_shape(lambda: make_arrays(spec))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from more_cases import nightly
 
 import pallas_kernels as pk
 from pallas_kernels.dropout import keep_words, unpack
@@ -66,7 +67,7 @@ def words(dropout):
     return keep_words(dropout, np.minimum(OWNER, ADAPTERS - 1), COLUMNS)
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward", "backward with dropout"])
+@pytest.mark.parametrize("mode", ["forward", nightly("backward"), "backward with dropout"])
 def test_products(mode, words):
     transposed, depth = mode != "forward", 128
     shape = (COLUMNS, RANK) if transposed else (RANK, COLUMNS)
@@ -93,7 +94,7 @@ def test_products(mode, words):
     assert finite(clean).all()
 
 
-@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("split_k", [nightly(1), 2])
 def test_s_of_dropped_x(split_k, dropout):
     columns = COLUMNS * split_k
     x, bank = normal(4, OWNER.size, columns), normal(5, ADAPTERS + 1, RANK, columns).at[ADAPTERS].set(0)
@@ -111,7 +112,7 @@ def test_s_of_dropped_x(split_k, dropout):
     assert finite(s).all()
 
 
-@pytest.mark.parametrize("with_low", [True, False])
+@pytest.mark.parametrize("with_low", [True, nightly(False)])
 def test_da_and_the_low_rank_part_of_dx(with_low, words):
     """In chunks of two blocks: the last one of the well adapter is half empty, and the sick one's is behind it."""
     chunks = make_chunks(jnp.where(BLOCKS == ADAPTERS, -1, BLOCKS), ADAPTERS, 2, single=False)

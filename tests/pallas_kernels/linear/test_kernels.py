@@ -13,6 +13,7 @@ from gpu_interpreter import needs_gpu_interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from kernel_problems import draw, new_residuals, ours, relative
+from more_cases import mostly_nightly, nightly
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
@@ -45,8 +46,13 @@ def test_chunks_hold_every_block_once_and_one_adapter_each(seed, size):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("split_n", [True, False])
-@pytest.mark.parametrize("mode", ["forward", "backward", "backward with dropout"])
+@pytest.mark.parametrize(
+    ("mode", "split_n"),
+    [
+        ("forward", True), nightly("forward", False), ("backward", False), nightly("backward", True),
+        ("backward with dropout", True), nightly("backward with dropout", False),
+    ],
+)  # fmt: skip
 def test_hopper_gemm_in_the_interpreter(mode, split_n):
     random = np.random.default_rng(0)
     rows, columns, depth, rank, adapters = 256, 256, 128, 16, 2
@@ -163,8 +169,13 @@ def test_with_64_bit_integers_the_default_is_xla_and_kernels_say_why_not(device)
                 lowered(device, partial(step, backend), arrays)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("backend", "kernels"), [(None, (5, 4)), ("pallas_triton", (9, 0)), ("xla", (0, 0))])
+@pytest.mark.parametrize(
+    ("backend", "kernels", "check_vma"),
+    [
+        (None, (5, 4), True), nightly(None, (5, 4), False), ("pallas_triton", (9, 0), True),
+        ("pallas_triton", (9, 0), False), ("xla", (0, 0), True), ("xla", (0, 0), False),
+    ],
+)  # fmt: skip
 def test_ops_lower_inside_shard_map_and_the_default_is_the_fast_backend(backend, kernels, check_vma):
     spec = LinearSpec(tokens=2 * 2048, in_features=4096, out_features=4096, adapters=4, rate=0.1)
     arrays = jax.eval_shape(lambda: make_arrays(spec))
@@ -240,8 +251,17 @@ def test_only_hopper_has_compiler_options():
         assert pk.compiler_options() == {"xla_gpu_enable_triton_gemm": False}
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("chunks", "rank"), [(7, 16), (33, 32), (100, 128), (300, 16)])
+@pytest.mark.parametrize(
+    ("chunks", "rank", "transposed"),
+    mostly_nightly(
+        [
+            (chunks, rank, turned)
+            for chunks, rank in [(7, 16), (33, 32), (100, 128), (300, 16)]
+            for turned in (True, False)
+        ],
+        [(7, 16, False), (100, 128, True), (300, 16, False)],
+    ),
+)
 def test_partial_sums_of_an_adapter_ignore_the_others(chunks, rank, transposed):
     random = np.random.default_rng(0)
     partials = random.normal(size=(chunks, 64, rank)).astype(np.float32)
@@ -270,7 +290,7 @@ def test_an_adapter_without_partial_sums_gets_zeros():
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("parts", [[(0, 32), (32, 16), (48, 16)], [(0, 24), (32, 5)], [(0, 8)]])
+@pytest.mark.parametrize("parts", [[(0, 32), (32, 16), (48, 16)], [(0, 24), (32, 5)], nightly([(0, 8)])])
 def test_parts_of_a_sum_are_its_columns_bit_for_bit(parts, transposed):
     random = np.random.default_rng(1)
     partials = jnp.asarray(random.normal(size=(20, 64, 64)).astype(np.float32))

@@ -1,6 +1,7 @@
 """jax's transformations around the ops: right, or refused with the way out."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ from cuda_lowering import H200, num_kernels
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from kernel_problems import draw, relative
-from sharded_problems import KINDS, mesh_of, put
+from more_cases import mostly_nightly, nightly
+from sharded_problems import mesh_of, put
 
 import pallas_kernels as pk
 from pallas_kernels.arg_specs import LinearSpec, make_arrays
@@ -40,8 +42,14 @@ def assert_equal_trees(got, want):
         assert relative(one, other) < 1e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("axes", [(0, None, None, None), (0, 0, 0, None), (0, None, None, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "backend"),
+    mostly_nightly(
+        list(product([(0, None, None, None), (0, 0, 0, None), (0, None, None, 0)], BACKENDS)),
+        [((0, 0, 0, None), "pallas_triton"), ((0, None, None, 0), "pallas_triton"), ((0, None, None, 0), "xla")],
+    ),
+    ids=str,
+)
 def test_vmap_is_a_loop_over_calls(backend, axes):
     """x alone; adapters of its own for each element; a table of its own for each element."""
     arguments, _ = draw(table=TABLE, rates=[0.1, 0.5, 0.0])
@@ -90,8 +98,13 @@ def test_forward_mode_is_refused():
         jax.jvp(lambda x: layer(x, *operands), (arguments["x"],), (arguments["x"],))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        (None, "pallas_triton"), ("automatic", "pallas_triton"), ("explicit", "xla"), nightly(None, "xla"),
+        nightly("automatic", "xla"), nightly("explicit", "pallas_triton"),
+    ],
+)  # fmt: skip
 def test_layers_in_a_scan_with_rematerialisation(kind, backend):
     """Three layers in a scan, S and bits kept by name: on one device and on a mesh."""
     arguments, _ = draw(table=TABLE, k=64, widths=(64,), rates=[0.1, 0.5, 0.0])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_problems import TILE, draw, new_residuals, relative
+from more_cases import mostly_nightly, nightly
 
 import pallas_kernels as pk
 from pallas_kernels.linear.reference import reference_multi_lora_linear
@@ -28,6 +29,8 @@ CASES = {
     "up without LoRA": {"ranks": (8, None, 8), "rates": [0.1, 0.2], "down_rates": [0.2, 0.1]},
     "down without LoRA": {"ranks": (8, 8, None), "rates": [0.1, 0.2], "bias": True},
 }
+
+PARTS = {"dropout before gate and up", "dropout before down", "up without LoRA"}  # other cases have them, too
 
 
 def draw_mlp(*, d=D, f=F, ranks=(8, 8, 8), rates=None, down_rates=None, bias=False):
@@ -70,7 +73,7 @@ def value_and_gradients(mlp, arguments, dy):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_nightly(CASES, CASES.keys() - PARTS))
 def test_values_and_gradients(backend, case):
     arguments, dy = draw_mlp(**CASES[case])
     got = value_and_gradients(ours(backend), arguments, dy)
@@ -173,12 +176,13 @@ def lowered(tokens=8192, width=4096, hidden=14336, ranks=(16, 16, 16), tile=128,
         return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+NARROW = (16, 16, 16), ("lora_wide_gate_backward",)
+WIDE = (32, 16, 16), ("lora_gate_backward", "lora_wide_dsdb")
+
+
 @pytest.mark.parametrize(
-    ("ranks", "passes"),
-    [((16, 16, 16), ("lora_wide_gate_backward",)), ((32, 16, 16), ("lora_gate_backward", "lora_wide_dsdb"))],
-    ids=["16", "32"],
+    ("adapters", "ranks", "passes"), [(4, *NARROW), (1, *WIDE), nightly(1, *NARROW), nightly(4, *WIDE)], ids=str
 )
-@pytest.mark.parametrize("adapters", [1, 4])
 def test_hopper_runs_the_mlp_as_one_op(adapters, ranks, passes):
     """Up to rank 16 no pass reads the gradients of gate and up again for dS and dB; above, one of their own does."""
     text = lowered(ranks=ranks, adapters=adapters)
@@ -190,9 +194,12 @@ def test_hopper_runs_the_mlp_as_one_op(adapters, ranks, passes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ranks": (16, 16, 0)}, {"ranks": (16, 0, 16)}, {"hidden": 14336 - 128}, {"implementation": "xla"}, {"tile": 32}],
+    [
+        {"ranks": (16, 16, 0)}, nightly({"ranks": (16, 0, 16)}), {"hidden": 14336 - 128}, {"implementation": "xla"},
+        {"tile": 32},
+    ],
     ids=["down-without-lora", "up-without-lora", "odd-width", "xla", "small-tiles"],
-)
+)  # fmt: skip
 def test_what_the_gate_kernels_cannot_serve_is_served_otherwise(changes):
     assert "lora_gate" not in lowered(**changes)
 

@@ -14,6 +14,7 @@ from gpu_interpreter import needs_gpu_interpreter
 from hopper_problems import interpreted
 from jax._src import config as jax_config
 from kernel_problems import draw, relative
+from more_cases import nightly
 
 import pallas_kernels as pk
 from pallas_kernels import triton_call
@@ -82,9 +83,7 @@ def both_ways(given, dy, implementation, dtype):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize(
-    "ranks", [RANKS[0], pytest.param(RANKS[1], marks=pytest.mark.nightly), RANKS[2]], ids=["mixed", "16", "large"]
-)
+@pytest.mark.parametrize("ranks", [nightly(RANKS[0]), nightly(RANKS[1]), RANKS[2]], ids=["mixed", "16", "large"])
 def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks):
     given, dy = draw_mlp(ranks)
     want = both_ways(given, dy, "xla", jnp.float32)
