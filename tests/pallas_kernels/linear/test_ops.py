@@ -282,7 +282,7 @@ def test_names_and_shapes_are_checked():
 
 
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("backend", [nightly(None), *BACKENDS])
 def test_no_rows_and_scales_of_other_shapes(backend):
     arguments, _ = draw(table=TABLE)
     x, w, a, b = arguments["x"], arguments["ws"][0], arguments["as_"][0], arguments["bs"][0]
@@ -316,7 +316,7 @@ def test_scale_gets_a_zero_gradient(backend):
     assert not jax.grad(loss)(arguments["scale"]).any()
 
 
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("backend", [nightly(None), *BACKENDS])
 def test_ranks_change_nothing_where_the_other_columns_are_zero(backend):
     arguments, _ = draw(table=TABLE)
     ranks = (8, 3, 5)
