@@ -23,19 +23,19 @@ from scheduling.comparison import host_wait_s
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SHARED = ("ours", "mlora")  # they share their programs
-SMALL = {"model": "tiny", "adapters": 2, "capacity": 256, "slots": 6}
+SMALL = {"model": "tiny", "adapters": 2, "capacity": 256}
 
 
-@pytest.fixture(scope="module", params=[(SHARED, 1), nightly(((*SHARED, "single_xla"), 2))], ids=str)
+@pytest.fixture(scope="module", params=[(SHARED, 1, 8), nightly(((*SHARED, "single_xla"), 2, 6))], ids=str)
 def case(request):
-    """(variants, stages); a layer for each stage."""
+    """(variants, stages, slots); a layer for each stage. Jobs have whole batches: on one stage two slots too few."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def folder(case, tmp_path_factory):
-    (variants, stages), out = case, tmp_path_factory.mktemp("end_to_end")
-    sizes = SMALL | {"layers": stages, "stages": stages}
+    (variants, stages, slots), out = case, tmp_path_factory.mktemp("end_to_end")
+    sizes = SMALL | {"layers": stages, "stages": stages, "slots": slots}
     small = " ".join(f"--{name} {value}" for name, value in sizes.items()) + " --no-profile"
     subprocess.run(
         [sys.executable, "-m", "benchmarks.end_to_end", *small.split(), "--variants", *variants, "--out", out],
@@ -52,7 +52,7 @@ def rows(folder):
 
 
 def test_a_row_per_variant_with_its_conditions(rows, case):
-    variants, stages = case
+    variants, stages, _ = case
     assert tuple(rows) == variants
     for row in rows.values():
         assert "error" not in row
