@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_jobs
 from flax import nnx
 from more_cases import nightly
 from safetensors.numpy import load_file
@@ -33,14 +34,20 @@ SCALED = AdapterKind(
 """
 
 
-@pytest.fixture(autouse=True)
-def _installed(install):
-    install("toy_kind", SOURCE, {"lorafusion_jax.adapter_kinds": {"scaled": "SCALED"}})
+ONE_LINEAR = {"targets": ["q_proj"]}  # smaller programs
 
 
-@pytest.fixture
-def job(write_rows, write_job):
-    rows = {name: write_rows(f"{name}.jsonl", 12, seed, 20) for seed, name in enumerate(("toy", "plain"))}
+@pytest.fixture(scope="module", autouse=True)
+def _installed(install_for_module):
+    install_for_module("toy_kind", SOURCE, {"lorafusion_jax.adapter_kinds": {"scaled": "SCALED"}})
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_base):
+    """job({name: kind}, **sections) → job file, always in the same folder."""
+    folder = tmp_path_factory.mktemp("job")
+    ranks = {"toy": 2, "plain": 4}
+    rows = {name: small_jobs.write_rows(folder, name, 12, longest=20) for name in ranks}
 
     def make(kinds: dict[str, str], **sections):
         adapters = [
@@ -48,46 +55,55 @@ def job(write_rows, write_job):
                 "name": name,
                 "data": {"train": rows[name], "eval": rows[name]},
                 "batch": {"global_samples": 4},
-                "lora": {"kind": kind, "rank": 2 + 2 * seed, "dropout": 0.1},
+                "lora": {"kind": kind, "rank": ranks[name], "dropout": 0.1},
                 "optim": {"lr": 0.02, "schedule": "constant"},
             }
-            for seed, (name, kind) in enumerate(kinds.items())
+            for name, kind in kinds.items()
         ]
-        return write_job(adapters, **sections)
+        return small_jobs.write_job(folder, tiny_base, adapters, **sections)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def joint(job, tmp_path_factory):
+    """A run of both kinds together."""
+    out = tmp_path_factory.mktemp("runs") / "joint"
+    both = job({"toy": "scaled", "plain": "lora"}, lora=ONE_LINEAR)
+    assert run(["train", str(both), "--out", str(out)]) == 0
+    return out
 
 
 def trained(folder, name):
     return load_file(folder / "adapters" / name / "latest" / "adapter_model.safetensors")
 
 
-def test_trains_with_lora_to_equivalent_peft_folders_that_none_of_its_kind_starts_from(job, tmp_path, capsys):
-    assert run(["train", str(job({"toy": "scaled", "plain": "lora"})), "--out", str(tmp_path / "both")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "both" / "metrics.jsonl").read_text().splitlines()]
+def test_trains_with_lora_to_equivalent_peft_folders(joint):
+    rows = [json.loads(line) for line in (joint / "metrics.jsonl").read_text().splitlines()]
     evals = [row["eval_loss"] for row in rows if row["kind"] == "eval" and row["adapter"] == "toy"]
     assert evals[-1] < evals[0]
 
     from lorafusion_jax.training.verify import verify_exports
 
-    for check in verify_exports(tmp_path / "both").values():
+    for check in verify_exports(joint).values():
         assert check.delta < 1e-5 * check.trained  # B times the column's scale, rounded once more
 
-    capsys.readouterr()  # a PEFT folder has no scales for another run to go on from
-    start = f"adapters.toy.lora.init_from={tmp_path}/both/adapters/plain/latest"
-    assert run(["train", str(job({"toy": "scaled"})), "--out", str(tmp_path / "second"), start]) == 2
-    assert "error[peft.kind]" in capsys.readouterr().err
-    assert not (tmp_path / "second").exists()
 
-
-@pytest.mark.parametrize("mesh", [{"data": 2}, nightly({}), nightly({"stages": 2, "data": 2})])
-def test_joint_equals_separate_training(job, tmp_path, mesh):
-    """Another packing, so sums come in another order."""
-    joint, alone = tmp_path / "joint", tmp_path / "alone"
-    assert run(["train", str(job({"toy": "scaled", "plain": "lora"}, mesh=mesh)), "--out", str(joint)]) == 0
-    assert run(["train", str(job({"toy": "scaled"})), "--out", str(alone)]) == 0
+@pytest.mark.parametrize("mesh", [nightly({}), {"stages": 2, "data": 2}])
+def test_joint_equals_separate_training(joint, job, tmp_path, mesh):
+    """Another packing and another layout, so sums come in another order."""
+    alone = tmp_path / "alone"
+    assert run(["train", str(job({"toy": "scaled"}, mesh=mesh, lora=ONE_LINEAR)), "--out", str(alone)]) == 0
     ours, theirs = trained(joint, "toy"), trained(alone, "toy")
     assert max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours) < 1e-5
+
+
+def test_it_cannot_go_on_from_a_peft_folder(joint, job, tmp_path, capsys):
+    latest = joint / "adapters" / "plain" / "latest"
+    again = job({"toy": "scaled"}, lora=ONE_LINEAR)
+    assert run(["train", str(again), "--out", str(tmp_path / "second"), f"adapters.toy.lora.init_from={latest}"]) == 2
+    assert "error[peft.kind]" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
 
 
 def test_works_in_an_nnx_model():

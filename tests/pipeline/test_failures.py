@@ -34,10 +34,10 @@ def no_hang():
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, deep_base):
+def config(tmp_path_factory, tiny_base):
     job = write_mixed_job(
         tmp_path_factory.mktemp("job"),
-        deep_base(True),
+        tiny_base,
         NAMES,
         mesh={"stages": 2},
         train={"block_layers": 1},

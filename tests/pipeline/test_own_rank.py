@@ -31,7 +31,7 @@ from lorafusion_jax.planning.prediction import predicted_parameters
 from lorafusion_jax.training import resume, train
 from lorafusion_jax.training.state import Progress
 
-TARGETS = {"thin": ["v_proj"], "middle": ["q_proj", "v_proj", "down_proj"], "wide": ["q_proj", "k_proj", "gate_proj"]}
+TARGETS = {"thin": ["down_proj"], "middle": ["q_proj", "down_proj"], "wide": ["q_proj", "v_proj"]}
 RANKS = {"thin": 1, "middle": 8, "wide": 64}
 
 
@@ -85,7 +85,7 @@ def runs(write, tmp_path_factory, saves_wait):
 
 
 def own_parameters(shape) -> int:
-    widths = {"q_proj": 64, "k_proj": 48, "v_proj": 48, "gate_proj": 80, "down_proj": 80}  # K + N
+    widths = {"q_proj": 64, "v_proj": 48, "down_proj": 80}  # K + N
     return shape.num_layers * sum(RANKS[name] * sum(widths[target] for target in TARGETS[name]) for name in RANKS)
 
 

@@ -55,9 +55,9 @@ def drawn(ranks, seed=0):
     return Static(tile=TILE, num_adapters=count, single=False, interpret=True), ops, dys
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def evaluated(static, ops, dys):
-    """What the extra ranks add to y, dx, dA and dB."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def evaluated(name, static, ops, dys):
+    """What the extra ranks add to y, dx, dA and dB, by an implementation that is in use."""
     _, extra = split_ranks(static, ops, FIRST)
     assert extra is not None
     bits = keep_words(ops.dropout, jnp.repeat(ops.tile_adapter, TILE), K)
@@ -92,12 +92,12 @@ def use(name, monkeypatch):
     without_kernels = SimpleNamespace(**{name: getattr(xla, name) for name in pallas.__dict__ if hasattr(xla, name)})
     chosen = pallas if name == "pallas" else without_kernels
     monkeypatch.setattr(passes, "load", lambda: chosen)
-    evaluated.clear_cache()
+    return name
 
 
 @pytest.fixture(params=["pallas", "xla"])
 def implementation(request, monkeypatch):
-    use(request.param, monkeypatch)
+    return use(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def implementation(request, monkeypatch):
 def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, ranks):
     use(name, monkeypatch)
     static, ops, dys = drawn(ranks)
-    got, want = evaluated(static, ops, dys), formula(ops, dys)
+    got, want = evaluated(name, static, ops, dys), formula(ops, dys)
     for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, got, want)):
         assert each < 1e-5, (jax.tree_util.keystr(path), each)
 
@@ -118,8 +118,8 @@ def test_what_an_adapter_gets_does_not_depend_on_the_others(implementation):
     sick = 5
     rows = np.repeat(np.asarray(ops.tile_adapter) != sick, TILE)
     broken = {name: tuple(bank.at[sick].set(jnp.nan) for bank in getattr(ops, name)) for name in ("as_", "bs")}
-    before = evaluated(static, ops, dys)
-    after = evaluated(static, ops.__class__(**{**fields(ops), **broken}), dys)
+    before = evaluated(implementation, static, ops, dys)
+    after = evaluated(implementation, static, ops.__class__(**{**fields(ops), **broken}), dys)
     for old, new in zip([*before["y"], before["dx"]], [*after["y"], after["dx"]], strict=True):
         np.testing.assert_array_equal(np.asarray(old)[rows], np.asarray(new)[rows])
     others = [k for k in range(len(SEVERAL)) if k != sick]
@@ -137,8 +137,8 @@ def test_rows_of_small_adapters_are_not_visited(implementation):
         "as_": tuple(a.at[jnp.array(small), :, FIRST:].set(jnp.nan) for a in ops.as_),
         "bs": tuple(b.at[jnp.array(small), FIRST:].set(jnp.nan) for b in ops.bs),
     }
-    changed = evaluated(static, ops.__class__(**{**fields(ops), **wrong}), dys)
-    jax.tree.map(np.testing.assert_array_equal, changed, evaluated(static, ops, dys))
+    changed = evaluated(implementation, static, ops.__class__(**{**fields(ops), **wrong}), dys)
+    jax.tree.map(np.testing.assert_array_equal, changed, evaluated(implementation, static, ops, dys))
 
 
 def relative(got, want) -> float:

@@ -125,9 +125,8 @@ def test_join_takes_projections_of_different_ranks():
     assert (got[144:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("rank", "siblings"), [nightly(256, 1), (64, 3)]
-)  # together 256: three stages take 245784 bytes
+# together 256: three stages take 245784 bytes
+@pytest.mark.parametrize(("rank", "siblings"), [nightly(256, 1), (64, 3)])
 def test_large_ranks_with_dropout_fit_into_shared_memory(rank, siblings):
     spec = LinearSpec(tokens=2048, in_features=1024, out_features=1024, rank=rank, adapters=2, rate=0.1, tile=64)
     arrays = jax.eval_shape(lambda: make_arrays(spec))

@@ -34,21 +34,23 @@ def case(request):
     return draw(request.param, BOTH)
 
 
-def draw(dropped: bool, both: int, blocks: np.ndarray = BLOCKS, size: int = SIZE) -> dict[str, Any]:
+def draw(
+    dropped: bool, both: int, blocks: np.ndarray = BLOCKS, size: int = SIZE, columns: int = COLUMNS
+) -> dict[str, Any]:
     owner = np.repeat(blocks, 64)
     rows = owner.size
     drop = pk.Dropout(
         rate=jnp.array([0.1, 0.5]), key=jnp.array([1, 2], jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32) * 7
     )
     own = jnp.minimum(owner, ADAPTERS - 1)
-    b, a = (normal(i, ADAPTERS + 1, rank, COLUMNS).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
+    b, a = (normal(i, ADAPTERS + 1, rank, columns).at[ADAPTERS].set(0) * 0.3 for i, rank in enumerate((both, BEHIND)))
     return {
         "owner": owner, "drop": drop if dropped else None,
-        "words": keep_words(drop, own, COLUMNS) if dropped else None,
-        "keep": np.asarray(keep_mask(drop, own, COLUMNS)) if dropped else np.True_,
+        "words": keep_words(drop, own, columns) if dropped else None,
+        "keep": np.asarray(keep_mask(drop, own, columns)) if dropped else np.True_,
         "b": b, "a": a,
         "chunks": make_chunks(jnp.where(blocks == ADAPTERS, -1, blocks), ADAPTERS, size, single=False),
-        "gate": normal(4, rows, COLUMNS), "up": normal(5, rows, COLUMNS), "dh": normal(6, rows, COLUMNS),
+        "gate": normal(4, rows, columns), "up": normal(5, rows, columns), "dh": normal(6, rows, columns),
         "s": normal(7, rows, both), "ds": normal(8, rows, BEHIND),
     }  # fmt: skip
 
@@ -117,17 +119,19 @@ GATE_FIRST, UP_FIRST = ((0, 16), (16, 16)), ((16, 16), (0, 16))  # up, where its
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
-    ("dropped", "size", "gating", "stages", "parts", "sick", "places"),
+    ("dropped", "columns", "size", "gating", "stages", "parts", "sick", "places"),
     [
-        nightly(True, 4, 2, 2, 3, None, GATE_FIRST),  # parts of different length
-        nightly(False, 4, 3, 3, 2, 0, GATE_FIRST),
-        (True, 1, 2, 4, 8, 1, UP_FIRST),  # fewer row blocks than warpgroups that gate, more parts than there can be
+        (True, 256, 4, 2, 2, 2, 0, UP_FIRST),
+        # fewer row blocks than warpgroups that gate; more parts than there can be, and of different length
+        (False, 320, 1, 2, 4, 8, None, GATE_FIRST),
+        nightly(True, 512, 4, 2, 2, 3, None, GATE_FIRST),
+        nightly(False, 512, 4, 3, 3, 2, 0, UP_FIRST),
+        nightly(True, 512, 1, 2, 4, 8, 1, GATE_FIRST),
     ],
 )
-def test_one_pass_makes_all_gradients_around_the_gate(dropped, size, gating, stages, parts, sick, places):
-    case = draw(
-        dropped, 32, np.array([1, 0, 2, 1, 1, 0, 1, 1], np.int32), size
-    )  # 5 blocks of one: a full chunk, and one
+def test_one_pass_makes_all_gradients_around_the_gate(dropped, columns, size, gating, stages, parts, sick, places):
+    blocks = np.array([1, 0, 2, 1, 1, 0, 1, 1], np.int32)  # 5 blocks of one: a full chunk, and one
+    case = draw(dropped, 32, blocks, size, columns)
     own = case["owner"]
     ill = jnp.asarray(sick == own)[:, None] if sick is not None else False
     dh = jnp.where(ill, jnp.nan, case["dh"])

@@ -22,7 +22,7 @@ from pallas_kernels.dropout import unpack
 from pallas_kernels.linear import describe
 from pallas_kernels.linear.hopper import backend
 
-D, F, TILE, TABLE = 256, 512, 64, [1, -1, 0]
+D, TILE, TABLE = 256, 64, [1, -1, 0]
 RANKS = (
     (8, 20, 12),  # padded to 16, 32 and 16: up comes first in S, and gate and up together are padded to 64
     (8, 16, 12),  # padded to 16: one pass makes all gradients around the gate
@@ -61,10 +61,10 @@ def on_hopper(monkeypatch):
     return interpreted
 
 
-def draw_mlp(ranks):
+def draw_mlp(ranks, hidden):
     shared = {"table": TABLE, "adapters": 2, "tile": TILE, "dtype": jnp.bfloat16}
-    before, _ = draw(k=D, widths=(F, F), ranks=ranks[:2], rates=[0.5, 0.1], seed=0, **shared)
-    behind, (dy,) = draw(k=F, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
+    before, _ = draw(k=D, widths=(hidden, hidden), ranks=ranks[:2], rates=[0.5, 0.1], seed=0, **shared)
+    behind, (dy,) = draw(k=hidden, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
     joined = {name: before[name] + behind[name] for name in ("ws", "as_", "bs")}
     return {**before, **joined, "down_dropout": behind["dropout"]}, dy
 
@@ -83,9 +83,13 @@ def both_ways(given, dy, implementation, dtype):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("ranks", [nightly(RANKS[0]), nightly(RANKS[1]), RANKS[2]], ids=["mixed", "16", "large"])
-def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks):
-    given, dy = draw_mlp(ranks)
+@pytest.mark.parametrize(
+    ("ranks", "hidden"),
+    [(RANKS[0], 512), nightly(RANKS[1], 512), (RANKS[2], 256), nightly(RANKS[2], 512)],
+    ids=["mixed", "16", "large", "large and wide"],
+)
+def test_values_and_gradients_are_those_of_the_formula(on_hopper, ranks, hidden):
+    given, dy = draw_mlp(ranks, hidden)
     want = both_ways(given, dy, "xla", jnp.float32)
     with on_hopper():
         got = jax.tree.map(np.asarray, both_ways(given, dy, "pallas_mosaic_gpu", jnp.bfloat16))
