@@ -130,7 +130,7 @@ def test_memory_is_not_quadratic_in_rows():
 
 def test_unknown_implementation_is_refused():
     arrays, segments = inputs(*SHAPES["less than a block"])
-    with pytest.raises(ValueError, match="none of 'xla', 'cudnn', 'pallas_triton', 'pallas_mosaic_gpu'"):
+    with pytest.raises(ValueError, match="is not one of 'xla', 'cudnn', 'pallas_triton', 'pallas_mosaic_gpu'"):
         attention(*arrays[:3], segments, implementation="flash")
 
 

@@ -263,7 +263,7 @@ def test_stages_stay_inside_a_process(job, tmp_path):
     """Both know the number of processes, which Open MPI tells here."""
     left = wait(start(2, 1, "train", str(job), "--out", str(tmp_path / "run"), "mesh.stages=2", launcher=open_mpi))
     assert [each.code for each in left] == [2, 2]
-    assert all("error[mesh.processes]" in each.err and "mesh.data=2" in each.err for each in left)
+    assert all("error[mesh.processes]" in each.err and "mesh.data: 2" in each.err for each in left)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,7 @@
 """Compilation is what a user waits for: every program of a stage compiles once, also where layouts differ."""
 
 import pytest
+from more_cases import nightly
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.pipeline import stage as stage_module
@@ -10,7 +11,7 @@ from lorafusion_jax.training import train
 PER_SLOT = ("inputs", "embed", "forward", "backward", "head", "inputs_without_dropout", "evaluate", "totals")
 
 
-@pytest.mark.parametrize("mesh", [{}, {"stages": 2, "data": 2}], ids=["one", "stages of replicas"])
+@pytest.mark.parametrize("mesh", [{}, nightly({"stages": 2, "data": 2})], ids=["one", "stages of replicas"])
 def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatch, mesh):
     made = []
 

@@ -31,7 +31,7 @@ from lorafusion_jax.weights.table import KINDS
 
 ADAPTERS = ("law", "med")
 TRAINED = pytest.mark.parametrize("kind", ["fp8", "nf4"])
-EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", "int8"])
+EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 
 
 @pytest.fixture(scope="module")
