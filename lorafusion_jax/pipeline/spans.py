@@ -25,6 +25,7 @@ from scheduling.timeline import Timeline
 MOST = 200_000  # recorded events, about 40 MB; later ones are not recorded
 PATIENCE_S = 5.0  # after a failure
 RECENT = 50  # slots
+UNREAD = 10_000  # ends of events that the next event has not asked for: the last stage's, and those of failed steps
 
 
 class Issued(NamedTuple):
@@ -161,8 +162,10 @@ class Spans:
         event = issued.event
         if event.kind != "update":
             self._ends[event.kind, event.stage, event.slot] = end
+            drop_oldest(self._ends, UNREAD)
         elif not issued.stepping:
             self._closed[event.slot, event.adapters] = end  # threads record ends nearly in order of time
+            drop_oldest(self._closed, UNREAD)
 
     def _input_ready(self, issued: Issued) -> float:
         event = issued.event
@@ -170,3 +173,15 @@ class Spans:
             return self._closed.get((event.slot, event.adapters), 0.0) if issued.stepping else 0.0
         before = event.stage - 1 if event.kind == "forward" else event.stage + 1
         return self._ends.pop((event.kind, before, event.slot), 0.0)
+
+
+def drop_oldest(table: dict, most: int) -> None:
+    """Drops the entries that were added first, until `most` are left: a run of weeks must not grow.
+
+    >>> table = {1: "a", 2: "b", 3: "c"}
+    >>> drop_oldest(table, 2)
+    >>> table
+    {2: 'b', 3: 'c'}
+    """
+    while len(table) > most:
+        del table[next(iter(table))]
