@@ -60,7 +60,7 @@ def content_from_json(text: str) -> PlanContent:
     try:
         content = PlanContent(
             settings={name: _read_setting(data["settings"], name) for name in SETTINGS},
-            jobs=tuple(AdapterJob(**job) for job in data["jobs"]),
+            jobs=tuple(_job_from(job) for job in data["jobs"]),
             slots=_slots_from(data["slots"], data.get("slot_capacities")),
             stopped=tuple((_text(name), _number(slot)) for name, slot in data["stopped"]),
             earlier=tuple(Layout(*map(_number, layout)) for layout in data.get("earlier", ())),
@@ -104,6 +104,14 @@ def _group_samples(samples: tuple[SampleRef, ...]) -> list[list[Any]]:
     """Groups consecutive samples of one batch: [adapter, epoch, batch, [samples]]."""
     runs = groupby(samples, key=lambda ref: ref[:3])
     return [[*key, [ref.sample for ref in refs]] for key, refs in runs]
+
+
+def _job_from(values: dict[str, Any]) -> AdapterJob:
+    job = AdapterJob(**values)
+    for number in (job.global_batch, job.epochs, job.max_batches, *job.cuts, max(job.sample_tokens, default=0)):
+        if number is not None:
+            _number(number)
+    return job
 
 
 def _slots_from(slots: list[Any], capacities: list[Any] | None) -> tuple[Slot, ...]:

@@ -151,6 +151,8 @@ def _cause(problem: Exception) -> str:
 def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int, int]) -> int:
     """Counts the values below a node, with aliases counted at every use; visits each node once."""
     if not isinstance(node, yaml.CollectionNode):
+        if isinstance(node, yaml.ScalarNode) and has_half_character(node.value):
+            raise ValueError(f"line {node.start_mark.line + 1} has half a character (a lone surrogate)")
         return 1
     if id(node) in known:
         return known[id(node)]
@@ -164,6 +166,19 @@ def _count(node: yaml.Node | None, above: tuple[yaml.Node, ...], known: dict[int
     if total > MOST_VALUES:
         raise ValueError(f"the aliases below {line} stand for more than {MOST_VALUES} values")
     return total
+
+
+def has_half_character(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair: JSON can write one, and nothing can encode it.
+
+    >>> has_half_character("\\U0001f600"), has_half_character("\\ud83d")
+    (False, True)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _walk(node, keys: Keys, lines: dict, problems: list, path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.compiled_template import TemplateProblem, compile_template, render
 from lorafusion_jax.data.template_hooks import RESERVED
 from lorafusion_jax.data.template_marks import Marked, Span, read_marks, spans_by_message
@@ -69,7 +70,10 @@ class Conversation:
             "documents": None,
             "add_generation_prompt": ask,
         }
-        return render(self._source, values, marked)
+        text = render(self._source, values, marked)
+        if has_half_character(text):
+            raise TemplateProblem("the template writes half a character (a lone surrogate)")
+        return text
 
     def _render_marked(self, messages: Sequence[dict]) -> Marked:
         return read_marks(self.render(messages, marked=messages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.rows import type_name
 
 ROLES = {
@@ -113,8 +114,6 @@ def checked_text(value: object, name: str) -> str:
     """
     if not isinstance(value, str):
         raise BadRow("data.bad-type", f"{name} is {type_name(value)}, not a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can contain half a surrogate pair; tokenizers reject it
-        raise BadRow("data.bad-type", f"{name} holds half a character (a lone surrogate)") from None
+    if has_half_character(value):
+        raise BadRow("data.bad-type", f"{name} holds half a character (a lone surrogate)")
     return value

@@ -109,7 +109,10 @@ def parse_csv(name: str, text: str) -> Rows:
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
-    header = next(csv.reader(io.StringIO(text)), [])
+    try:
+        header = next(csv.reader(io.StringIO(text, newline="")), [])
+    except csv.Error as problem:
+        raise _bad_csv(name, str(problem)) from None
     if len(set(header)) != len(header):
         raise DataError("data.bad-table", f"{name} names a column twice.", where=f"{name}, line 1")
     data = text.encode()
@@ -123,14 +126,18 @@ def parse_csv(name: str, text: str) -> Rows:
             ),
         )
     except pa.ArrowInvalid as problem:
-        raise DataError(
-            "data.bad-table",
-            f"{name} is not a CSV table.",
-            where=name,
-            why=str(problem).splitlines()[0],
-            fix='the same number of cells in every row; "quotes" around cells with commas or line ends',
-        ) from None
+        raise _bad_csv(name, str(problem).splitlines()[0]) from None
     return Rows(source=name, values=table.to_pylist())
+
+
+def _bad_csv(name: str, why: str) -> DataError:
+    return DataError(
+        "data.bad-table",
+        f"{name} is not a CSV table.",
+        where=name,
+        why=why,
+        fix='the same number of cells in every row; "quotes" around cells with commas or line ends',
+    )
 
 
 def parse_parquet(name: str, content: bytes) -> Rows:
@@ -139,12 +146,12 @@ def parse_parquet(name: str, content: bytes) -> Rows:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(pa.BufferReader(content))
-    except (pa.ArrowInvalid, OSError) as problem:
+        values = parquet.read_table(pa.BufferReader(content)).to_pylist()
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as problem:  # a text or a name may not be UTF-8
         raise DataError(
             "data.bad-table", f"{name} is not a Parquet file.", where=name, why=str(problem).splitlines()[0]
         ) from None
-    return Rows(source=name, values=[without_nulls(row) for row in table.to_pylist()])
+    return Rows(source=name, values=[without_nulls(row) for row in values])
 
 
 def without_nulls(row: dict) -> dict:

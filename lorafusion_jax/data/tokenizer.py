@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
+from lorafusion_jax.config.read import has_half_character
 from lorafusion_jax.data.conversation import Rendered
 from lorafusion_jax.data.template import ChatTemplate, check_template
 from lorafusion_jax.errors import CheckpointError
@@ -174,6 +175,9 @@ def _read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as problem:
         raise CheckpointError("tokenizer.broken", f"{path} is not JSON.", where=str(path), why=str(problem)) from None
+    if has_half_character(json.dumps(value, ensure_ascii=False)):
+        why = "a text in it holds half a character (a lone surrogate)"
+        raise CheckpointError("tokenizer.broken", f"{path} cannot be used.", where=str(path), why=why)
     return value if isinstance(value, dict) else {}
 
 

@@ -25,6 +25,8 @@ FILES = {
     "a time that is none": "x: 2024-01-01 10:00:61\n",
     "thousands of digits": "x: " + "9" * 5000 + "\n",
     "too large": "x: " + "a" * (1 << 21) + "\n",
+    "half a character": '{"optim": {"name": "\\ud83d"}}',
+    "half a character in a key": '{"\\ud83d": 1}',
     "a tag": "x: !!python/object/apply:os.system [true]\n",
 }
 TOML_FILES = {

@@ -147,6 +147,20 @@ def test_parquet_that_is_none(tmp_path):
     fails("data.bad-table", "a.parquet", tmp_path)
 
 
+def test_parquet_with_a_text_that_is_not_utf8(tmp_path):
+    parquet.write_table(pa.table({"text": ["one two"]}), tmp_path / "a.parquet", compression="none")
+    content = (tmp_path / "a.parquet").read_bytes()
+    for name in (b"one two", b"text"):  # a cell, a column
+        (tmp_path / "a.parquet").write_bytes(content.replace(name, b"\xe3" + name[1:]))
+        fails("data.bad-table", "a.parquet", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["pro\rmpt,completion\ntwo,four\n", "p" * 200_000 + ",completion\na,b\n"])
+def test_csv_with_a_header_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text, newline="")
+    fails("data.bad-table", "a.csv", tmp_path)
+
+
 def test_hub_set_without_the_extra_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # import fails, installed or not
     assert fails("data.hub-extra", "hf:org/set", tmp_path).fix == 'pip install "lorafusion-jax[hf]"'

@@ -114,6 +114,12 @@ def test_hash_tells_templates_and_special_tokens_apart():
     assert template(TEMPLATE).hash == template(TEMPLATE).hash
 
 
+def test_a_template_that_writes_half_a_character():
+    """jinja reads the escape, and no tokenizer takes the text."""
+    with pytest.raises(TemplateProblem, match="half a character"):
+        ChatTemplate(source=r"{{ '\ud83d' }}{{ messages[0].content }}").render([{"role": "user", "content": "a"}])
+
+
 def test_reserved_code_point_cannot_forge_a_mask():
     with pytest.raises(TemplateProblem, match="FDD0"):
         answers(MARKED_TEMPLATE, chat("\ufdd0\ufdd1", "four"))

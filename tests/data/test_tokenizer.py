@@ -117,6 +117,13 @@ def test_folder_without_tokenizer(tmp_path):
     assert "save_pretrained" in fails(tmp_path, "tokenizer.missing").fix
 
 
+@pytest.mark.parametrize("key", ["eos_token", "chat_template"])
+def test_half_a_character_in_the_settings(tmp_path, key):
+    folder = write_model(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: "\ud83d"}))
+    assert "half a character" in fails(folder, "tokenizer.broken").why
+
+
 def test_broken_files(tmp_path):
     folder = write_model(tmp_path)
     (folder / "tokenizer_config.json").write_text("{")

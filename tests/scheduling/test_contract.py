@@ -43,7 +43,8 @@ def test_changed_plan_is_refused():
     with pytest.raises(PlanError, match=r"plan\.format"):
         Plan.from_json(text[:-20])
     half, none = text.replace('"law"', r'"\ud83d"'), text.replace('"num_stages":3', '"num_stages":0')
-    for absurd in (half, none):
+    endless = text.replace('"global_batch":', f'"global_batch":{2**60}', 1)  # beyond what numpy counts
+    for absurd in (half, none, endless):
         assert absurd != text
         with pytest.raises(PlanError, match=r"plan\.format"):
             Plan.from_json(absurd)
