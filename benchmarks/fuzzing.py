@@ -4,7 +4,8 @@
     python -m benchmarks.fuzzing --out /tmp/x --profile default --only job_files        # a minute
 
 Runs `tests/reliability/test_fuzz.py`, whose tests say what is asserted of a case: it ends well, or with an error that
-names file and place. A row a test: kind, cases that passed, and the result.
+names file and place. A row a test: kind, cases that passed, and the result; what
+a failing test prints is beside the rows.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def main() -> int:
         )  # fmt: skip
         cases = sum(cases_of(done.stdout).get(name, []))
         bad += done.returncode != 0 or not cases
-        result = "no traceback" if done.returncode == 0 else f"FAILED: {done.stdout[-400:]}"
+        result = "no traceback"
+        if done.returncode:
+            result = "FAILED"
+            (options.out / f"{name}.txt").write_text(done.stdout)  # the smallest case that fails
         row = {"kind": KINDS[name], "cases": cases, "result": result}
         append_row(options.out / "fuzzing.csv", row)
         print(row, flush=True)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.types import AdapterJob, Layout, SampleRef, Slot
+from scheduling.types import MOST_SAMPLES, AdapterJob, Layout, SampleRef, Slot
 
 SCHEMA = "lorafusion.plan/1"
 LARGEST = 2**53  # of the numbers of a plan
@@ -111,6 +111,8 @@ def _job_from(values: dict[str, Any]) -> AdapterJob:
     for number in (job.global_batch, job.epochs, job.max_batches, *job.cuts, max(job.sample_tokens, default=0)):
         if number is not None:
             _number(number)
+    if job.num_samples > MOST_SAMPLES:
+        raise ValueError(f"{job.name} has {job.num_samples} samples, more than {MOST_SAMPLES}")
     return job
 
 

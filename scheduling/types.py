@@ -12,6 +12,8 @@ import numpy as np
 
 from scheduling.errors import PlanError
 
+MOST_SAMPLES = 20_000_000  # of an adapter over all epochs; a plan holds each of them
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterJob:

@@ -12,6 +12,8 @@ from scheduling.errors import PlanError
 from scheduling.plan import Plan
 from scheduling.types import AdapterJob, SampleRef
 
+MOST_NAMED = 100_000  # missing samples that are violations of their own; more are one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
@@ -172,6 +174,10 @@ def _one_job(plan: Plan, job: AdapterJob, rows: _Table) -> list[Violation]:
         for row in np.flatnonzero(~real)
     ]
     position, batch, slot = position[real], rows.batch[real], rows.slot[real]
+    lacking = job.num_samples - position.size
+    if lacking > MOST_NAMED and job.name not in dict(plan.stopped):
+        what = f"{job.name}: {lacking} of its {job.num_samples} samples are not planned"
+        return [*found, Violation(code="plan.missing", what=what)]
     return found + _counts(plan, job, position) + _order(plan, job, batch, slot)
 
 

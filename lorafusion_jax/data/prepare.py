@@ -17,8 +17,7 @@ from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError, ErrorList, LoraFusionError, raise_all
-
-MOST_SAMPLES = 20_000_000
+from scheduling.types import MOST_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,14 @@ def test_half_a_character_in_the_settings(tmp_path, key):
     assert "half a character" in fails(folder, "tokenizer.broken").why
 
 
+@pytest.mark.parametrize("identity", [-1, 2**40, [2**64]])
+def test_an_end_token_that_no_tokenizer_has(tmp_path, identity):
+    folder = write_model(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": identity}))
+    assert load_tokenizer(folder).eos_id is None
+
+
 def test_broken_files(tmp_path):
     folder = write_model(tmp_path)
     (folder / "tokenizer_config.json").write_text("{")

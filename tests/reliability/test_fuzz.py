@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from fuzzing import cases, clear_errors, of_json, spoilt, spoilt_bytes, written
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -153,20 +156,17 @@ def test_files_of_data(home, name, good, data):
     read_data(home, name, data.draw(spoilt_bytes(good)))
 
 
-def test_parquet_files(home):
+def parquet_file():
+    table = io.BytesIO()
+    parquet.write_table(pa.table({"prompt": ["two"] * 3, "completion": ["four"] * 3}), table)
+    return table.getvalue()
+
+
+@given(content=spoilt_bytes(parquet_file()))
+@cases
+def test_parquet_files(home, content):
     """Whatever pyarrow makes of broken bytes comes as an error of ours."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    parquet.write_table(pa.table({"prompt": ["two"] * 3, "completion": ["four"] * 3}), home / "good.parquet")
-    good = (home / "good.parquet").read_bytes()
-
-    @given(content=spoilt_bytes(good))
-    @cases
-    def spoil(content):
-        read_data(home, "data.parquet", content)
-
-    spoil()
+    read_data(home, "data.parquet", content)
 
 
 def read_data(home, name, content):

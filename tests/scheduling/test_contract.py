@@ -1,5 +1,7 @@
 """The public contract of plans."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduling import AdapterJob, Plan, PlanError, lower_bound, make_plan, verify_plan
@@ -44,12 +46,22 @@ def test_changed_plan_is_refused():
         Plan.from_json(text[:-20])
     half, none = text.replace('"law"', r'"\ud83d"'), text.replace('"num_stages":3', '"num_stages":0')
     endless = text.replace('"global_batch":', f'"global_batch":{2**60}', 1)  # beyond what numpy counts
-    for absurd in (half, none, endless):
+    many = text.replace('"epochs":1', f'"epochs":{2**31}', 1)  # samples that no memory holds
+    for absurd in (half, none, endless, many):
         assert absurd != text
         with pytest.raises(PlanError, match=r"plan\.format"):
             Plan.from_json(absurd)
     with pytest.raises(PlanError, match=r"plan\.schema"):
         Plan.from_json(text.replace("lorafusion.plan/1", "lorafusion.plan/0"))
+
+
+def test_a_plan_that_lacks_millions_of_samples_is_refused_at_once():
+    plan = make_plan(JOBS, **LIMITS)
+    jobs = (replace(plan.jobs[0], epochs=100_000), *plan.jobs[1:])
+    with pytest.raises(PlanError) as caught:
+        verify_plan(replace(plan, jobs=jobs))
+    assert len(caught.value.problems) == 1
+    assert "samples are not planned" in caught.value.problems[0]
 
 
 def test_equal_inputs_give_equal_plans():
