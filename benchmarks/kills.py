@@ -131,10 +131,11 @@ def count_calls_of_all_libraries(folder: Path) -> None:
 
 
 def outcome(run: Path) -> tuple[dict[str, bytes], list[tuple]]:
-    """All that a run comes to: weights of every exported folder and losses of every step."""
+    """All that a run comes to: weights of every exported folder, links to the newest, and losses of every step."""
     weights = {
         str(file.relative_to(run)): file.read_bytes() for file in sorted(run.glob("adapters/*/step-*/*.safetensors"))
     }
+    weights |= {str(link.relative_to(run)): os.readlink(link).encode() for link in run.glob("adapters/*/latest")}
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step"]
     return weights, sorted((row["adapter"], row["step"], row["loss"], row["grad_norm"]) for row in rows)
 

@@ -250,6 +250,12 @@ class RunFolder:
         for old in steps[:-keep]:
             remove_folder(old)
 
+    def mark_exports(self, keep: int) -> None:
+        """`mark_latest` for all adapters that were exported."""
+        for home in (self.path / "adapters").glob("*"):
+            if self.exported(home.name):
+                self.mark_latest(home.name, keep)
+
     def remove_leftovers(self) -> None:
         """Removes temporary files of killed processes; call it while holding `lock`."""
         for place in (self.path, self.state, *(self.path / "adapters").glob("*")):

@@ -16,7 +16,7 @@ from lorafusion_jax.config.join import in_force
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.base import check_mesh
-from lorafusion_jax.pipeline.processes import any_process
+from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
 from lorafusion_jax.report.record import check_record, eval_digests, other_table, other_versions, unchecked
 from lorafusion_jax.report.recorder import Recorder, read_rows
@@ -79,6 +79,8 @@ def _continue_run(
     has_requests = any_process(bool(request_files(folder.path) or damaged_exports))
     nothing_left = found.slot == before.num_slots and not has_requests
     if nothing_left and not (progress := Progress.of(found.position)).unwritten:
+        if is_first():  # a kill may have come before the links
+            folder.mark_exports(config.save.keep)
         return _complete_result(folder, before, progress, listeners)
     with fail_together():
         check_mesh(config)

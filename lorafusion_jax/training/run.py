@@ -182,6 +182,8 @@ class Run:
             if any_process(not is_intact(self._folder.adapter_step(name, adapter.step))):
                 self._exports.submit_running(adapter, slot)
         self._queue.poll(wait=True)
+        if is_first():  # killed between an export and the removal of the one before
+            self._folder.mark_exports(self._job.config.save.keep)
         self._end_dropped(slot)
         for adapter in unwritten:
             adapter.status, adapter.reason = "done", ""

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from benchmarks.damage import attempts, harmless
+from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion
@@ -103,6 +104,23 @@ def test_rows_missing_at_the_end_of_metrics_are_noticed(copied, capsys):
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
     assert lorafusion(["verify", str(spoilt.run)]) == 2
     assert "metrics.jsonl: rows are missing at its end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoints", [9, 1], ids=["finished", "unfinished"])
+def test_links_to_exports_that_a_kill_cost_are_made_at_resume(copied, whole_run, checkpoints):
+    """A kill between an export and its link left `latest` at an older step, and older steps for good."""
+    spoilt = copied()
+    spoilt.cut_to(checkpoints)
+    home = spoilt.run / "adapters" / "law"
+    newest = (home / "latest").readlink()
+    for step in range(1 + RunFolder(spoilt.run).recorded_config().save.keep):
+        shutil.copytree(home / newest, home / f"step-{step:06d}", dirs_exist_ok=True)
+    (home / "latest").unlink()
+    (home / "latest").symlink_to("step-000000")
+    assert resume(spoilt.run).exit_code == 0
+    assert (home / "latest").readlink() == newest
+    assert not (home / "step-000000").exists()
+    assert spoilt.weights() == whole_run.weights()
 
 
 def test_an_adapter_that_a_kill_cost_is_exported_at_resume(copied, whole_run):
