@@ -133,12 +133,21 @@ def validate_adapter(source: Source, entry: Entry, errors: list) -> schema.Adapt
     try:
         return schema.AdapterConfig.model_validate(single)
     except ValidationError as problem:
-        errors += [
-            explain(source, entry.keys, schema.AdapterConfig, detail)
-            for detail in problem.errors()
-            if detail["type"] == "missing" or is_own(entry.own, detail["loc"])
-        ]
+        explained = {
+            detail["loc"]: explain(source, entry.keys, schema.AdapterConfig, detail) for detail in problem.errors()
+        }
+        missing = {detail["loc"] for detail in problem.errors() if detail["type"] == "missing"}
+        own = [error for place, error in explained.items() if place in missing or is_own(entry.own, place)]
+        if not own and not errors:  # an error of a shared section would be in the list already
+            own = [_of_folder(error, single) for error in explained.values()]
+        errors += own
         return None
+
+
+def _of_folder(error: ConfigError, single: dict) -> ConfigError:
+    """An error in settings that were read from the folder of lora.init_from."""
+    where = f"{error.where}; the value is from lora.init_from={single.get('lora', {}).get('init_from')}"
+    return ConfigError(error.code, error.what, where=where, why=error.why, fix=error.fix)
 
 
 def is_own(entry: dict, location) -> bool:

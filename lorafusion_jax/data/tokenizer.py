@@ -193,10 +193,10 @@ def _special_tokens(folder: Path, config: dict, backend: tokenizers.Tokenizer) -
     for name in ("bos_token", "eos_token"):  # directories without tokenizer_config.json
         identity = _read_json(folder / "config.json").get(name + "_id")
         identity = identity[0] if isinstance(identity, list) and identity else identity
-        known = isinstance(identity, int) and 0 <= identity < 2**32  # the backend counts in 32 bits
-        text = backend.id_to_token(identity) if known else None
-        if text is not None:
-            special.setdefault(name, text)
+        if isinstance(identity, int) and 0 <= identity < 2**32:  # the backend counts in 32 bits
+            text = backend.id_to_token(identity)
+            if text is not None:
+                special.setdefault(name, text)
     return special
 
 
