@@ -246,7 +246,10 @@ class RunFolder:
         link = home / f".latest{PART}"
         link.unlink(missing_ok=True)
         os.symlink(steps[-1].name, link)
-        link.replace(home / "latest")
+        latest = home / "latest"
+        if latest.is_dir() and not latest.is_symlink():  # a copy of the run made a folder of the link
+            remove_folder(latest)
+        link.replace(latest)
         for old in steps[:-keep]:
             remove_folder(old)
 
