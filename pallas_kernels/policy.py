@@ -259,23 +259,23 @@ def attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width
     """Why Hopper's attention kernels cannot serve these sizes, whatever the device; None if they can."""
     if dtype not in HALF_TYPES:
         return f"wants bfloat16 or float16, not {dtype}"
-    if width not in ATTENTION_WIDTHS:
-        return f"wants a head width of {' or '.join(map(str, ATTENTION_WIDTHS))}, not {width}"
-    if rows % ATTENTION_ROWS:
-        return f"wants a multiple of {ATTENTION_ROWS} rows, not {rows}"
-    if heads % key_heads:
-        return f"wants a multiple of the {key_heads} key heads as query heads, not {heads}"
-    return None
+    return _attention_sizes_reason(rows, heads, key_heads, width, ATTENTION_WIDTHS, ATTENTION_ROWS)
 
 
 def triton_attention_unsupported_reason(*, rows: int, heads: int, key_heads: int, width: int, dtype: str) -> str | None:
     """Why Triton's attention kernels cannot serve these sizes, whatever the device; None if they can."""
     if dtype not in (*HALF_TYPES, "float32"):
         return f"wants bfloat16, float16 or float32, not {dtype}"
-    if width not in TRITON_ATTENTION_WIDTHS:
-        return f"wants a head width of {', '.join(map(str, TRITON_ATTENTION_WIDTHS))}, not {width}"
-    if rows % TRITON_ATTENTION_ROWS:
-        return f"wants a multiple of {TRITON_ATTENTION_ROWS} rows, not {rows}"
+    return _attention_sizes_reason(rows, heads, key_heads, width, TRITON_ATTENTION_WIDTHS, TRITON_ATTENTION_ROWS)
+
+
+def _attention_sizes_reason(
+    rows: int, heads: int, key_heads: int, width: int, widths: tuple[int, ...], multiple: int
+) -> str | None:
+    if width not in widths:
+        return f"wants a head width of {' or '.join(map(str, widths))}, not {width}"
+    if rows % multiple:
+        return f"wants a multiple of {multiple} rows, not {rows}"
     if heads % key_heads:
         return f"wants a multiple of the {key_heads} key heads as query heads, not {heads}"
     return None

@@ -122,7 +122,7 @@ def quantize_base(model: nnx.Module, quantize: str) -> nnx.Module:
 
     Args:
         model: from `apply_lora`.
-        quantize: "fp8", "int8" or "nf4", as `base.quantize` of a job file.
+        quantize: "fp8", "int8", "nf4" or "none", as `base.quantize` of a job file; "none" changes nothing.
 
     Returns:
         The model. Adapters are trained, saved and loaded as before. They belong to the quantised weights; merge them
@@ -138,6 +138,8 @@ def quantize_base(model: nnx.Module, quantize: str) -> nnx.Module:
     >>> model["up"].kernel.get_value().num_bytes  # 32768 in float32
     8704
     """
+    if quantize == NONE:
+        return model
     places = {id(place.module): place for place in find_places(model)}
     layers = [(place, linear) for place in places.values() if (linear := _linear(place)) is not None]
     _check(layers, quantize)
@@ -168,8 +170,7 @@ def _linear(place: Place) -> Linear | None:
 
 
 def _check(layers: list[tuple[Place, Linear]], quantize: str) -> None:
-    if quantize != NONE:
-        stored_kind(quantize)  # raises if there is none
+    stored_kind(quantize)  # raises if there is none
     if not any(hasattr(place.module, "lora_plan") for place, _ in layers):
         raise ConfigError(
             "lora.quantize-first", "no layer has adapters.", fix="model = apply_lora(model, specs) before"

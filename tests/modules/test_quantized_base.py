@@ -160,6 +160,24 @@ def test_adapters_of_a_stored_base_are_saved_and_merged_into_the_original(tmp_pa
     assert isinstance(merge_adapter(original, "law").query, nnx.LinearGeneral)
 
 
+def test_a_stack_without_adapters_is_stored_too(x):
+    def outputs(model):
+        with use_adapters([LAW], only="law", train=False):
+            return model(x)
+
+    def only_query():
+        return apply_lora(Net(), [LAW], targets=("query",))
+
+    want = nnx.jit(outputs)(rounded(only_query(), "nf4"))
+    np.testing.assert_allclose(nnx.jit(outputs)(quantize_base(only_query(), "nf4")), want, rtol=1e-5, atol=1e-6)
+
+
+def test_none_changes_nothing():
+    model = adapted()
+    assert quantize_base(model, "none") is model
+    assert isinstance(model.query.kernel, nnx.Param)
+
+
 def test_misuse_is_refused_by_name():
     def code(model, kind):
         with pytest.raises(ConfigError) as caught:

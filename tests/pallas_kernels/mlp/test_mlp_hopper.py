@@ -4,22 +4,17 @@ The passes at the gate and over x and dY run in the GPU interpreter. The product
 tests of its own and is slow to interpret, is a formula here.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import needs_gpu_interpreter
-from hopper_problems import interpreted
-from jax._src import config as jax_config
+from hopper_problems import interpret_whole_ops, interpreted
 from kernel_problems import draw, relative
 from more_cases import nightly
 
 import pallas_kernels as pk
-from pallas_kernels import triton_call
 from pallas_kernels.dropout import unpack
-from pallas_kernels.linear import describe
 from pallas_kernels.linear.hopper import backend
 
 D, TILE, TABLE = 256, 64, [1, -1, 0]
@@ -43,30 +38,17 @@ def on_hopper(monkeypatch):
         part = part if bits is None else jnp.where(unpack(bits, part.shape[1]), part, 0)
         return (lhs.astype(jnp.float32) @ rhs.astype(jnp.float32) + part).astype(lhs.dtype)
 
-    def alone(*args, **kwargs):
-        """Triton kernels have an interpreter of their own."""
-        forced = jax_config.pallas_tpu_interpret_mode_context_manager
-        before = forced.swap_local(None)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            forced.set_local(before)
-
-    call = triton_call.call
-    monkeypatch.setattr(describe, "interprets", lambda: True)
+    interpret_whole_ops(monkeypatch)
     monkeypatch.setattr(backend, "gemm", product)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("pallas_kernels.") and getattr(module, "call", None) is call:
-            monkeypatch.setattr(module, "call", alone)
     return interpreted
 
 
 def draw_mlp(ranks, hidden):
     shared = {"table": TABLE, "adapters": 2, "tile": TILE, "dtype": jnp.bfloat16}
     before, _ = draw(k=D, widths=(hidden, hidden), ranks=ranks[:2], rates=[0.5, 0.1], seed=0, **shared)
-    behind, (dy,) = draw(k=hidden, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
-    joined = {name: before[name] + behind[name] for name in ("ws", "as_", "bs")}
-    return {**before, **joined, "down_dropout": behind["dropout"]}, dy
+    after, (dy,) = draw(k=hidden, widths=(D,), ranks=ranks[2:], rates=[0.1, 0.3], seed=1, **shared)
+    joined = {name: before[name] + after[name] for name in ("ws", "as_", "bs")}
+    return {**before, **joined, "down_dropout": after["dropout"]}, dy
 
 
 def both_ways(given, dy, implementation, dtype):

@@ -5,7 +5,6 @@ Both round the same rows, so results in bfloat16 are all that differs.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import jax
@@ -13,13 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import needs_gpu_interpreter
-from hopper_problems import interpreted
-from jax._src import config as jax_config
+from hopper_problems import interpret_whole_ops, interpreted
 from kernel_problems import draw, relative
 
 import pallas_kernels as pk
-from pallas_kernels import triton_call
-from pallas_kernels.linear import describe
 from pallas_kernels.mlp.hopper import rounding
 from pallas_kernels.quantised import fp8, hopper
 
@@ -31,22 +27,9 @@ BF16 = 1e-2
 def on_hopper(monkeypatch):
     """A context in which whole ops are interpreted, by our own products."""
 
-    def alone(*args, **kwargs):
-        """Triton kernels have an interpreter of their own."""
-        forced = jax_config.pallas_tpu_interpret_mode_context_manager
-        before = forced.swap_local(None)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            forced.set_local(before)
-
-    call = triton_call.call
-    monkeypatch.setattr(describe, "interprets", lambda: True)
+    interpret_whole_ops(monkeypatch)
     for flag, value in (("OWN_DEPTH", 1 << 30), ("OWN_SUMS", True), ("ROUND_AT_GATE", True)):
         monkeypatch.setattr(hopper, flag, value)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("pallas_kernels.") and getattr(module, "call", None) is call:
-            monkeypatch.setattr(module, "call", alone)
     return interpreted
 
 
@@ -90,13 +73,13 @@ def test_the_mlp_rounds_at_the_gate_as_xla_does_after_it(on_hopper, monkeypatch)
     monkeypatch.setattr(rounding, "of_gradients", lambda *args: seen.append(args) or of_gradients(*args))
     shared = {"table": TABLE, "adapters": 2, "tile": TILE, "dtype": jnp.bfloat16}
     before, _ = draw(k=256, widths=(512, 512), ranks=(8, 16), rates=[0.5, 0.1], seed=0, **shared)
-    behind, (dy,) = draw(k=512, widths=(256,), ranks=(12,), rates=[0.1, 0.3], seed=1, **shared)
-    given = before | {name: before[name] + behind[name] for name in ("as_", "bs")}
-    ws = [fp8.quantise(w) for w in before["ws"] + behind["ws"]]
+    after, (dy,) = draw(k=512, widths=(256,), ranks=(12,), rates=[0.1, 0.3], seed=1, **shared)
+    given = before | {name: before[name] + after[name] for name in ("as_", "bs")}
+    ws = [fp8.quantise(w) for w in before["ws"] + after["ws"]]
 
     def op(implementation, x, as_, bs):
         rest = {name: given[name] for name in ("tile_adapter", "scale", "dropout")}
-        drop = {"down_dropout": behind["dropout"], "implementation": implementation}
+        drop = {"down_dropout": after["dropout"], "implementation": implementation}
         return pk.multi_lora_mlp(x, ws, as_, bs, **rest, **drop)
 
     def both(implementation, dtype):
