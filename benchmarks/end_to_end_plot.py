@@ -88,13 +88,13 @@ def groups_of(own: list[Row], model: str) -> dict[str, list[Bar]]:
 def draw(rows: list[Row], file: Path) -> None:
     """Draws a panel per model. Rows with other numbers of GPUs or global batches are only in the table."""
     models = sorted({row["model"] for row in rows}, key=MODELS.index)
-    if not models:
+    panels = {model: groups for model in models if (groups := groups_of(comparable(rows, model), model))}
+    if not panels:
         return
-    panels = {model: groups_of(own, model) for model in models if (own := comparable(rows, model))}
     widths = [sum(len(bars) + GAP for bars in groups.values()) for groups in panels.values()]
-    width = max(BAR_INCHES * sum(widths) + 0.9 * len(models), 6)
+    width = max(BAR_INCHES * sum(widths) + 0.9 * len(panels), 6)
     figure = Figure(figsize=(width, 5), layout="constrained")
-    axes = figure.subplots(1, len(models), width_ratios=widths, squeeze=False)[0]
+    axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     kinds: dict[Bar, Any] = {}
     for axis, (model, groups) in zip(axes, panels.items(), strict=True):
         kinds |= panel(axis, groups)

@@ -1,15 +1,17 @@
 """Held-out loss of adapters that learnt on a quantised base, next to the same on the bfloat16 base.
 
-    python -m benchmarks.quantised_loss --out results/quantised_loss             # a GPU, one minute
+    python -m benchmarks.quantised_loss --out results/quantised_loss             # a GPU, three minutes
     python -m benchmarks.quantised_loss --out build/quantised_loss --small       # a CPU: to try the script
 
 Two bases: the model of the examples, and one of 50 million parameters that `examples/make_base.py` trains here first.
 Four adapters learn together on the examples' data as plain text, from the same start on the same tokens, with Adam.
-`quantised_loss.csv` has a row for every base, kind and adapter:
+A seed draws the start and the order of the batches. Rows of `quantised_loss.csv` are of a base, kind, seed and adapter:
 
     before, after    held-out loss
-    over_bf16        after, over that of the bfloat16 base, less 1; the target is within 0.005
+    over_bf16        after, over that of the bfloat16 base with the same seed, less 1
     cosine           of the first gradient of all adapters to that on the bfloat16 base
+
+`quantised_loss_means.csv` has the means over seeds and their standard errors; the target is a mean within 0.005.
 
 int8 and nf4 run as the values that a layer multiplies; fp8 multiplies 8-bit floats.
 
@@ -23,6 +25,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,6 +50,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "examples"
 DATA = {"ask": "jsonl", "cards": "jsonl", "explain": "jsonl", "reference": "json"}
 SPECS = [AdapterSpec(name=name, rank=16, alpha=32) for name in DATA]
 FORMS = ("none", "fp8", "int8", "nf4")
+FIRST = ("none", "fp8")  # int8 and nf4 run the programs of bfloat16
 LARGER = {"width": 640, "layers": 11}
 WITHIN = 0.005
 
@@ -57,12 +61,13 @@ class Sizes(NamedTuple):
     segments: int = 8
     length: int = 256
     steps: int = 80
-    held_out: int = 3  # batches, at most
+    held_out: int = 12  # batches, at most
     base_s: float = 12
     lr: float = 2e-3
+    seeds: int = 5
 
 
-SMALL = Sizes(segments=1, length=64, steps=3, held_out=1, base_s=1)
+SMALL = Sizes(segments=1, length=64, steps=3, held_out=1, base_s=1, seeds=2)
 
 
 def main() -> None:
@@ -75,11 +80,32 @@ def main() -> None:
     sizes, began = SMALL if given.small else Sizes(), time.monotonic()
     for base in given.bases:
         folder = examples_directory() / "base" if base == "examples" else make_larger(given.out, sizes, given.small)
+        rows = []
         for row in compare(folder, sizes):
-            row = {"base": base, **row, "device": jax.devices()[0].device_kind}
-            append_row(given.out / "quantised_loss.csv", row)
+            rows.append({"base": base, **row, "device": jax.devices()[0].device_kind})
+            append_row(given.out / "quantised_loss.csv", rows[-1])
+        for row in means(rows):
+            append_row(given.out / "quantised_loss_means.csv", row)
             print(row, flush=True)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
+
+
+def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Over seeds, for each kind and adapter."""
+    found = []
+    for kind, name in ((kind, name) for kind in FORMS for name in DATA):
+        mine = [row for row in rows if (row["kind"], row["adapter"]) == (kind, name)]
+        over, cosines = ([row[column] for row in mine] for column in ("over_bf16", "cosine"))
+        found.append(
+            {
+                "base": mine[0]["base"], "millions": mine[0]["millions"], "kind": kind, "adapter": name,
+                "seeds": len(mine), "after": round(float(np.mean([row["after"] for row in mine])), 5),
+                "over_bf16": round(float(np.mean(over)), 5),
+                "standard_error": round(float(np.std(over, ddof=1) / len(over) ** 0.5), 5),
+                "cosine": round(float(np.mean(cosines)), 5), "within": bool(abs(np.mean(over)) <= WITHIN),
+            }
+        )  # fmt: skip
+    return found
 
 
 def make_larger(out: Path, sizes: Sizes, small: bool) -> Path:
@@ -104,70 +130,92 @@ def write_few_tokens(file: Path) -> None:
 # --- learning ----------------------------------------------------------------------------------------------------
 
 
-def compare(folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
-    """Rows of all kinds on one base."""
+class Learnt(NamedTuple):
+    """Of one kind and one seed."""
+
+    gradient: np.ndarray  # the first, of all adapters
+    before: np.ndarray  # held-out loss of every adapter
+    after: np.ndarray
+
+
+def compare(folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Rows of all seeds and kinds on one base."""
     model = load_decoder(folder, SPECS, dtype=jnp.bfloat16)
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    drawn = np.random.default_rng(0)
-    lora = jax.tree.map(lambda leaf: leaf + jnp.asarray(drawn.normal(0, 0.01, leaf.shape), leaf.dtype), lora)
+    size = round(sum(leaf.size for leaf in jax.tree.leaves(frozen)) / 1e6, 1)
     train, held_out = (batches(folder, ending, sizes) for ending in ("", "_eval"))
-    train, held_out = train[np.arange(sizes.steps) % len(train)], held_out[: sizes.held_out]
-    program = jax.jit(partial(learn, graph, sizes))
+    programs = compiled(graph, sizes)
     bases = {form: jax.jit(partial(stored, form))(frozen) for form in FORMS}
+    with ThreadPoolExecutor(2) as pool:  # both kinds of programs, compiled side by side
+        list(pool.map(lambda form: learn(programs, sizes._replace(steps=1), lora, bases[form], train, held_out), FIRST))
+    for seed in range(sizes.seeds):
+        drawn = np.random.default_rng(seed)
+        start = jax.tree.map(partial(_shift, drawn), lora)
+        order = np.concatenate([drawn.permutation(len(train)) for _ in range(-(-sizes.steps // len(train)))])
+        found = {form: learn(programs, sizes, start, bases[form], train[order], held_out) for form in FORMS}
+        for form in FORMS:
+            yield from rows_of(form, found[form], found["none"], {"millions": size, "seed": seed})
 
-    def run(forms: tuple[str, ...]) -> dict[str, Any]:
-        return {form: jax.device_get(program(lora, bases[form], train, held_out)) for form in forms}
 
-    with ThreadPoolExecutor(2) as pool:  # two programs, compiled side by side
-        found = {
-            form: each for done in pool.map(run, (("none", "int8", "nf4"), ("fp8",))) for form, each in done.items()
-        }
-    size = sum(leaf.size for leaf in jax.tree.leaves(frozen)) / 1e6
-    return [row for form in FORMS for row in rows_of(form, found[form], found["none"], {"millions": round(size, 1)})]
+def _shift(drawn: np.random.Generator, leaf: jax.Array) -> jax.Array:
+    return leaf + jnp.asarray(drawn.normal(0, 0.01, leaf.shape), leaf.dtype)
 
 
-def rows_of(form: str, found: Any, plain: Any, told: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(form: str, found: Learnt, plain: Learnt, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Of one kind, a row for each adapter."""
-    gradient, before, after = found
-    cosine = float(gradient @ plain[0] / (np.linalg.norm(gradient) * np.linalg.norm(plain[0])))
-    over = after / plain[2] - 1
+    norms = np.linalg.norm(found.gradient) * np.linalg.norm(plain.gradient)
+    cosine = float(found.gradient @ plain.gradient / norms)
     return [
         {
-            **told, "kind": form, "adapter": name, "before": round(float(before[i]), 5),
-            "after": round(float(after[i]), 5), "over_bf16": round(float(over[i]), 5), "cosine": round(cosine, 5),
-            "within": bool(abs(over[i]) <= WITHIN),
+            **told, "kind": form, "adapter": name, "before": round(float(found.before[i]), 5),
+            "after": round(float(found.after[i]), 5),
+            "over_bf16": round(float(found.after[i] / plain.after[i] - 1), 5), "cosine": round(cosine, 5),
         }
         for i, name in enumerate(DATA)
     ]  # fmt: skip
 
 
-def learn(graph: Any, sizes: Sizes, lora: Any, frozen: Any, train: jax.Array, held_out: jax.Array):
-    """First gradient, and held-out loss of every adapter before and after."""
+class Programs(NamedTuple):
+    losses: Callable[..., jax.Array]  # lora, base, tokens -> loss of every adapter
+    slope: Callable[..., Any]  # lora, base, tokens -> gradient of their sum
+    update: Callable[..., Any]  # gradient, state, lora -> lora and state after a step
+    start: Callable[..., Any]  # lora -> state
+
+
+def compiled(graph: Any, sizes: Sizes) -> Programs:
     count = len(SPECS) * sizes.segments
     rows = count * sizes.length
     segments = Segments.from_lengths([sizes.length] * count, rows)
     positions = np.tile(np.arange(sizes.length, dtype=np.int32), count)
     context = LoRAContext.of(SPECS, list(range(len(SPECS))))
 
-    def losses(lora, tokens):
+    def losses(lora, frozen, tokens):
         inputs, targets = (part.reshape(rows) for part in (tokens[..., :-1], tokens[..., 1:]))
         logits = nnx.merge(graph, lora, frozen)(inputs, positions, segments, context)
         each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
         return each.reshape(len(SPECS), -1).mean(1)
 
-    def evaluate(lora):
-        return jax.lax.map(partial(losses, lora), held_out).mean(0)
-
-    def step(carry, tokens):
-        lora, state = carry
-        gradient = slope(lora, tokens)
+    def update(gradient, state, lora):
         changes, state = adam.update(gradient, state)
-        return (optax.apply_updates(lora, changes), state), None
+        return optax.apply_updates(lora, changes), state
 
-    adam, slope = optax.adam(sizes.lr), jax.grad(lambda lora, tokens: losses(lora, tokens).sum())
-    first = jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(slope(lora, train[0]))])
-    (learnt, _), _ = jax.lax.scan(step, (lora, adam.init(lora)), train)
-    return first, evaluate(lora), evaluate(learnt)
+    adam = optax.adam(sizes.lr)
+    slope = jax.grad(lambda lora, frozen, tokens: losses(lora, frozen, tokens).sum())
+    return Programs(jax.jit(losses), jax.jit(slope), jax.jit(update), jax.jit(adam.init))
+
+
+def learn(programs: Programs, sizes: Sizes, lora: Any, frozen: Any, train: np.ndarray, held_out: np.ndarray) -> Learnt:
+    def evaluate():
+        return np.mean([programs.losses(lora, frozen, tokens) for tokens in held_out[: sizes.held_out]], axis=0)
+
+    before, state = evaluate(), programs.start(lora)
+    first = gradient = programs.slope(lora, frozen, train[0])
+    for step in range(1, sizes.steps + 1):
+        lora, state = programs.update(gradient, state, lora)
+        if step < sizes.steps:
+            gradient = programs.slope(lora, frozen, train[step])
+    flat = np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(first)])
+    return Learnt(flat, before, evaluate())
 
 
 def stored(form: str, frozen: Any) -> Any:

@@ -152,6 +152,11 @@ def test_the_plot_takes_the_newest_rows_in_any_order(tmp_path):
     assert (tmp_path / "plot.png").exists()
 
 
+def test_rows_that_no_plot_shows_draw_none(tmp_path):
+    draw([row("ours_nf4", 5, "2026-11-23 08:00:00")], tmp_path / "plot.png")
+    assert not (tmp_path / "plot.png").exists()
+
+
 def test_published_baselines_are_complete():
     file = RESULTS / "end_to_end_h200_2026-11-22h" / "end_to_end.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
