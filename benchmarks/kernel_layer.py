@@ -49,6 +49,8 @@ SHAPES = (
     Shape(name="8B", width=4096, heads=32, key_heads=8, head=128, inner=14336),
     Shape(name="32B", width=5120, heads=40, key_heads=8, head=128, inner=27648),
     Shape(name="70B", width=8192, heads=64, key_heads=8, head=128, inner=28672),
+    Shape(name="8B-2048", width=4096, heads=32, key_heads=8, head=128, inner=14336, tokens=2048),
+    Shape(name="8B-4096", width=4096, heads=32, key_heads=8, head=128, inner=14336, tokens=4096),
 )
 TINY = Shape(name="tiny", width=128, heads=2, key_heads=1, head=64, inner=256, tokens=512, dtype="float32")
 
@@ -91,11 +93,12 @@ def variants(full: bool) -> Iterator[Variant]:
         yield Variant(kind="ragged_dot", project=plain(oracles.lora_ragged), rate=0.1, adapters=4)
 
 
-def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
+def run(recorder, tiny: bool, only: Sequence[str] = (), kinds: Sequence[str] = ()) -> None:
     """Times every variant of every shape, and the sibling groups of the first shape.
 
     Args:
         only: names of shapes and groups ("32B", "q,k,v"); empty: all.
+        kinds: of variants ("frozen", "ours"); empty: all.
     """
     parts = []
     for number, shape in enumerate((TINY,) if tiny else SHAPES):
@@ -112,6 +115,8 @@ def run(recorder, tiny: bool, only: Sequence[str] = ()) -> None:
 
                 chosen = [v for v in chosen if v.kind == "frozen" or (v.rate and v.adapters == 4)]
                 parts.append((shape, ",".join(group), chosen, siblings))
+    if kinds:
+        parts = [(*before, [v for v in chosen if v.kind in kinds], body) for *before, chosen, body in parts]
     for _, part, chosen, _ in parts:
         recorder.plan(part, (f"{part} {variant.name}" for variant in chosen))
     for part in parts:

@@ -74,7 +74,8 @@ def run(
         "check": kernel_checks.run, "ops": partial(run_ops, only=only, kinds=kinds, matching=matching),
         "rows": partial(run_ops, tokens=(2048, 4096, 16384), only=only, kinds=kinds, matching=matching),
         "profile": partial(run_profile, only=only),
-        "sweep": partial(run_sweep, only=only), "products": run_products, "layer": partial(kernel_layer.run, only=only),
+        "sweep": partial(run_sweep, only=only), "products": run_products,
+        "layer": partial(kernel_layer.run, only=only, kinds=kinds),
     }  # fmt: skip
     sections[section](recorder, tiny)
 

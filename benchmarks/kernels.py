@@ -49,7 +49,9 @@ def main() -> int:
         "--only", nargs="+", default=[],
         help="kernels of the sweep (mosaic_down), parts of layer (32B), else beginnings of shapes (16384x)",
     )  # fmt: skip
-    parser.add_argument("--variants", nargs="+", default=[], help="rows of ops and rows: frozen pallas_mosaic_gpu")
+    parser.add_argument(
+        "--variants", nargs="+", default=[], help="variants of ops, rows and layer: frozen pallas_mosaic_gpu"
+    )
     parser.add_argument("--matching", default="", help="rows of ops and rows whose names have it, a regular expression")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks this script on a CPU")
     parser.add_argument("--child", choices=tuple(SECTIONS), help=argparse.SUPPRESS)

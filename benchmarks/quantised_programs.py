@@ -25,7 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
 from benchmarks import kernel_layer as kl
-from benchmarks.quantised import ADAPTERS, ANY_DEPTH, RATE, frozen_fp8
+from benchmarks.quantised import ADAPTERS, RATE, frozen_fp8
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels import device as pk_device
@@ -35,7 +35,6 @@ from pallas_kernels.quantised import fp8, hopper, hopper_gemm, passes, rows
 
 VOCABULARY = 128256
 TRACING = threading.Lock()  # flags are everyone's
-ROUNDING = {"ROUND_AT_GATE": True}
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 
 
@@ -61,11 +60,6 @@ class Program:
     shape: tuple[int, ...] = ()
 
     @property
-    def new(self) -> bool:
-        """Whether it has kernels that no device has run before."""
-        return ROUNDING.items() <= dict(self.flags).items()
-
-    @property
     def file(self) -> str:
         return "-".join((self.part, self.name, *map(str, self.shape))).replace(" ", "_").replace(",", "")
 
@@ -80,23 +74,19 @@ def layers(shape: kl.Shape) -> Iterator[Program]:
     frozen_of_8_bits = kl.Variant(kind="frozen", project=frozen_fp8, options=True)
     ours = kl.Variant(kind="ours", project=kl.ours(None), mlp=kl.ours_mlp, **lora)
     by_xla = dataclasses.replace(ours, mlp=None, project=kl.ours("xla"), options=False)
-    deep, shallow = {"OWN_DEPTH": ANY_DEPTH, "OWN_SUMS": True}, {"OWN_DEPTH": 8192, "OWN_SUMS": True}
     plain = kl.make_arrays_once(shape, ADAPTERS, RATE)
     layer = partial(_layer, shape, plain)
     yield layer("frozen bf16", "bf16", frozen)
     yield layer("frozen fp8", "fp8", frozen_of_8_bits)
     yield layer("fp8", "fp8", ours)
-    yield layer("fp8 own, gate", "fp8", ours, deep | ROUNDING)
-    yield dataclasses.replace(layer("fp8 not merged", "fp8", ours), merged=False)
-    yield layer("fp8 own", "fp8", ours, deep)
+    yield layer("fp8 dequantised", "fp8", _dequantised("fp8", ours))
     yield layer("fp8 by xla", "fp8", by_xla)
-    yield layer("fp8 shallow, gate", "fp8", ours, shallow | ROUNDING)
+    yield layer("fp8 by cublas", "fp8", ours, {"OWN_PRODUCTS": False})
     yield layer("int8", "int8", _dequantised("int8", ours))
     yield layer("frozen int8", "int8", _dequantised("int8", frozen))
     yield layer("frozen nf4", "nf4", _dequantised("nf4", frozen))
     yield layer("nf4", "nf4", _dequantised("nf4", ours))
     yield layer("bf16", "bf16", ours)
-    yield layer("fp8 shallow", "fp8", ours, shallow)
     yield layer("fp8 one order", "fp8 one order", ours)
 
 
@@ -115,10 +105,11 @@ def _layer(
 
 def _dequantised(kind: str, variant: kl.Variant) -> kl.Variant:
     """The weights of a call's projections become bfloat16 arrays when it runs."""
+    dequantise = fp8.dequantise if kind == "fp8" else KINDS[kind].dequantise
 
     def usable(names: tuple[str, ...], x: jax.Array, arrays: dict) -> tuple[jax.Array, dict]:
         stored, x = lax.optimization_barrier(({name: arrays["w"][name] for name in names}, x))
-        return x, arrays | {"w": {name: KINDS[kind].dequantise(each, x.dtype) for name, each in stored.items()}}
+        return x, arrays | {"w": {name: dequantise(each, x.dtype) for name, each in stored.items()}}
 
     def project(names: tuple[str, ...], x: jax.Array, arrays: dict) -> tuple[jax.Array, ...]:
         return variant.project(names, *usable(names, x, arrays))

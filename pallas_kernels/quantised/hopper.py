@@ -1,10 +1,12 @@
-"""Hopper's backend for weights of 8-bit floats: cuBLAS's products between our passes.
+"""Hopper's backend for weights of 8-bit floats.
 
     forward    S = drop(x) A                     the pass over x of `linear.hopper`
                x8 = q(x)                         once for all projections
-               y_i = x8 W8_i, scales, + S_i B_i  a product, and one pass that finishes it
+               y_i = x8 W8_i, scales, + S_i B_i  a product of `hopper_gemm`
     backward   dS_i, dB_i, dA, mask (dS A^T)     the passes of `linear.hopper`
                dx = sum_i q(dY_i sw_i) W8_i^T · scale + low-rank part
+
+Sizes that `hopper_gemm` does not serve go to cuBLAS, and one pass finishes each product.
 
 T packed tokens · K in features · N out features · R padded rank · A adapters
 """
@@ -32,10 +34,7 @@ from pallas_kernels.quantised.hopper_gemm import LowRank, fit_addend, gemm, meas
 from pallas_kernels.quantised.passes import ROWS
 from pallas_kernels.sizes import row_block
 
-# Not measured yet, all three:
-OWN_DEPTH = 0  # products of `hopper_gemm` that sum over so many features at most; cuBLAS's and passes serve the others
-OWN_SUMS = False  # such products for dx, too, where each adds to what the ones before it made
-ROUND_AT_GATE = False  # the passes at the gate round what they write, see `gate_rounding`
+OWN_PRODUCTS = True  # False: cuBLAS's products and passes everywhere, for comparisons
 
 type Rounded = tuple[jax.Array, jax.Array]  # values and scales of rows
 type Measured = tuple[jax.Array, jax.Array]  # y, and the largest |y| of every row
@@ -110,11 +109,10 @@ def frozen_parts(prepared: Prepared) -> list[jax.Array]:
 def frozen_gradient(prepared: Prepared, i: int, dy: jax.Array) -> jax.Array:
     """dY W^T of one projection."""
     w = _weight(prepared, i)
-    config = _own_config(prepared, i, 0, transposed=True)
-    if config is not None:
-        dy8, scales_T1 = _rounded(prepared, dy, w.scales)
-        return gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
+    config = _config(prepared, i, 0, transposed=True)
     dy8, scales_T1 = _rounded(prepared, dy, w.scales)
+    if config is not None:
+        return gemm(dy8, w.values_KN, scales_T1[:, 0], None, config=config, num_sms=num_sms())
     return (w.transposed_sums(dy8, dy.dtype).astype(jnp.float32) * scales_T1).astype(dy.dtype)
 
 
@@ -125,7 +123,7 @@ def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
 
 def measured_parts(prepared: Prepared) -> list[Measured] | None:
     """x W of every projection, and the largest |y| of each row; None where our own products do not serve."""
-    configs = [_config(prepared, i, 0, transposed=False) for i in range(len(prepared.ops.ws))]
+    configs = [_config(prepared, i, 0) for i in range(len(prepared.ops.ws))]
     if not all(configs):
         return None
     x8, scales_T1 = _rounded(prepared, prepared.ops.x)
@@ -152,7 +150,7 @@ def column_scales(prepared: Prepared) -> list[jax.Array]:
 def project_rounded(prepared: Prepared, i: int, s: jax.Array | None, rounded: Rounded) -> jax.Array:
     """The same of rounded rows of x; of x itself only shape and type are used."""
     ops, layout = prepared.ops, prepared.layout
-    config = _own_config(prepared, i, layout.ranks.get(i, 0))
+    config = _config(prepared, i, layout.ranks.get(i, 0))
     if s is None or i not in layout.ranks:
         y = _frozen(prepared, i, rounded)
     elif config is not None:
@@ -168,7 +166,7 @@ def project_rounded(prepared: Prepared, i: int, s: jax.Array | None, rounded: Ro
 def _frozen(prepared: Prepared, i: int, rounded: Rounded) -> jax.Array:
     w, dtype = _weight(prepared, i), prepared.ops.x.dtype
     x8, scales_T1 = rounded
-    config = _own_config(prepared, i, 0)
+    config = _config(prepared, i, 0)
     if config is not None:
         return gemm(x8, w.values, scales_T1[:, 0], w.scales, config=config, num_sms=num_sms())
     return (w.sums(x8, dtype).astype(jnp.float32) * scales_T1 * w.scales).astype(dtype)
@@ -207,22 +205,17 @@ def _own_sum(
 
 
 def _sum_config(prepared: Prepared, i: int, ds: jax.Array | None) -> GemmConfig | None:
-    if not OWN_SUMS or prepared.ops.ws[i].shape[1] > OWN_DEPTH:
-        return None
     first = i == 0 and ds is not None
     config = _config(prepared, i, prepared.layout.total if first else 0, transposed=True)
     return config and (config if first else fit_addend(config))
 
 
-def _own_config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
-    """Tiles of our own product; None where cuBLAS's serves."""
-    depth = prepared.ops.ws[i].shape[1 if transposed else 0]
-    return _config(prepared, i, rank, transposed=transposed) if depth <= OWN_DEPTH else None
+def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool = False) -> GemmConfig | None:
+    """Tiles of our own product; None where cuBLAS's serves.
 
-
-def _config(prepared: Prepared, i: int, rank: int, *, transposed: bool) -> GemmConfig | None:
-    """An element is half as wide as in products of bfloat16, so twice as many take the same place."""
-    if prepared.ops.x.dtype != jnp.bfloat16:
+    An element is half as wide as in products of bfloat16, so twice as many take the same place.
+    """
+    if not OWN_PRODUCTS or prepared.ops.x.dtype != jnp.bfloat16:
         return None
     depth, columns = prepared.ops.ws[i].shape[:: -1 if transposed else 1]
     config = gemm_config(prepared.rows, depth // 2, columns, rank, prepared.static.tile, transposed=True)

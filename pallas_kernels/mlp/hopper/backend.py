@@ -191,7 +191,7 @@ def backward(static: Static, ops: Operands, down: Operands, saved: Residuals, dy
 
 def _measured_parts(prepared: Prepared, down: Operands, extra: ExtraRanks | None) -> list[quantised.Measured] | None:
     """x W of gate and up with the largest of each row, where the passes at the gate are to round what they write."""
-    if not quantised.ROUND_AT_GATE or not prepared.ops.quantised or extra is not None:
+    if not prepared.ops.quantised or extra is not None:
         return None
     down = dataclasses.replace(down, x=jax.ShapeDtypeStruct((prepared.rows, down.ws[0].shape[0]), prepared.ops.x.dtype))
     if backend.first_and_extra(prepared.static, down)[1] is not None:

@@ -28,8 +28,6 @@ def on_hopper(monkeypatch):
     """A context in which whole ops are interpreted, by our own products."""
 
     interpret_whole_ops(monkeypatch)
-    for flag, value in (("OWN_DEPTH", 1 << 30), ("OWN_SUMS", True), ("ROUND_AT_GATE", True)):
-        monkeypatch.setattr(hopper, flag, value)
     return interpreted
 
 
