@@ -2,7 +2,7 @@
 
     python examples/make_base.py --out examples/base                         # a GPU: two minutes
     python examples/make_base.py --out build/base --steps 40 --rows 4 --row-tokens 256    # a CPU: to see that it learns
-    python examples/make_base.py --out build/larger --width 640 --layers 11               # 50 million parameters
+    python examples/make_base.py --out build/larger --width 1024 --layers 4               # 50 million parameters
 
 A Llama, of 3.5 million parameters by default, learns the standard library's sources and reference; all weights train,
 in float32, computing in bfloat16. The tokenizer comes first (make_tokenizer.py).
