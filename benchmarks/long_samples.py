@@ -42,7 +42,7 @@ from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, fits, st
 
 PARTS = ("memory", "lower", "run")
 LENGTHS = (32768, 65536, 131072)
-ADAPTERS, TILE, REPEATS = 4, 128, 3
+ADAPTERS, TILE, REPEATS = 4, 128, 2
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 SHAPE = re.compile(r"tensor<((?:\d+x)+)(?:bf16|f16|f32|i32|ui32|i8|ui8|i1|i64)>")
 
