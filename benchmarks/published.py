@@ -41,6 +41,7 @@ FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
     "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
 )
+LOSS = "quantised_loss_h200_2026-11-23/quantised_loss_means.csv"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
@@ -312,6 +313,20 @@ def adapter_counts() -> str:
     return markdown(head, found)
 
 
+def quantised_loss() -> str:
+    """Held-out loss of adapters that learnt on a quantised base, over that on the bfloat16 base."""
+    rows = [row for row in read_csv(LOSS) if row["kind"] != "none"]
+    found = [
+        (
+            row["kind"], row["adapter"], f"{float(row['after']):.3f}", f"{float(row['over_bf16']):+.2%}",
+            f"{float(row['standard_error']):.2%}", f"{float(row['cosine']):.3f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("base", "adapter", "held-out loss", "next to bfloat16", "standard error", "cosine of first gradients")
+    return markdown(head, found)
+
+
 def planner() -> str:
     shared, held = read_csv(f"{PLANNER}/workloads.csv"), read_csv(f"{PLANNER}/heldout.csv")
     grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
@@ -340,5 +355,6 @@ TABLES: dict[str, Callable[[], str]] = {
     for each in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
+        quantised_loss,
     )
 }  # fmt: skip
