@@ -2,6 +2,8 @@
 
     python -m benchmarks.quantised_loss --out results/quantised_loss             # a GPU, three minutes
     python -m benchmarks.quantised_loss --out build/quantised_loss --small       # a CPU: to try the script
+    python -m benchmarks.quantised_loss --out results/quantised_loss_cpu --bases larger --kinds fp8 --seeds 3 \
+        --segments 4 --steps 40 --base-s 900                                     # a CPU, an hour
 
 Two bases: the model of the examples, and one of 50 million parameters that `examples/make_base.py` trains here first.
 Four adapters learn together on the examples' data as plain text, from the same start on the same tokens, with Adam.
@@ -25,7 +27,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -74,14 +76,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bases", nargs="+", choices=("examples", "larger"), default=["examples", "larger"])
+    parser.add_argument("--kinds", nargs="+", choices=FORMS[1:], default=FORMS[1:], help="next to bfloat16")
     parser.add_argument("--small", action="store_true")
+    for name, value in Sizes()._asdict().items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"default: {value}")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     sizes, began = SMALL if given.small else Sizes(), time.monotonic()
+    sizes = sizes._replace(**{name: value for name in sizes._fields if (value := getattr(given, name)) is not None})
+    forms = ("none", *given.kinds)
     for base in given.bases:
         folder = examples_directory() / "base" if base == "examples" else make_larger(given.out, sizes, given.small)
         rows = []
-        for row in compare(folder, sizes):
+        for row in compare(folder, sizes, forms):
             rows.append({"base": base, **row, "device": jax.devices()[0].device_kind})
             append_row(given.out / "quantised_loss.csv", rows[-1])
         for row in means(rows):
@@ -93,7 +100,7 @@ def main() -> None:
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Over seeds, for each kind and adapter."""
     found = []
-    for kind, name in ((kind, name) for kind in FORMS for name in DATA):
+    for kind, name in dict.fromkeys((row["kind"], row["adapter"]) for row in rows):
         mine = [row for row in rows if (row["kind"], row["adapter"]) == (kind, name)]
         over, cosines = ([row[column] for row in mine] for column in ("over_bf16", "cosine"))
         found.append(
@@ -101,7 +108,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "base": mine[0]["base"], "millions": mine[0]["millions"], "kind": kind, "adapter": name,
                 "seeds": len(mine), "after": round(float(np.mean([row["after"] for row in mine])), 5),
                 "over_bf16": round(float(np.mean(over)), 5),
-                "standard_error": round(float(np.std(over, ddof=1) / len(over) ** 0.5), 5),
+                "standard_error": round(float(np.std(over, ddof=1) / len(over) ** 0.5), 5) if len(over) > 1 else None,
                 "cosine": round(float(np.mean(cosines)), 5), "within": bool(abs(np.mean(over)) <= WITHIN),
             }
         )  # fmt: skip
@@ -113,6 +120,8 @@ def make_larger(out: Path, sizes: Sizes, small: bool) -> Path:
     make_base = importlib.import_module("make_base")
     shape = {"width": 128, "layers": 2} if small else LARGER
     told = {"out": out / "base", "tokens": out / "tokens.npz", "seconds": sizes.base_s, "lr": 1e-3, **shape}
+    if jax.default_backend() == "cpu":
+        told |= {"rows": 8, "row-tokens": 512}
     if small:
         told |= {"rows": 2, "row-tokens": 128, "steps": 10}
         write_few_tokens(told["tokens"])
@@ -138,22 +147,23 @@ class Learnt(NamedTuple):
     after: np.ndarray
 
 
-def compare(folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def compare(folder: Path, sizes: Sizes, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Rows of all seeds and kinds on one base."""
     model = load_decoder(folder, SPECS, dtype=jnp.bfloat16)
     graph, lora, frozen = nnx.split(model, nnx.LoRAParam, ...)
     size = round(sum(leaf.size for leaf in jax.tree.leaves(frozen)) / 1e6, 1)
     train, held_out = (batches(folder, ending, sizes) for ending in ("", "_eval"))
     programs = compiled(graph, sizes)
-    bases = {form: jax.jit(partial(stored, form))(frozen) for form in FORMS}
+    bases = {form: jax.jit(partial(stored, form))(frozen) for form in forms}
+    first = [form for form in FIRST if form in forms]
     with ThreadPoolExecutor(2) as pool:  # both kinds of programs, compiled side by side
-        list(pool.map(lambda form: learn(programs, sizes._replace(steps=1), lora, bases[form], train, held_out), FIRST))
+        list(pool.map(lambda form: learn(programs, sizes._replace(steps=1), lora, bases[form], train, held_out), first))
     for seed in range(sizes.seeds):
         drawn = np.random.default_rng(seed)
         start = jax.tree.map(partial(_shift, drawn), lora)
         order = np.concatenate([drawn.permutation(len(train)) for _ in range(-(-sizes.steps // len(train)))])
-        found = {form: learn(programs, sizes, start, bases[form], train[order], held_out) for form in FORMS}
-        for form in FORMS:
+        found = {form: learn(programs, sizes, start, bases[form], train[order], held_out) for form in forms}
+        for form in forms:
             yield from rows_of(form, found[form], found["none"], {"millions": size, "seed": seed})
 
 
