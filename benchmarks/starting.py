@@ -1,0 +1,125 @@
+"""How long from the command to the first optimizer step? Without a compilation cache, and with one.
+
+    python -m benchmarks.starting --out results/starting --stages 2          # two GPUs, 50 GB of files, four minutes
+    python -m benchmarks.starting --out results/starting --work /dev/shm     # one GPU, files in memory
+    python -m benchmarks.starting --out /tmp/try --small                     # in miniature on a CPU, to try the script
+
+Writes a model of Mistral-Small-24B's shape: one layer is drawn, the others have the same bytes under their own names.
+The files are in the page cache then. The same job starts twice with a cache of its own, which is empty at first.
+`starting.jsonl` has the seconds of each command until its first optimizer step, and what the run says about its parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - numpy's bfloat16, for safetensors
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.conditions import conditions
+from benchmarks.main_job import SMALL, WRITE, write_data
+
+SHAPE = {
+    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_layers": 40, "num_heads": 32,
+    "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e8,
+}  # fmt: skip
+NAMES = ("a", "b", "c", "d")
+FIRST = "model.layers.0."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="where files of the model are written; default: the system's folder")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    shape = SMALL if options.small else SHAPE
+    layers = options.layers or shape["num_layers"]
+    with tempfile.TemporaryDirectory(prefix="starting_", dir=options.work) as folder:
+        work = Path(folder)
+        began = time.monotonic()
+        write_base(work / "base", shape, layers)
+        write_job(work, options)
+        written_s = round(time.monotonic() - began, 1)
+        size_gb = round(sum(file.stat().st_size for file in (work / "base").glob("*.safetensors")) / 1e9, 2)
+        for cache in ("empty", "filled"):
+            row = {"cache": cache, "stages": options.stages, "layers": layers, "gb": size_gb, "written_s": written_s}
+            row |= start(work, f"run_{cache}") | conditions()
+            with (options.out / "starting.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+    return 0
+
+
+def write_base(base: Path, shape: dict, layers: int) -> None:
+    """One layer by the product's own writer, then copies of it under the names of the others."""
+    one = json.dumps(shape | {"num_layers": 1})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", WRITE, str(base), one], check=True, env=environment)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    tensors = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in (*base.glob("*.safetensors"), *base.glob("*.index.json")):
+        file.unlink()
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(FIRST)}
+    shards = {"rest": {name: tensor for name, tensor in tensors.items() if name not in layer}}
+    for number in range(layers):
+        own = {name.replace(FIRST, f"model.layers.{number}."): tensor for name, tensor in layer.items()}
+        shards[f"{number:03}"] = own
+    files = {name: f"model-{name}.safetensors" for name in shards}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: save_file(shards[name], base / files[name], metadata={"format": "pt"}), shards))
+    index = {tensor: files[name] for name, own in shards.items() for tensor in own}
+    total = sum(tensor.nbytes for own in shards.values() for tensor in own.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (base / "model.safetensors.index.json").write_text(text)
+
+
+def write_job(work: Path, options: argparse.Namespace) -> None:
+    tokenizer = Path(__file__).parent.parent / "examples" / "base"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (work / "base" / name).write_bytes((tokenizer / name).read_bytes())
+    longest = 128 if options.small else 4096
+    for name in NAMES:
+        write_data(work / f"{name}.jsonl", longest / 5, longest / 8, 16, tokenizer / "tokenizer.json", longest)
+    job = {
+        "base": {"model": "base"},
+        "data": {"max_length": longest},
+        "batch": {"capacity_tokens": 2 * longest, "tile_tokens": 16 if options.small else 128, "global_samples": 8},
+        "mesh": {"stages": options.stages},
+        "train": {"max_steps": 2, "log_every_s": 0},
+        "lora": {"rank": 16, "dropout": 0.1},
+        "adapters": [{"name": name, "data": {"train": f"{name}.jsonl"}} for name in NAMES],
+    }
+    (work / "jobs.yaml").write_text(yaml.safe_dump(job))
+
+
+def start(work: Path, run: str) -> dict:
+    """Runs the command, with a cache in the work folder."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache")}
+    began = time.time()
+    command = [sys.executable, "-m", "lorafusion_jax", "train", str(work / "jobs.yaml"), "--out", str(work / run)]
+    done = subprocess.run(command, env=environment)
+    if done.returncode:
+        return {"exit_code": done.returncode}
+    read = [json.loads(line) for line in (work / run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["time"] for row in read if row["kind"] == "step"]
+    events = [json.loads(line) for line in (work / run / "events.jsonl").read_text().splitlines()]
+    (started,) = (event for event in events if event["kind"] == "started-up")
+    return {"first_step_s": round(min(steps) - began, 1), "command_s": round(time.time() - began, 1), "parts": started}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
