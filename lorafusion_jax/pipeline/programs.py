@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -152,6 +152,7 @@ class StagePrograms:
         if self._stage.replicas == 1:
             return jax.jit(function, donate_argnums=donate, compiler_options=options or None)
 
+        @wraps(function)  # profiles show its name
         def mapped(*operands: Any) -> Any:
             specs = tuple(
                 tuple({name: spec[0][name] for name in piece} for piece in operand) if isinstance(spec, list) else spec

@@ -63,7 +63,7 @@ def test_nothing_is_computed_for_adapters_that_have_all_failed(lorafusion, job):
         job.adapter(name)["optim"] = DIVERGING
     job.values["epochs"] = 6
     run = job.folder / "run"
-    outcome = lorafusion("train", job.write(), "--out", run, "mesh.stages=2", "lora.targets=[q_proj]")
+    outcome = lorafusion("train", job.write(), "--out", run, "mesh.stages=2")
     assert outcome.code == 1, outcome.err
     assert "stage 0" in outcome.out or "stage 1" in outcome.out
     plan, timeline = (json.loads((run / name).read_text()) for name in ("plan.json", "timeline.json"))

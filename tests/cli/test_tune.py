@@ -52,12 +52,11 @@ def wide_job(job):
     return job.write()
 
 
-@pytest.fixture
-def few_candidates(monkeypatch):
-    """Two of each kernel: interpreting them all takes long, and tells nothing of a GPU."""
+def keep_candidates(monkeypatch, count):
+    """The first ones of each kernel: interpreting them all takes long, and tells nothing of a GPU."""
     groups = tuner._groups
     monkeypatch.setattr(
-        tuner, "_groups", lambda spec, quick: {kernel: all_[:2] for kernel, all_ in groups(spec, quick).items()}
+        tuner, "_groups", lambda spec, quick: {kernel: all_[:count] for kernel, all_ in groups(spec, quick).items()}
     )
 
 
@@ -75,8 +74,8 @@ def test_every_projection_and_every_group_of_siblings_is_tuned_once(wide_job):
     assert {(s.tokens, s.tile, s.adapters, s.rate) for s in specs} == {(256, 128, 2, 0.1)}
 
 
-@pytest.mark.usefixtures("few_candidates")
-def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path):
+def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path, monkeypatch):
+    keep_candidates(monkeypatch, 2)
     path, settings = tmp_path / "table.json", ("lora.targets=[o_proj]",)
     first = lorafusion("tune", wide_job, *settings, "--quick", "--out", path)
     assert first.code == 0, first.err
@@ -93,7 +92,6 @@ def test_tune_writes_a_table_and_can_be_continued(lorafusion, wide_job, tmp_path
     assert all(row["best_us"] <= row["worst_us"] for row in best)
 
 
-@pytest.mark.usefixtures("few_candidates")
 def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusion, tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     refused = lorafusion("tune", "--out", path)
@@ -102,6 +100,7 @@ def test_without_a_job_the_named_shapes_are_tuned_where_there_is_a_gpu(lorafusio
     small = [LinearSpec(tokens=256, in_features=256, out_features=256, rate=rate) for rate in (0.1, 0.0)]
     monkeypatch.setattr(arg_specs, "tuning_specs", lambda quick: small)
     monkeypatch.setattr(device, "interprets", lambda: False)
+    keep_candidates(monkeypatch, 1)
     monkeypatch.setattr(tune_ops, "named_calls", lambda quick: [SMALL])
     outcome = lorafusion("tune", "--quick", "--out", path)
     assert outcome.code == 0, outcome.err

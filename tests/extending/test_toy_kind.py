@@ -89,11 +89,12 @@ def test_trains_with_lora_to_equivalent_peft_folders(joint):
         assert check.delta < 1e-5 * check.trained  # B times the column's scale, rounded once more
 
 
-@pytest.mark.parametrize("mesh", [nightly({}), {"stages": 2, "data": 2}])
+@pytest.mark.parametrize("mesh", [nightly({}), {"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
 def test_joint_equals_separate_training(joint, job, tmp_path, mesh):
     """Another packing and another layout, so sums come in another order."""
     alone = tmp_path / "alone"
-    assert run(["train", str(job({"toy": "scaled"}, mesh=mesh, lora=ONE_LINEAR)), "--out", str(alone)]) == 0
+    toy = job({"toy": "scaled"}, mesh=mesh, lora=ONE_LINEAR)
+    assert run(["train", str(toy), "--out", str(alone), "adapters.toy.data.eval=null"]) == 0
     ours, theirs = trained(joint, "toy"), trained(alone, "toy")
     assert max(float(np.abs(ours[key] - theirs[key]).max() / np.abs(theirs[key]).max()) for key in ours) < 1e-5
 

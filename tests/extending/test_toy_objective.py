@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,7 @@ POINTS = {
     }
 }
 BETA, ANCHOR = 1.5, 0.1
+MOST_TOKENS = 64  # of a text
 PAIRS = {"name": "pairwise", "beta": BETA}
 TOLERANCE = 1e-5  # of float32 sums in another order, carried along by Adam for a few steps; as tests/lossless has it
 OWN = {
@@ -137,19 +139,28 @@ def shared_slots(folder: Path) -> list[set[str]]:
     return [{ref.adapter for ref in slot.samples} for slot in RunFolder(folder).read_plan().slots]
 
 
-def mean_log_p(base: Path, tokens: list[int], learned: list[bool]) -> float:
-    """Mean log-likelihood of the learned tokens of one text under the base: its own pass, a softmax in float64."""
+def read_base(base: Path) -> Callable[[list[int]], np.ndarray]:
+    """tokens of a text → its logits under the base in a pass of its own; one program serves texts of all lengths."""
     import jax.numpy as jnp
+    from flax import nnx
 
     from lorafusion_jax.models import Segments, load_decoder
 
-    length = len(tokens)
-    segments = Segments.from_lengths([length], length)
-    model = load_decoder(base, dtype=jnp.float32)
-    logits = np.asarray(model(np.array(tokens), np.arange(length), segments), np.float64)
+    model, run_model = load_decoder(base, dtype=jnp.float32), nnx.jit(lambda model, *inputs: model(*inputs))
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        padded = np.pad(tokens, (0, MOST_TOKENS - len(tokens)))
+        segments = Segments.from_lengths([len(tokens)], MOST_TOKENS)
+        return np.asarray(run_model(model, padded, np.arange(MOST_TOKENS), segments), np.float64)
+
+    return logits
+
+
+def mean_log_p(logits: np.ndarray, tokens: list[int], learned: list[bool]) -> float:
+    """Mean log-likelihood of the learned tokens of one text: a softmax in float64."""
     top = logits.max(-1, keepdims=True)
     log_p = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    return float(np.mean([log_p[place - 1, tokens[place]] for place in range(1, length) if learned[place]]))
+    return float(np.mean([log_p[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place]]))
 
 
 def base_loss_of_first_step(job_file: str, base: Path, capsys) -> tuple[float, float]:
@@ -161,11 +172,11 @@ def base_loss_of_first_step(job_file: str, base: Path, capsys) -> tuple[float, f
     assert run(["data", "preview", job_file, "--adapter", "pref", "--rows", "99", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["pref"]
     first = prepare(load_config(job_file)).adapters["pref"].order[:3]
-    losses, margins = [], []
+    losses, margins, logits = [], [], read_base(base)
     for row in (rows[number] for number in first):
         end, all_of_it = row["segment_lengths"][0], len(row["tokens"])
         chosen, rejected = (
-            mean_log_p(base, row["tokens"][part], row["learned"][part])
+            mean_log_p(logits(row["tokens"][part]), row["tokens"][part], row["learned"][part])
             for part in (slice(0, end), slice(end, all_of_it))
         )
         margins.append(BETA * (chosen - rejected))
@@ -174,7 +185,7 @@ def base_loss_of_first_step(job_file: str, base: Path, capsys) -> tuple[float, f
 
 
 def test_the_first_loss_is_the_formula_in_float64(job, tiny_base, tmp_path, capsys):
-    file = job(("pref", "law"))
+    file = job(tuple(OWN))
     first = steps(trained(file, tmp_path / "run", capsys), "pref")[0]
     loss, margin = base_loss_of_first_step(file, tiny_base, capsys)
     np.testing.assert_allclose(first["loss"], loss, rtol=1e-5)
@@ -182,19 +193,19 @@ def test_the_first_loss_is_the_formula_in_float64(job, tiny_base, tmp_path, caps
     assert 0 <= first["right"] <= 1
 
 
-def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(job, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["pref", nightly("law")])
+def test_joint_is_alone_for_adapters_of_different_objectives_in_one_microbatch(name, job, tmp_path, capsys):
     joint = trained(job(tuple(OWN), held_out=True), tmp_path / "joint", capsys)
     assert any({"pref", "law"} <= adapters for adapters in shared_slots(joint))
     assert any({"pref", "calm"} <= adapters for adapters in shared_slots(joint))
-    for name in ("pref", "law"):
-        alone = trained(job((name,)), tmp_path / name, capsys)
-        for key, wanted in weights(alone, name).items():
-            found = weights(joint, name)[key]
-            assert np.linalg.norm(found - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
-        assert any(np.any(array) for key, array in weights(alone, name).items() if "lora_B" in key)
-        for one, other in zip(steps(joint, name), steps(alone, name), strict=True):
-            assert {*one} == {*other}
-            np.testing.assert_allclose(one["loss"], other["loss"], rtol=TOLERANCE)
+    alone = trained(job((name,)), tmp_path / name, capsys)
+    for key, wanted in weights(alone, name).items():
+        found = weights(joint, name)[key]
+        assert np.linalg.norm(found - wanted) <= TOLERANCE * np.linalg.norm(wanted), key
+    assert any(np.any(array) for key, array in weights(alone, name).items() if "lora_B" in key)
+    for one, other in zip(steps(joint, name), steps(alone, name), strict=True):
+        assert {*one} == {*other}
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=TOLERANCE)
     assert "margin" in steps(joint, "calm")[0]
     assert "margin" not in steps(joint, "law")[0]
     held_out = [row for row in read_rows(joint / "metrics.jsonl") if row["kind"] == "eval" and row["adapter"] == "pref"]
@@ -220,7 +231,7 @@ def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
     from lorafusion_jax.config import load_config
     from lorafusion_jax.training import train
 
-    file = job(("pref", "law"), {"save": {"every_steps": 2}})
+    file = job(tuple(OWN), {"save": {"every_steps": 2}})
     whole = trained(file, tmp_path / "whole", capsys)
 
     def power_cut(event) -> None:
@@ -242,8 +253,8 @@ def test_resumed_run_equals_uninterrupted_run(job, tmp_path, capsys):
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, nightly({"stages": 2, "data": 2})], ids=str)
 def test_on_several_devices_it_is_the_same(job, tmp_path, capsys, mesh):
-    one = trained(job(("pref", "law")), tmp_path / "one", capsys)
-    several = trained(job(("pref", "law"), {"mesh": mesh}), tmp_path / "several", capsys)
+    one = trained(job(tuple(OWN)), tmp_path / "one", capsys)
+    several = trained(job(tuple(OWN), {"mesh": mesh}), tmp_path / "several", capsys)
     for name in ("pref", "law"):
         for a, b in zip(steps(one, name), steps(several, name), strict=True):
             np.testing.assert_allclose(a["loss"], b["loss"], rtol=TOLERANCE)

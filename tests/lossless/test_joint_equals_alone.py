@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from more_cases import mostly_nightly
 from small_jobs import write_job, write_rows
 
 from lorafusion_jax.checkpoint.peft import read_adapter
@@ -48,7 +49,7 @@ ADAPTERS = {
     },
 }
 
-PAIR = ("law", "med")
+PAIR = ("chat", "code")
 LARGE = {
     "batch": {"capacity_tokens": 512, "tile_tokens": 32},
     "train": {"block_layers": 2, "remat": "nothing"},
@@ -94,13 +95,11 @@ def worst_difference(a: dict, b: dict) -> float:
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
 
 
-def test_joint_equals_separate_training(run):
-    joint = run(ADAPTERS).weights
-    for name in ADAPTERS:
-        alone = run([name]).weights
-        assert worst_difference(joint[name], alone[name]) < TOLERANCE, name
-        trained = [float(np.abs(b).max()) for _, b in joint[name].values()]
-        assert max(trained) > 1e-4, f"{name} learned nothing, so the comparison says nothing"
+@pytest.mark.parametrize("name", mostly_nightly(ADAPTERS, ["med"]))
+def test_joint_equals_separate_training(run, name):
+    joint, alone = run(ADAPTERS).weights[name], run([name]).weights[name]
+    assert worst_difference(joint, alone) < TOLERANCE
+    assert max(float(np.abs(b).max()) for _, b in joint.values()) > 1e-4, "it learned nothing, so this says nothing"
 
 
 def test_packing_does_not_change_the_result(run):
@@ -108,11 +107,12 @@ def test_packing_does_not_change_the_result(run):
     small, large = run(ADAPTERS).weights, run(PAIR, **LARGE).weights
     for name in PAIR:
         assert worst_difference(small[name], large[name]) < TOLERANCE
+        assert max(float(np.abs(b).max()) for _, b in small[name].values()) > 1e-4, "it learned nothing"
 
 
 def test_reported_losses_do_not_depend_on_packing(run):
-    small, large = run(["law"]).losses("law"), run(PAIR, **LARGE).losses("law")
-    assert len(small) == 5  # 14 samples in batches of 3
+    small, large = run(ADAPTERS).losses("chat"), run(PAIR, **LARGE).losses("chat")
+    assert len(small) == 7  # 14 samples in batches of 2
     np.testing.assert_allclose(small, large, rtol=TOLERANCE)
 
 

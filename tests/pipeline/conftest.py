@@ -18,9 +18,9 @@ def _quick(kept_programs):
 
 @pytest.fixture
 def mixed_job(tmp_path, deep_base) -> Callable[..., JobConfig]:
-    """mixed_job(tied=True, **sections) → JobConfig of four different adapters on five layers."""
+    """mixed_job(tied, names, held_out, overrides, **sections) → JobConfig of different adapters on five layers."""
 
-    def make(tied: bool = True, names=tuple(ADAPTERS), **sections):
-        return load_config(write_mixed_job(tmp_path, deep_base(tied), names, **sections))
+    def make(tied: bool = True, names=tuple(ADAPTERS), held_out=("law", "chat"), overrides=(), **sections):
+        return load_config(write_mixed_job(tmp_path, deep_base(tied), names, held_out, **sections), overrides)
 
     return make

@@ -95,6 +95,10 @@ class Trained:
         losses = {key: loss for key, loss in self.losses.items() if key[0] in names}
         return Trained(losses=losses, weights={name: self.weights[name] for name in names})
 
+    def without_evaluations(self) -> Trained:
+        losses = {key: loss for key, loss in self.losses.items() if key[1] != "eval"}
+        return Trained(losses=losses, weights=self.weights)
+
 
 def read_trained(folder: Path) -> Trained:
     rows = read_rows(folder / "metrics.jsonl")

@@ -43,7 +43,7 @@ def config(tmp_path_factory, tiny_base):
         train={"block_layers": 1},
         save={"every_steps": 1},
     )
-    return load_config(job, ["adapters.med.lora.targets=[q_proj, down_proj]"])  # like law: fewer programs
+    return load_config(job, ["adapters.med.lora.targets=[q_proj, down_proj]", "adapters.med.lora.rank=4"])  # like law
 
 
 @pytest.fixture(scope="module")

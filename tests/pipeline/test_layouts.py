@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mixed import ADAPTERS, assert_equal, read_trained, write_mixed_job
+from more_cases import mostly_nightly
 
 from lorafusion_jax.config import load_config
 from lorafusion_jax.report.recorder import read_rows
@@ -13,17 +14,20 @@ from lorafusion_jax.training import train
 TOLERANCE = 1e-5
 
 FEWER = ("law", "chat")  # every stage compiles the steps of every adapter
+SIMILAR = ("adapters.chat.lora.rank=4", "adapters.chat.lora.targets=[q_proj, down_proj]")  # to law: smaller programs
 LAYOUTS = {  # tied embeddings, mesh, train, capacity
-    "3 uneven stages, some slots empty": (False, {"stages": 3, "layers": [1, 3, 1]}, {"remat": "nothing"}, 128),
+    "3 uneven stages, blocks and a rest, some slots empty": (
+        False, {"stages": 3, "layers": [1, 3, 1]}, {"block_layers": 2, "remat": "nothing"}, 128,
+    ),
     "2 fsdp, blocks and a rest": (False, {"fsdp": 2}, {"block_layers": 2, "remat": "everything"}, 128),
     "3 stages with halves": (True, {"stages": 3, "layers": [1.5, 2, 1.5]}, {"remat": "nothing"}, 128),
     "2 data x 2 fsdp": (True, {"data": 2, "fsdp": 2}, {"remat": "nothing"}, 64),
     "2 stages x 2 data": (True, {"stages": 2, "data": 2}, {"remat": "gemm_inputs"}, 128),
     "2 stages x 2 data x 2 fsdp": (False, {"stages": 2, "data": 2, "fsdp": 2}, {}, 128),
-}
+}  # fmt: skip
 
-# test_processes.py has every axis at once, test_resume_layouts.py stages with halves of layers
-NIGHTLY = ("3 stages with halves", "2 data x 2 fsdp", "2 stages x 2 data", "2 stages x 2 data x 2 fsdp")
+# test_processes.py has every axis at once; test_resume_layouts.py has halves of layers, and data x fsdp
+ALWAYS = ["3 uneven stages, blocks and a rest, some slots empty"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,8 @@ def one_device(tmp_path_factory, deep_base, kept_programs):
     def trained(tied: bool):
         if tied not in done:
             folder = tmp_path_factory.mktemp("one")
-            config = load_config(write_mixed_job(folder, deep_base(tied), names=tuple(ADAPTERS) if tied else FEWER))
+            names, overrides = (tuple(ADAPTERS), ()) if tied else (FEWER, SIMILAR)
+            config = load_config(write_mixed_job(folder, deep_base(tied), names), overrides)
             assert train(config, folder / "run").exit_code == 0
             done[tied] = read_trained(folder / "run")
             assert all(max(abs(leaf).max() for leaf in own.values()) > 1e-4 for own in done[tied].weights.values())
@@ -43,16 +48,17 @@ def one_device(tmp_path_factory, deep_base, kept_programs):
     return trained
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", mostly_nightly(LAYOUTS, ALWAYS))
 def test_a_layout_does_not_change_the_run(layout, one_device, mixed_job, tmp_path):
     tied, mesh, settings, capacity = LAYOUTS[layout]
     names = FEWER if "stages" in mesh or not tied else tuple(ADAPTERS)
-    config = mixed_job(tied, names, mesh=mesh, train=settings, batch={"capacity_tokens": capacity})
+    held_out = () if "stages" in mesh else names  # of stages, test_resume_layouts.py compares evaluations
+    sections = {"mesh": mesh, "train": settings, "batch": {"capacity_tokens": capacity}}
+    config = mixed_job(tied, names, held_out, () if tied else SIMILAR, **sections)
     result = train(config, tmp_path / "run")
     assert result.exit_code == 0
-    assert_equal(one_device(tied).of(names), read_trained(tmp_path / "run"), TOLERANCE)
+    whole = one_device(tied).of(names)
+    assert_equal(whole if held_out else whole.without_evaluations(), read_trained(tmp_path / "run"), TOLERANCE)
     last = {name: max(slot for slot, n, _ in result.plan.batches_ending() if n == name) for name in result.adapters}
     assert min(last.values()) < result.plan.num_slots - 1, "no adapter ends early, so the comparison says less"
     if "empty" in layout:

@@ -40,12 +40,12 @@ GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, deep_base) -> Path:
     folder = tmp_path_factory.mktemp("job")
-    return write_mixed_job(folder, deep_base(True), NAMES, save={"every_steps": 2})
+    return write_mixed_job(folder, deep_base(True), NAMES, held_out=(), save={"every_steps": 2})
 
 
 @pytest.fixture(scope="module")
 def mixed_job(tmp_path_factory, deep_base) -> Path:
-    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(True), MIXED)
+    return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(False), MIXED)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signa
 
 
 def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
-    mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2")
+    mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2", "mesh.layers=[2, 3]")  # half a layer is a program of its own
     left = wait(start(2, 4, "train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, launcher=slurm))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
     assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)

@@ -35,14 +35,18 @@ def layer():
     """(function of (given, lora, x), given, lora, x, dy) of one decoder layer with random weights."""
     parts = Parts(model=MODEL, specs=SPECS, settings=TrainSettings(), dtype=jnp.float32)
     shapes = parts.frozen_shapes()
-    keys = iter(jax.random.split(jax.random.key(0), 64))
-    frozen = {name: jax.random.normal(next(keys), shape) / 5 for name, shape in shapes.items()}
+    random = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    frozen = {name: draw(*shape) / 5 for name, shape in shapes.items()}
     leaves = {
         f"{linear.path}.{leaf}": shape
         for linear in LAYER.linears
         for leaf, shape in zip(("lora_a", "lora_b"), _low_rank_shapes(*linear.shape(MODEL)), strict=True)
     }
-    lora = {name: jax.random.normal(next(keys), shape) / 5 for name, shape in leaves.items()}
+    lora = {name: draw(*shape) / 5 for name, shape in leaves.items()}
     half = T // 2
     batch = Microbatch(
         **{
@@ -64,7 +68,7 @@ def layer():
     def run(given, lora, x):
         return parts.layer(given, lora, x, inputs, jnp.int32(0))
 
-    x, dy = (jax.random.normal(next(keys), (T, MODEL.hidden_size)) for _ in range(2))
+    x, dy = (draw(T, MODEL.hidden_size) for _ in range(2))
     return run, frozen, lora, x, dy
 
 

@@ -79,7 +79,9 @@ def asked(make_config, tax, tmp_path_factory):
 def alone(make_config, tax, tmp_path_factory):
     """A run of tax only."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    train(make_config(ONE_DEVICE).model_copy(update={"adapters": tax}), run)
+    (own,) = tax
+    own = own.model_copy(update={"data": own.data.model_copy(update={"eval": None})})  # compiles no evaluation
+    train(make_config(ONE_DEVICE).model_copy(update={"adapters": (own,)}), run)
     return run
 
 
@@ -135,7 +137,7 @@ def test_what_joined_is_read_back_like_the_others(asked):
     }
 
 
-@pytest.mark.parametrize(("kind", "count"), [("replanned", 1), ("adapter-changed", 2), ("saved", 4)])
+@pytest.mark.parametrize(("kind", "count"), [nightly("replanned", 1), ("adapter-changed", 2), ("saved", 4)])
 def test_an_addition_outlives_a_kill(kind, count, make_config, tax, asked, tmp_path):
     run = tmp_path / "run"
     ask = asks(run, *requests(tax))
@@ -233,11 +235,13 @@ def test_a_finished_adapter_goes_on_from_its_last_state(asked, healthy, tmp_path
     assert "law is done" in text
 
 
-def test_an_adapter_that_joined_moves_to_other_devices_with_the_others(asked, tmp_path):
+@pytest.mark.parametrize("mesh", [{"data": 2}, nightly(TWO_BY_TWO)], ids=str)
+def test_an_adapter_that_joined_moves_to_other_devices_with_the_others(mesh, asked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(asked, run, symlinks=True)
     cut_to(run, 1)  # before anybody joined: they join on the other devices
-    assert statuses(resume(run, ["mesh.stages=2", "mesh.data=2"])) == dict.fromkeys(ROWS, "done")
+    overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    assert statuses(resume(run, overrides)) == dict.fromkeys(ROWS, "done")
     assert_same_numbers(run, asked, ROWS)
 
 

@@ -149,7 +149,7 @@ def test_a_weight_changes_who_is_first(make_config, healthy, tmp_path):
     ("action", "kind"),
     [
         ("cancel", "replanned"), nightly("cancel", "adapter-changed"), nightly("cancel", "saved"),
-        nightly("pause", "replanned"), ("pause", "adapter-changed"), ("pause", "saved"),
+        nightly("pause", "replanned"), nightly("pause", "adapter-changed"), ("pause", "saved"),
     ],
 )  # fmt: skip
 def test_a_request_outlives_a_kill_and_is_carried_out_once(kind, action, make_config, healthy, tmp_path):

@@ -52,8 +52,8 @@ def make_config(tmp_path_factory, tiny_base):
 
     def make(mesh, optim=None):
         sections = {
-            "batch": {"capacity_tokens": 64, "tile_tokens": 16, "global_samples": 2},
-            "data": {"max_length": 48},
+            "batch": {"capacity_tokens": 32, "tile_tokens": 16, "global_samples": 2},  # programs as in test_requests
+            "data": {"max_length": 32},
             "optim": {"lr": 1e-3},
             "save": {"every_steps": 1 if mesh == TWO_BY_TWO else 2, "keep": 20},
         }

@@ -32,6 +32,7 @@ def test_every_program_compiles_once(write_job, write_rows, tmp_path, monkeypatc
             for name in ("law", "med")
         ],
         mesh=mesh,
+        batch={"capacity_tokens": 64, "tile_tokens": 16},  # programs as those of tests/cli, which are on the disk
         save={"every_steps": 2},  # the pipeline drains and fills again in between
     )
     train(load_config(job), tmp_path / "run")

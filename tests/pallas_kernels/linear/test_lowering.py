@@ -57,7 +57,7 @@ def test_triton_kernels(device, case):
     assert lower(device, "pallas_triton", changes) == (kernels, 0)
 
 
-PARTS = {"float16", "rank 256", "bias", "one adapter", "one adapter, plain", "siblings"}
+PARTS = {"float16", "rank 256", "bias", "one adapter", "one adapter, plain", "siblings", "siblings, plain"}
 
 
 @pytest.mark.parametrize("case", mostly_nightly(CASES, CASES.keys() - PARTS))  # other cases combine the same parts

@@ -20,7 +20,7 @@ def check(got, arguments, dys):
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
-@pytest.mark.parametrize("seed", mostly_nightly(range(12), [1, 2]))
+@pytest.mark.parametrize("seed", mostly_nightly(range(12), [2]))
 def test_random_calls(backend, seed):
     arguments, dys = draw(seed, **ANY)
     check(jax.jit(partial(gradients, backend))(arguments, dys), arguments, dys)
@@ -45,7 +45,7 @@ def on_hopper(monkeypatch):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("seed", [nightly(1), 3, 6])  # dropout; none; siblings, one with a wide dY
+@pytest.mark.parametrize("seed", [nightly(1), nightly(3), 6])  # dropout; none; siblings, one with a wide dY
 def test_random_calls_on_hopper(on_hopper, seed):
     arguments, dys = draw(seed, **HOPPER)
     check(gradients("pallas_mosaic_gpu", arguments, dys), arguments, dys)
