@@ -25,6 +25,7 @@ hypothesis.settings.register_profile("same_cases", derandomize=True, deadline=No
 hypothesis.settings.register_profile("nightly", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile("same_cases")
 
+LONGEST = ("test_processes", "test_notebooks")
 KEPT = {}  # programs of stages that runs of one module share, in order of their last use
 MOST_KEPT = 16  # each holds some megabytes of machine code
 
@@ -35,6 +36,11 @@ def pytest_configure() -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of long tests first: begun last, one of them would keep a worker busy while the others wait."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
@@ -67,9 +73,12 @@ def _wrong_types(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
-    """Keeps token and program caches out of the user's."""
+    """Keeps token and program caches out of the user's. Workers of pytest-xdist share theirs."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
 
 
