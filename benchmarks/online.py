@@ -171,7 +171,7 @@ def add_rows(rows: Sequence[dict]) -> None:
 # --- the speed of a decision
 
 
-def time_decision(hosts: int = 128, jobs: int = 1000, repeats: int = 7) -> dict:
+def time_decision(hosts: int = 160, jobs: int = 1000, repeats: int = 25) -> dict:
     """Times decisions of the policy on a full cluster to which as many jobs come again."""
     rates, workers = Rates(), {name: Worker(name, 8) for name in (f"host{host:03d}" for host in range(hosts))}
     drawn = generate_trace("steady", jobs=2 * jobs, workers=[*workers.values()], rates=rates, at_start=True, seed=4)
