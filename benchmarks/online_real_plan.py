@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.workloads import LONGEST, sample_lengths
 from scheduling import AdapterJob, CostModel, Plan, Timeline, make_plan, replan, simulate
-from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, Worker
+from scheduling.online import ChangeCosts, ClusterResult, ClusterState, Decision, Job, Ours, Rates, Settings, Worker
 from scheduling.online.costs import TYPICAL_SAMPLE
 from scheduling.online.simulator import Simulator
 from scheduling.online.state import after
@@ -56,6 +56,9 @@ SCENARIOS = {
         Coming("cnn", 12, 12, 16, 100, max_slowdown=2.4),
     ),
 }
+
+
+SETTINGS = Settings(delay_price=0.0)  # of the runs on a card: jobs join whenever the group gains, so many change
 
 
 class Move(NamedTuple):
@@ -122,7 +125,7 @@ def simulated(
 ) -> tuple[ClusterResult, list[Move]]:
     """What the online simulator predicts for one GPU, and who joined and left when."""
     rates = Rates(CHANGES, capacities=[capacity_tokens], costs=lambda *_: costs)
-    policy = Logged(Ours(rates))
+    policy = Logged(Ours(rates, SETTINGS))
     return Simulator(jobs, [worker], policy, rates).run(), policy.moves
 
 

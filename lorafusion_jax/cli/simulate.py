@@ -27,7 +27,7 @@ def command(
     memory_gib: Annotated[float, typer.Option(help="memory of each GPU")] = 140.0,
     policy: Annotated[list[str] | None, typer.Option(help=f"some of {', '.join(POLICIES)}")] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="an .html page to replay the runs")] = Path("simulate.html"),
-    seed: Annotated[int, typer.Option(help="seed for bases and data, which public traces do not contain")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed for bases and data, which public traces do not contain")] = 0,
     as_json: Json = False,
 ) -> None:
     """Simulates jobs that arrive over time on a cluster, and compares policies in a table, a plot and a replay page.
@@ -43,7 +43,7 @@ def command(
         for first in range(0, gpus, HOST_GPUS)
     ]
     rates = Rates()
-    jobs = read_trace(trace.read_text(encoding="utf-8"), workers=workers, seed=seed, rates=rates, where=str(trace))
+    jobs = read_trace(_text(trace), workers=workers, seed=seed, rates=rates, where=str(trace))
     results = [simulate_cluster(jobs, workers, policy=name, rates=rates) for name in names]
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(replay_html(results, title=f"{trace.name}: {len(jobs)} jobs on {gpus} GPUs"), encoding="utf-8")
@@ -56,6 +56,15 @@ def command(
     _show(results)
     say(out(), f"completion times drawn in {plot}")
     next_command(out(), f"open {to}")
+
+
+def _text(trace: Path) -> str:
+    try:
+        return trace.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except UnicodeDecodeError as problem:
+        raise ConfigError(
+            "simulate.trace", f"{trace} is no UTF-8 text.", why=str(problem), fix="save the table as CSV in UTF-8"
+        ) from None
 
 
 def _show(results: list[ClusterResult]) -> None:

@@ -42,13 +42,10 @@ class Rates:
     ):
         self.changes, self._capacities, self._costs = changes or ChangeCosts(), capacities, costs
         self._jobs = JobCache()
+        self.key = self._jobs.key  # jobs with equal keys have equal rates
         self._known: dict[tuple[Any, ...], Any] = {}
         self._groups: dict[tuple[tuple[int, ...], Kind, int], GroupRate | None] = {}
         self._on_meshes: dict[tuple[tuple[int, ...], Kind, Mesh], GroupRate | None] = {}
-
-    def key(self, job: Job) -> int:
-        """A key of everything that a job's rates depend on; jobs with equal keys are interchangeable."""
-        return self._jobs.key(job)
 
     def profile(self, job: Job) -> Profile:
         """The profile of the job's batches, computed once."""
@@ -89,8 +86,9 @@ class Rates:
         if key not in self._groups:
             self._groups[key] = self._search_group([members[i] for i in order], kind, gpus)
         rate = self._groups[key]
-        if rate is not None and key != asked:
-            rate = self._groups[asked] = rate.reordered(sorted(range(len(order)), key=order.__getitem__))
+        if key != asked:
+            again = sorted(range(len(order)), key=order.__getitem__)
+            rate = self._groups[asked] = rate.reordered(again) if rate is not None else None
         return rate
 
     def on_mesh(self, members: Sequence[Job], kind: Kind, mesh: Mesh) -> GroupRate | None:

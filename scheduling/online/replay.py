@@ -47,7 +47,8 @@ def replay_html(results: Sequence[ClusterResult], *, title: str = "Cluster repla
 
 
 def _run(result: ClusterResult, bases: list[str]) -> dict[str, Any]:
-    workers = sorted({span.worker for span in result.accounts.groups})
+    used = {span.worker for span in result.accounts.groups}
+    workers = sorted(used, key=lambda name: (len(name), name))  # host2 before host10
     rows = {worker: row for row, worker in enumerate(workers)}
     width = max((gpu + 1 for span in result.accounts.groups for gpu in span.gpus), default=1)
     names = [job.name for job in result.jobs]

@@ -37,8 +37,9 @@ class JobState:
     speed: float = 1.0
 
     def left_steps(self, now: float) -> float:
-        done = self.done_steps + self.steps_per_s * max(0.0, now - self.at_s)
-        return max(0.0, self.job.steps - done)
+        since = now - self.at_s  # without max(): a decision asks for every job
+        done = self.done_steps + self.steps_per_s * since if since > 0.0 else self.done_steps
+        return self.job.steps - done if done < self.job.steps else 0.0
 
     def waited(self, now: float) -> float:
         """Seconds without a group since arrival."""

@@ -57,3 +57,12 @@ def test_a_broken_trace_names_its_line(trace, capfd):
     told = capfd.readouterr().err
     assert "online.unknown-base" in told
     assert f"{trace} line 3" in told.replace("\n", "")
+
+
+def test_a_spreadsheets_text_is_read_and_another_encoding_is_named(trace, tmp_path, capfd):
+    page, text = tmp_path / "a.html", trace.read_text()
+    trace.write_text(text, encoding="utf-8-sig")
+    assert run(["simulate", str(trace), "--gpus", "8", "-o", str(page)]) == 0
+    trace.write_bytes(text.replace("user0", "us\xe9r").encode("latin-1"))
+    assert run(["simulate", str(trace), "--gpus", "8", "-o", str(page)]) == 2
+    assert "simulate.trace" in capfd.readouterr().err

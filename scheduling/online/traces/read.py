@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,20 +65,24 @@ def read_trace(
     Raises:
         PlanError: `online.trace`, with the line; or the error of an invalid job.
     """
-    rows = csv.DictReader(io.StringIO(text))
-    header = [name.strip() for name in rows.fieldnames or ()]
-    rows.fieldnames = header
-    if set(OWN) <= set(header):
-        return [_own(row, f"{where} line {line}".strip()) for line, row in enumerate(rows, 2)]
-    for columns in FORMATS.values():
-        if set(columns) <= set(header):
-            return _public(rows, columns, workers, seed, rates or Rates(), dict(bases or BASES), where)
-    raise PlanError(
-        "online.trace",
-        f"no trace has these columns: {', '.join(header) or 'none'}",
-        where=where,
-        fix=f"columns {', '.join(OWN)}; or those of {', '.join(FORMATS)}, e.g. {', '.join(FORMATS['helios'])}",
-    )
+    header, *lines = [*_lines(text, where)] or [("", [])]
+    names = [name.strip() for name in header[1]]
+    rows = [(place, dict(zip(names, cells, strict=False))) for place, cells in lines if cells]
+    columns = next((columns for columns in FORMATS.values() if set(columns) <= set(names)), None)
+    if set(OWN) <= set(names):
+        found = [_own(row, place) for place, row in rows]
+    elif columns is not None:
+        found = _public(rows, columns, workers, seed, rates or Rates(), dict(bases or BASES))
+    else:
+        raise PlanError(
+            "online.trace",
+            f"no trace has these columns: {', '.join(names) or 'none'}",
+            where=where,
+            fix=f"columns {', '.join(OWN)}; or those of {', '.join(FORMATS)}, e.g. {', '.join(FORMATS['helios'])}",
+        )
+    if not found:
+        raise PlanError("online.trace", "the trace has no job that uses a GPU", where=where)
+    return found
 
 
 def write_trace(jobs: Sequence[Job]) -> str:
@@ -90,6 +95,26 @@ def write_trace(jobs: Sequence[Job]) -> str:
         values = {name: getattr(job, name) for name in names} | {"lengths": " ".join(map(str, job.lengths))}
         table.writerow(["" if values[name] is None else values[name] for name in names])
     return text.getvalue()
+
+
+def _lines(text: str, where: str) -> Iterator[tuple[str, list[str]]]:
+    """Cells of every line, with its place for messages."""
+    lines = csv.reader(io.StringIO(text))
+    while True:
+        try:
+            cells = next(lines, None)
+        except csv.Error as error:
+            place = f"{where} line {lines.line_num}".strip()
+            raise PlanError(
+                "online.trace",
+                "a line is no CSV",
+                where=place,
+                why=str(error),
+                fix="some hundred lengths of a job are enough",
+            ) from None
+        if cells is None:
+            return
+        yield f"{where} line {lines.line_num}".strip(), cells
 
 
 def _own(row: Mapping[str, str], where: str) -> Job:
@@ -107,43 +132,51 @@ def _own(row: Mapping[str, str], where: str) -> Job:
         )
     except PlanError as error:
         raise PlanError(error.code, error.what, where=where, why=error.why, fix=error.fix) from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise PlanError("online.trace", "a line is no job", where=where, why=str(error)) from None
+    except (ValueError, KeyError) as error:
+        why = f"no column {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanError("online.trace", "a line is no job", where=where, why=why) from None
 
 
 def _public(
-    rows: csv.DictReader[str],
+    rows: Sequence[tuple[str, Mapping[str, str]]],
     columns: Columns,
     workers: Sequence[Worker],
     seed: int,
     rates: Rates,
     bases: dict[str, float],
-    where: str,
 ) -> list[Job]:
     rng = np.random.default_rng(seed)
     found: list[tuple[float, Job]] = []
-    for line, row in enumerate(rows, 2):
+    for place, row in rows:
         try:
-            gpus, duration_s = float(row[columns.gpus] or 0), float(row[columns.duration] or 0)
+            gpus, duration_s = (_finite(row[name] or "0") for name in (columns.gpus, columns.duration))
             submitted_s = _seconds(row[columns.submitted])
-        except (ValueError, TypeError) as error:
-            raise PlanError("online.trace", "a line is no job", where=f"{where} line {line}", why=str(error)) from None
-        if gpus <= 0 or duration_s <= 0:
-            continue
-        job = draw_job(
-            rng, TRACES["steady"], bases, rates, workers, name=row[columns.name], user=row[columns.user] or "?"
-        )
+            if gpus <= 0 or duration_s <= 0:
+                continue
+            name, user = row[columns.name], row[columns.user] or "?"
+            job = draw_job(rng, TRACES["steady"], bases, rates, workers, name=name, user=user)
+        except PlanError as error:
+            raise PlanError(error.code, error.what, where=place, why=error.why, fix=error.fix) from None
+        except (ValueError, KeyError) as error:
+            why = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            raise PlanError("online.trace", "a line is no job", where=place, why=why) from None
         steps = max(1, round(gpus * duration_s / gpu_seconds(replace(job, steps=1), workers, rates)))
         found.append((submitted_s, replace(job, steps=steps)))
-    if not found:
-        raise PlanError("online.trace", "no job in this trace uses a GPU", where=where)
-    first = min(submitted_s for submitted_s, _ in found)
+    first = min((submitted_s for submitted_s, _ in found), default=0.0)
     return [replace(job, arrival_s=submitted_s - first) for submitted_s, job in sorted(found, key=lambda one: one[0])]
 
 
 def _seconds(text: str) -> float:
-    """Parses seconds or a date."""
+    """Parses seconds or a date; a date without a time zone is in UTC."""
     try:
-        return float(text)
+        return _finite(text)
     except ValueError:
-        return datetime.fromisoformat(text.strip().replace("/", "-")).timestamp()
+        date = datetime.fromisoformat(text.strip().replace("/", "-"))
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text!r} is no finite number")
+    return value

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduling.online import ClusterState, GroupState, Job, JobState, Ours, Rates, Settings, Worker
+from scheduling.online import ClusterState, GroupState, Job, JobState, Ours, Rates, Settings, Worker, simulate_cluster
 from scheduling.online.policies.ours.claims import StepCost, weigh
 from scheduling.online.policies.ours.packing import pack
 from scheduling.online.policies.ours.search import Search
@@ -48,3 +48,23 @@ def test_a_job_that_trains_is_not_moved_to_a_session_that_opens_too_late_for_it(
     settings = Settings()
     search = Search(RATES, settings, state, NOW, weigh(state, NOW, settings, lambda one: StepCost(1.0, 1.0)))
     assert (pack(search, KIND, 1, ["short"]) is None) == stalls
+
+
+def test_equal_jobs_take_turns_if_sharing_gains_less_than_it_delays():
+    """Together all would end last: six jobs at once on one GPU complete later in the mean than one after the other."""
+    jobs = [replace(job(f"j{i}", 2000), arrival_s=0.0) for i in range(6)]
+
+    def mean_s(delay_price):
+        policy = Ours(RATES, Settings(delay_price=delay_price))
+        result = simulate_cluster(jobs, [Worker("h0", 1)], policy, rates=RATES)
+        return sum(result.jct_s.values()) / len(jobs)
+
+    assert mean_s(0.5) < 0.85 * mean_s(0.0)
+
+
+def test_jobs_share_a_pipeline_that_one_of_them_leaves_empty():
+    """The gain is larger than the delay: each of two waits four slots for its update, in which the other trains."""
+    jobs = [Job(name, name, "llama-3.1-70b", 0.0, [900], 1, 2000, max_slowdown=3.0) for name in "ab"]
+    result = simulate_cluster(jobs, [Worker("h0", 8, 40.0)], rates=RATES)
+    first = next(span for span in result.accounts.groups if span.members)
+    assert (first.mesh.stages, first.members) == (8, ("a", "b"))

@@ -17,6 +17,7 @@ from scheduling.online import (
     write_trace,
 )
 
+PUBLIC = "job_id,user,gpu_num,submit_time,state,duration\n"
 GOOD = {
     "name": "law", "user": "ann", "base": "llama-3.1-8b", "arrival_s": 0.0, "lengths": [512],
     "global_batch": 8, "steps": 10,
@@ -66,6 +67,27 @@ CASES = {
     "trace of unknown columns": (lambda: read_trace("a,b\n1,2\n", workers=HOST), "online.trace", "a, b"),
     "trace with a broken line": (
         lambda: read_trace(write_trace([Job(**GOOD)]).replace(",10,", ",ten,"), workers=HOST, where="t.csv"),
+        "online.trace",
+        "t.csv line 2",
+    ),
+    "trace without a job": (lambda: read_trace(write_trace([]), workers=HOST), "online.trace", "has no job"),
+    "trace with a line that is too short": (
+        lambda: read_trace(PUBLIC + "1,ann\n", workers=HOST, where="t.csv"),
+        "online.trace",
+        "no column 'gpu_num'",
+    ),
+    "trace with an endless job": (
+        lambda: read_trace(PUBLIC + "1,ann,1,0,ENDED,inf\n", workers=HOST, where="t.csv"),
+        "online.trace",
+        "'inf' is no finite number",
+    ),
+    "trace with a job without a name": (
+        lambda: read_trace(PUBLIC + ",ann,1,0,ENDED,60\n", workers=HOST, where="t.csv"),
+        "online.job",
+        "t.csv line 2",
+    ),
+    "trace with more lengths than a cell holds": (
+        lambda: read_trace(write_trace([Job(**GOOD | {"lengths": [512] * 40_000})]), workers=HOST, where="t.csv"),
         "online.trace",
         "t.csv line 2",
     ),

@@ -32,7 +32,7 @@ class StepCost(NamedTuple):
 
     def at_speed(self, speed: float) -> StepCost:
         """The cost of a job that trains at `speed` times its predicted rate."""
-        return self if speed == 1.0 else StepCost(self.gpu_s / speed, self.seconds / speed)
+        return StepCost(self.gpu_s / speed, self.seconds / speed)
 
 
 StepCosts = Callable[[Job], StepCost]
@@ -74,7 +74,9 @@ def weigh(state: ClusterState, now: float, settings: Settings, step_cost: StepCo
     for name, one in state.jobs.items():
         if not 0 < one.speed < inf:
             raise PlanError("online.speed", f"{name}: speed must be above 0, not {one.speed!r}", fix="speed: 1.0")
-        cost = step_cost(one.job).at_speed(one.speed)
+        cost = step_cost(one.job)
+        if one.speed != 1.0:
+            cost = cost.at_speed(one.speed)
         work[name], step[name], order[name] = cost.gpu_s, 0.0, 0.0
         if not cost.gpu_s:
             continue

@@ -10,7 +10,7 @@ from scheduling.online.sharing import GroupRate
 
 
 def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack | None:
-    """Collects waiting jobs, most valuable first, while each raises the worth of the group."""
+    """Collects waiting jobs, most valuable first, while each raises the worth of the group enough."""
     settings, appraiser = search.settings, search.appraiser
     best, misses = None, 0
     for name in waiting:
@@ -24,7 +24,8 @@ def pack(search: Search, kind: Kind, gpus: int, waiting: Sequence[str]) -> Pack 
         if rate is not None and not _may_move(search, members, rate):
             rate = None
         worth = appraiser.worth(members, rate) if rate else 0.0
-        if rate is not None and worth > (best.worth if best else 0.0):
+        least = best.worth * (1 + appraiser.least_gain(len(members), gpus)) if best else 0.0
+        if rate is not None and worth > least:
             best, misses = Pack(members, rate, worth), 0
         else:
             misses += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class Search:
         overdue: waiting jobs that no later job of their weight may overtake.
         protected: jobs placed because they have waited long; no other move of this decision removes them.
         packs: cache of `packing.first_pack`.
-        options: cache of `moves.join`, with the waiting jobs that it looked at.
+        options: cache of `moves.join`: per group, the best option for each waiting job that it looked at.
     """
 
     def __init__(self, rates: Rates, settings: Settings, state: ClusterState, now: float, claims: Claims):
@@ -55,7 +56,7 @@ class Search:
         self.overdue = list(claims.overdue)
         self.protected: set[str] = set()
         self.packs: dict[tuple[str, Kind, int], Pack | None] = {}
-        self.options: dict[str, tuple[tuple[str, ...], Option | None]] = {}
+        self.options: dict[str, dict[str, Option | None]] = {}
 
     def collect_backlog(self) -> None:
         """Sorts the jobs that wait in the draft."""
@@ -63,7 +64,7 @@ class Search:
         for state in self.draft.waiting():
             self.backlog.setdefault(state.job.base_name, []).append(state.job.name)
         for names in self.backlog.values():
-            names.sort(key=lambda name: (-self.claims.order[name], name))
+            names.sort(key=self._place)
 
     def job(self, name: str) -> Job:
         return self.state.jobs[name].job
@@ -130,9 +131,10 @@ class Search:
         """Puts a job back among those that wait."""
         base = self.job(name).base_name
         self._forget_packs(base)
-        names = self.backlog.setdefault(base, [])
-        names.append(name)
-        names.sort(key=lambda one: (-self.claims.order[one], one))
+        insort(self.backlog.setdefault(base, []), name, key=self._place)
+
+    def _place(self, name: str) -> tuple[float, str]:
+        return -self.claims.order[name], name
 
     def _forget_packs(self, base: str) -> None:
         """Forgets packs of a base whose waiting jobs have changed. A quota ties the groups of all bases together."""

@@ -15,6 +15,8 @@ class Settings:
         thrift: a new group's worth is divided by (its GPUs)^thrift, while more jobs wait than fit.
         start_work_s: START, GPU-seconds of work below which jobs count as equally short.
         horizon_s: expected duration of a move's effect.
+        delay_price: weight of the delay that one more member causes to the others of its group. 1 is right if no more
+            jobs come; each one that comes makes grouping worth more.
         margin: minimum relative gain for which a job is preempted or a group is split.
         urgent: share of the patience after which a waiting job goes first.
         fairness: priority of users that received less than their share.
@@ -30,6 +32,7 @@ class Settings:
     thrift: float = 0.5
     start_work_s: float = 120.0
     horizon_s: float = 900.0
+    delay_price: float = 0.5
     margin: float = 0.1
     urgent: float = 0.4
     fairness: float = 1.0

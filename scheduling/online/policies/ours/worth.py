@@ -23,7 +23,8 @@ class Appraiser:
         self.measured = any(one.speed != 1.0 for one in state.jobs.values())
         waiting = sum(one.group is None for one in state.jobs.values())
         gpus = sum(worker.gpus for worker in state.workers.values())
-        self.frugality = settings.frugality * min(1.0, waiting / gpus)
+        self.queue = waiting / gpus  # jobs that wait, per GPU
+        self.frugality = settings.frugality * min(1.0, self.queue)
         self._known: dict[str, float] = {}  # worth of groups of the draft
 
     def jobs(self, names: Iterable[str]) -> list[Job]:
@@ -62,6 +63,14 @@ class Appraiser:
             rate = self.current_rate(group) if group.members else None
             self._known[group.name] = self.worth(group.members, rate) if rate else 0.0
         return self._known[group.name]
+
+    def least_gain(self, members: int, gpus: int) -> float:
+        """Relative gain in worth that the last of so many members must bring, because it delays the others.
+
+        If N equal jobs run n at a time, at a total rate of μ(n), their mean completion time is (N + n) / (2 μ(n)). So
+        the n-th has to raise μ by 1 / (N + n - 1). N counts the other members and the group's share of the queue.
+        """
+        return self.settings.delay_price / (2 * (members - 1) + self.queue * gpus)
 
     def changed(self, group: DraftGroup) -> None:
         """Forgets the worth of a group whose members or mesh have changed."""

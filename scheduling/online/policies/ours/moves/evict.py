@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from scheduling.online.policies.ours.packing import first_pack
 from scheduling.online.policies.ours.search import Search
 
@@ -10,14 +12,13 @@ VICTIMS = 3  # groups that a base may replace, least worth first
 
 def evict(search: Search) -> bool:
     """Makes the replacement with the largest gain in worth."""
-    if not search.settings.preemption:
+    bases = [base for base, waiting in search.backlog.items() if waiting]
+    if not search.settings.preemption or not bases:
         return False
     best, most = None, 0.0
-    for base, waiting in search.backlog.items():
-        if not waiting:
-            continue
-        others = [g for g in search.draft.groups.values() if g.members and g.base != base and not g.is_new]
-        for group in search.by_worth(others)[:VICTIMS]:
+    old = search.by_worth([group for group in search.draft.groups.values() if group.members and not group.is_new])
+    for base in bases:
+        for group in islice((group for group in old if group.base != base), VICTIMS):
             pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
             if pack is None:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.search import Option, Search
@@ -27,38 +27,48 @@ def join_or_swap(search: Search) -> bool:
 
 
 def _known_option(search: Search, group: DraftGroup) -> Option | None:
-    """The best option of a group, cached until it or the first waiting jobs of its base change."""
-    first = tuple(search.backlog[group.base][: search.settings.candidates])
-    known = search.options.get(group.name)
-    if known is None or known[0] != first:
-        known = search.options[group.name] = (first, _best_option(search, group, first))
-    return known[1]
+    """The best option of a group for the first waiting jobs of its base; each is cached until the group changes."""
+    known = search.options.setdefault(group.name, {})
+    best = None
+    for name in search.backlog[group.base][: search.settings.candidates]:
+        if not search.may_start(name):
+            continue
+        if name not in known:
+            known[name] = _best_option(search, group, name)
+        option = known[name]
+        if option is not None and (best is None or option.gain > best.gain):
+            best = option
+    return best
 
 
-def _best_option(search: Search, group: DraftGroup, waiting: Sequence[str]) -> Option | None:
+def _best_option(search: Search, group: DraftGroup, waiting: str) -> Option | None:
     appraiser, change_s = search.appraiser, search.rates.changes.change_s
     best, worth = None, appraiser.of(group)
     for members, rate in _with_one_more(search, group, waiting):
         gain = appraiser.worth(members, rate) - worth
-        if gain * search.settings.horizon_s > change_s * worth and (best is None or gain > best.gain):
+        if gain > _least_gain(search, group, len(members)) * worth and (best is None or gain > best.gain):
             stays = [name for name in members if name in group.members]
             if appraiser.tolerates(stays, rate, members, change_s):
                 best = Option(gain, members, rate)
     return best
 
 
-def _with_one_more(search: Search, group: DraftGroup, waiting: Sequence[str]) -> Iterator[tuple[list[str], GroupRate]]:
+def _least_gain(search: Search, group: DraftGroup, members: int) -> float:
+    """Relative gain in worth that makes up for the stop, and for the delay that one more member causes."""
+    stop = search.rates.changes.change_s / search.settings.horizon_s
+    return max(stop, search.appraiser.least_gain(members, len(group.gpus))) if members > len(group.members) else stop
+
+
+def _with_one_more(search: Search, group: DraftGroup, waiting: str) -> Iterator[tuple[list[str], GroupRate]]:
     settings, order = search.settings, search.claims.order
     kind, size, rate_of = search.draft.kind(group), len(group.gpus), search.appraiser.rate
-    last = min(group.members, key=lambda name: (name in search.protected, order[name]))
-    joins = settings.grouping and len(group.members) < settings.largest_group
-    swaps = settings.preemption and last not in search.protected
-    for name in waiting:
-        if not search.may_start(name):
-            continue
-        if joins and (rate := rate_of(members := [*group.members, name], kind, size)):
+    if settings.grouping and len(group.members) < settings.largest_group:
+        members = [*group.members, waiting]
+        if rate := rate_of(members, kind, size):
             yield members, rate
-        if swaps and order[name] > (1 + settings.margin) * order[last]:
-            members = [one for one in group.members if one != last] + [name]
-            if rate := rate_of(members, kind, size):
-                yield members, rate
+    last = min(group.members, key=lambda name: (name in search.protected, order[name]))
+    swaps = settings.preemption and last not in search.protected
+    if swaps and order[waiting] > (1 + settings.margin) * order[last]:
+        members = [one for one in group.members if one != last] + [waiting]
+        if rate := rate_of(members, kind, size):
+            yield members, rate
