@@ -75,7 +75,9 @@ def adds_one_after_another(config: JobConfig, run: Path, joins: int, write: Call
             write_request(run, "finish", FIRST)
             return
         joined += 1
-        write_addition(run, [first.model_copy(update={"name": f"new{joined}", "seed": joined, "epochs": 1, "weight": 100.0})])
+        write_addition(
+            run, [first.model_copy(update={"name": f"new{joined}", "seed": joined, "epochs": 1, "weight": 100.0})]
+        )
 
     return listen
 

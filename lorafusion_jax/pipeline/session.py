@@ -32,6 +32,7 @@ from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.padded_state import abstract_padded_state, remove_padding
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
+from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
@@ -154,6 +155,7 @@ class Session:
         stages = grow_stages(self._stages, config, specs, weights)
         self.executor.replace_stages(stages, [spec.name for spec in specs])
         self._set_adapters(config, prepared, stages, specs)
+        release_unused()
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""

@@ -1,0 +1,18 @@
+"""Gives back the memory of programs and arrays that are not used any more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+
+def release_unused() -> None:
+    """Deletes unreachable objects, and returns memory that was freed to the system.
+
+    Stages are in reference cycles with their compiled programs, and Python looks for those seldom. What a compiler frees
+    stays in an arena of its thread with glibc. Without both, a process grows by 45 MB with every adapter that joins.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries return memory by themselves
+    if trim is not None:
+        trim(0)
