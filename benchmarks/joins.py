@@ -2,14 +2,13 @@
 
     python -m benchmarks.joins --work FOLDER --out benchmarks/results/joins_cpu_DATE    # ten minutes
 
-trains one adapter of a tiny model in this process. Others join one after another: each trains for six steps, and the next
-is added when it has ended. A row after each: memory of the process, and arrays on the device. Every adapter that has ended
-keeps its place, so that it can be extended: its arrays are what may add up, programs of earlier numbers of adapters are not.
+trains one adapter of a tiny model in this process. Others join one after another: each trains for six steps, and when it
+has ended, the next is added. A row after each: memory of the process, and arrays on the device. An adapter that has
+ended keeps its place, so that it can be extended: its arrays may add up, programs of fewer adapters may not.
 """
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
 import time
@@ -58,7 +57,6 @@ def adds_one_after_another(config: JobConfig, run: Path, joins: int, write: Call
         nonlocal joined
         ended = event.kind == "adapter-done" and event.adapter != FIRST
         if ended:
-            gc.collect()
             arrays = jax.live_arrays()
             write(
                 {

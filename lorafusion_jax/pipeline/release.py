@@ -9,8 +9,8 @@ import gc
 def release_unused() -> None:
     """Deletes unreachable objects, and returns memory that was freed to the system.
 
-    Stages are in reference cycles with their compiled programs, and Python looks for those seldom. What a compiler frees
-    stays in an arena of its thread with glibc. Without both, a process grows by 45 MB with every adapter that joins.
+    Stages are in reference cycles with their compiled programs, and Python looks for those seldom. With glibc, what a
+    compiler frees stays in an arena of its thread. A process grew by 45 MB with every adapter that joined.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries return memory by themselves
