@@ -2,8 +2,8 @@
 
     python -m benchmarks.joins --work FOLDER --out benchmarks/results/joins_cpu_DATE    # ten minutes
 
-trains one adapter of a tiny model in this process. Others join one after another: each trains for six steps, and when it
-has ended, the next is added. A row after each: memory of the process, and arrays on the device. An adapter that has
+trains one adapter of a tiny model in this process. Others join one after another: each trains for six steps, and when
+it has ended, the next is added. A row after each: memory of the process, and arrays on the device. An adapter that has
 ended keeps its place, so that it can be extended: its arrays may add up, programs of fewer adapters may not.
 """
 
