@@ -90,7 +90,8 @@ def outline_from_lines(lines: Iterable[str]) -> PlanOutline:
     Raises:
         PlanError: `plan.format`; `plan.schema`.
     """
-    head, end = [], ""
+    head: list[str] = []
+    end = ""
     for line in lines:
         if line.startswith(SLOTS):
             end = "}"
