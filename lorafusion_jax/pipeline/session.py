@@ -40,6 +40,10 @@ from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatte
 from lorafusion_jax.report.format import count
 from pallas_kernels import config_store
 
+# jax's caches keep traces of all shapes, 3 MB for every addition. They belong to the whole process, so they are cleared
+# seldom.
+ADDITIONS_IN_CACHES = 16
+
 
 class Session:
     """Adapters on the stages of a pipeline. Call `open`, then `start` or `load_state`, then `finish_loading`.
@@ -59,7 +63,7 @@ class Session:
         specs: Sequence[AdapterSpec],
         reading: Reading,
     ):
-        self._reading, self.spans = reading, Spans(len(stages))
+        self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
         self._set_adapters(config, prepared, stages, specs)
 
@@ -155,7 +159,8 @@ class Session:
         stages = grow_stages(self._stages, config, specs, weights)
         self.executor.replace_stages(stages, [spec.name for spec in specs])
         self._set_adapters(config, prepared, stages, specs)
-        release_unused()
+        self._additions += 1
+        release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""

@@ -12,7 +12,7 @@ import small_jobs
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import select_adapters
 from lorafusion_jax.data.prepare import prepare
-from lorafusion_jax.pipeline import stage
+from lorafusion_jax.pipeline import session, stage
 from lorafusion_jax.pipeline.programs import StagePrograms
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.session import Session
@@ -28,16 +28,16 @@ def join(tmp_path, tiny_base, monkeypatch):
     entries = [{"name": name, "data": {"train": rows}} for name in NAMES]
     config = load_config(small_jobs.write_job(tmp_path, tiny_base, entries, lora={"rank": 2, "targets": ["q_proj"]}))
     prepared = prepare(config)
-    session = Session.open(select_adapters(config, NAMES[:1]), prepared)
+    opened = Session.open(select_adapters(config, NAMES[:1]), prepared)
 
     def add(name: str) -> None:
-        session.add(select_adapters(config, NAMES[: NAMES.index(name) + 1]), prepared, {})
-        session.compile_reads()
+        opened.add(select_adapters(config, NAMES[: NAMES.index(name) + 1]), prepared, {})
+        opened.compile_reads()
 
-    session.start({})
-    session.finish_loading()
+    opened.start({})
+    opened.finish_loading()
     yield add
-    session.close()
+    opened.close()
 
 
 def test_programs_and_arrays_of_earlier_stages_are_deleted(join):
@@ -48,6 +48,17 @@ def test_programs_and_arrays_of_earlier_stages_are_deleted(join):
         arrays.append(len(jax.live_arrays()))
     assert programs == programs[:1] * len(programs)
     assert len(set(np.diff(arrays))) == 1  # those of the new adapter, as many as of the one before it
+
+
+def test_caches_are_cleared_now_and_then(join, monkeypatch):
+    monkeypatch.setattr(session, "ADDITIONS_IN_CACHES", 2)
+    function = jax.jit(lambda x: x + 1)
+    found = []
+    for name in NAMES[1:4]:
+        function(1.0)
+        join(name)
+        found.append(function._cache_size())
+    assert found == [1, 0, 1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory by themselves")
