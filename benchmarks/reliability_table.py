@@ -1,5 +1,5 @@
-"""Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py and
-fuzzing, and from the golden file of TRL's templates.
+"""Figures of docs/pages/reliability.md, from the newest rows of damage.py, kills.py, sick_adapters.py, soak.py,
+joins.py and fuzzing.py, and from the golden file of TRL's templates.
 
 python -m benchmarks.reliability_table    # prints the table
 """
@@ -24,7 +24,7 @@ _DATED = re.compile(r"\d{4}-\d{2}-\d{2}[a-z]?$")
 
 def table() -> str:
     """The table in Markdown."""
-    parts = (_damage(), _resumed(), _kills(), _exports(), _sick(), _fuzzing(), _templates(), _soak())
+    parts = (_damage(), _resumed(), _kills(), _exports(), _sick(), _fuzzing(), _templates(), _soak(), _joins())
     return "\n".join(["| what | attempts | result |", "|---|---|---|", *chain.from_iterable(parts)]) + "\n"
 
 
@@ -129,6 +129,13 @@ def _soak() -> Iterator[str]:
         asked = ", ".join(f"{row[key]} × {key}" for key in ACTIONS if row[key] != "0")
         what = f"{row['adapters']} adapters, {int(row['slots']):,} slots, {int(row['steps']):,} steps; {asked}"
         yield f"| soak | {what} | {row['missing']} things not accounted for; {_memory()} |"
+
+
+def _joins() -> Iterator[str]:
+    sizes = [float(row["resident_mb"]) for row in _rows("joins") if "joined" in row]
+    if sizes:
+        result = f"{sizes[0]:,.0f} MB after the first, {sizes[-1]:,.0f} MB after the last, at most {max(sizes):,.0f} MB"
+        yield f"| adapters that join one process, one after another | {len(sizes)} | {result} |"
 
 
 def _memory() -> str:

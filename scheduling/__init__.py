@@ -45,6 +45,8 @@ from scheduling.plots import to_perfetto as to_perfetto
 from scheduling.rates import default_cost_model as default_cost_model
 from scheduling.rates import default_cost_parts as default_cost_parts
 from scheduling.replan import replan as replan
+from scheduling.serialize import PlanOutline as PlanOutline
+from scheduling.serialize import outline_from_lines as outline_from_lines
 from scheduling.simulate import simulate as simulate
 from scheduling.spans import Pause as Pause
 from scheduling.spans import Span as Span

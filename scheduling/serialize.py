@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from scheduling.types import MOST_SAMPLES, AdapterJob, Layout, SampleRef, Slot
 
 SCHEMA = "lorafusion.plan/1"
 LARGEST = 2**53  # of the numbers of a plan
+MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # what reading another shape raises
+SLOTS = '"slots": ['  # the line of the file after which there are only slots
 SETTINGS = ("capacity_tokens", "num_stages", "data_parallel", "tile_tokens", "seed", "lower_bound")
 
 
@@ -24,6 +27,14 @@ class PlanContent(NamedTuple):
     stopped: tuple[tuple[str, int], ...]
     earlier: tuple[Layout, ...]
     smaller: tuple[int, ...]
+
+
+class PlanOutline(NamedTuple):
+    """What a plan file says before its slots."""
+
+    digest: str
+    num_slots: int
+    jobs: tuple[AdapterJob, ...]
 
 
 def content_to_json(content: PlanContent, digest: str, statistics: dict[str, float]) -> str:
@@ -48,15 +59,7 @@ def content_from_json(text: str) -> PlanContent:
     Raises:
         PlanError: `plan.format`; `plan.schema`; `plan.digest`, the file was edited after it was written.
     """
-    try:
-        data: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
-    found = _schema_of(data)
-    if found != SCHEMA:
-        raise PlanError(
-            "plan.schema", f"this is not a plan of version {SCHEMA}: its schema is {found!r}", fix="plan again"
-        )
+    data = _parse(text)
     try:
         content = PlanContent(
             settings={name: _read_setting(data["settings"], name) for name in SETTINGS},
@@ -69,8 +72,8 @@ def content_from_json(text: str) -> PlanContent:
         digest = content_digest(content)  # names that UTF-8 cannot say are misshapen, too
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error)) from None
+    except MISSHAPEN as error:
+        raise _misshapen(error) from None
     if digest != data.get("digest"):
         raise PlanError(
             "plan.digest",
@@ -79,6 +82,50 @@ def content_from_json(text: str) -> PlanContent:
             fix="plan again instead of editing a plan",
         )
     return content
+
+
+def outline_from_lines(lines: Iterable[str]) -> PlanOutline:
+    """Reads the lines of a plan file up to its slots, which are nearly all of it. Does not check the digest.
+
+    Raises:
+        PlanError: `plan.format`; `plan.schema`.
+    """
+    head: list[str] = []
+    end = ""
+    for line in lines:
+        if line.startswith(SLOTS):
+            end = "}"
+            break
+        head.append(line)
+    text = "".join(head)
+    data = _parse(text.rstrip().removesuffix(",") + end if end else text)
+    try:
+        return PlanOutline(
+            digest=_text(data["digest"]),
+            num_slots=_number(data["statistics"]["slots"]),
+            jobs=tuple(_job_from(job) for job in data["jobs"]),
+        )
+    except PlanError:
+        raise
+    except MISSHAPEN as error:
+        raise _misshapen(error) from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        raise PlanError("plan.format", "this is not a plan: broken JSON", why=str(error)) from None
+    found = _schema_of(data)
+    if found != SCHEMA:
+        raise PlanError(
+            "plan.schema", f"this is not a plan of version {SCHEMA}: its schema is {found!r}", fix="plan again"
+        )
+    return data
+
+
+def _misshapen(error: Exception) -> PlanError:
+    return PlanError("plan.format", "the plan's JSON has missing or misshapen parts", why=repr(error))
 
 
 def _content_lines(content: PlanContent) -> list[str]:
@@ -95,7 +142,7 @@ def _content_lines(content: PlanContent) -> list[str]:
         lines += [f'"slot_capacities": {_dump([slot.capacity_tokens for slot in content.slots])},']
     lines += [f'"stopped": {_dump(content.stopped)},', '"jobs": [']
     lines += _comma_separated([_dump(job) for job in jobs])
-    lines += ["],", '"slots": [']
+    lines += ["],", SLOTS]
     lines += _comma_separated([_dump([_group_samples(part) for part in slot.replicas]) for slot in content.slots])
     return [*lines, "]"]
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import ValidationError
 
@@ -30,7 +30,7 @@ from lorafusion_jax.config.resolved import dump_config, read_resolved
 from lorafusion_jax.config.schema import BEGUN, JobConfig
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.files import PART, remove_folder, replace_text
-from scheduling import Plan
+from scheduling import Plan, PlanOutline, outline_from_lines
 
 CONFIG, RECORD, TIMELINE = "config.yaml", "run.json", "timeline.json"
 _STEP = re.compile(r"step-(\d+)")
@@ -192,10 +192,22 @@ class RunFolder:
         Raises:
             CheckpointError: it is missing (`run.missing`, `run.no-plan`) or damaged (`run.plan`).
         """
+        return self._read_plan_file(lambda file: Plan.from_json(file.read()))
+
+    def read_outline(self) -> PlanOutline:
+        """Reads the adapters of the plan and the number of its slots, but not the slots, which may be millions.
+
+        Raises:
+            CheckpointError: as `read_plan`. Damage among the slots is not noticed.
+        """
+        return self._read_plan_file(outline_from_lines)
+
+    def _read_plan_file[T](self, read: Callable[[TextIO], T]) -> T:
         self.must_have_its_plan()
         self._require("plan.json")
         try:
-            return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
+            with self.plan_file.open(encoding="utf-8") as file:
+                return read(file)
         except (OSError, ValueError, RecursionError) as problem:
             raise CheckpointError(
                 "run.plan",

@@ -37,6 +37,7 @@ from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, exact
+from lorafusion_jax.report.trackers import missing_packages
 from lorafusion_jax.weights.table import NONE
 
 if TYPE_CHECKING:
@@ -66,9 +67,13 @@ def command(
     config, errors = examine_config(jobs, overrides or ())
     unchecked, more = layer_problems(config) if config else ([], [])
     config, prepared = checked_data(config, [*errors, *more, *_base_problems(config)])
-    notes = (
-        unchecked + unreached(read_source(jobs), overrides or ()) + ineffective(config) + data_notes(config, prepared)
-    )
+    notes = [
+        *unchecked,
+        *unreached(read_source(jobs), overrides or ()),
+        *ineffective(config),
+        *missing_packages(config.report),
+        *data_notes(config, prepared),
+    ]
     losses = _base_losses(config, prepared) if base_loss else {}
     if as_json:
         numbers = {

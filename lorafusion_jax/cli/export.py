@@ -36,7 +36,7 @@ def command(
     folder = RunFolder(run)
     config = folder.read_config()
     source = _source(folder, [one.name for one in config.adapters], adapter, step)
-    _no_link(source)
+    _no_link(folder.path, source)
     console = out()
     failure = _failure(folder, adapter)
     if failure is not None:
@@ -108,17 +108,18 @@ def _copy(source: Path, draft: Path) -> None:
         refuse_damage("export.damaged", find_damage(draft), fix=fix)
 
 
-def _no_link(source: Path) -> None:
-    """Raises on links inside a run folder, which could point to any file of this machine.
+def _no_link(run: Path, source: Path) -> None:
+    """Raises on links between a run folder and the files of an adapter: they could point anywhere on this machine.
 
     Raises:
         CheckpointError: `export.link`.
     """
-    links = [file for file in (source, *sorted(source.rglob("*"))) if file.is_symlink()]
+    folders = [run / part for part in reversed(source.relative_to(run).parents)][1:]
+    links = [place for place in (*folders, source, *sorted(source.rglob("*"))) if place.is_symlink()]
     if links:
         raise CheckpointError(
             "export.link",
             f"{links[0].name} is a link, which is not followed.",
             where=str(links[0]),
-            fix="replace it by a regular file, or export another --step",
+            fix="put what it points to in its place, or export another --step",
         )

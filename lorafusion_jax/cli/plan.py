@@ -29,6 +29,7 @@ from lorafusion_jax.config.load import examine_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.report.trackers import missing_packages
 
 NAME = "plan"
 
@@ -68,7 +69,8 @@ def command(
     if timeline and costs:
         timeline.parent.mkdir(parents=True, exist_ok=True)
         replace_text(timeline, planned.timeline_html())
-    notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config), *planned.notes]
+    notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config)]
+    notes += [*missing_packages(config.report), *planned.notes]
     if as_json:
         print(json.dumps(numbers | {"warnings": notes}))
         return

@@ -56,7 +56,7 @@ def command(
 def run_numbers(run: Path) -> dict:
     """The content of the status screen, from the files of a run folder."""
     folder = RunFolder(run)
-    plan = folder.read_plan()
+    plan = folder.read_outline()
     holder = held_by(run)  # read before the events: a process writes its last event before it releases the folder
     events, metrics = read_rows(run / "events.jsonl"), read_summary(run)
     ends = {event.get("adapter"): event for event in events if event["kind"] in ENDS}

@@ -56,15 +56,15 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         if key not in (*SHARED, *DEFAULTS, *SINGLE_DEFAULTS, "adapters")
     ]
     shared: dict[str, Any] = {
-        key: _section(source, (key,), model, values.get(key, {}), errors)
+        key: _section(source, (key,), model, _given(values, key), errors)
         for key, model in SHARED.items()
         if key != "batch"
     } | {"batch": None}
     batch = None
-    for single in expand_batch(values.get("batch", {}), source, errors):
+    for single in expand_batch(_given(values, "batch"), source, errors):
         batch = shared["batch"] = _section(source, ("batch",), schema.BatchSettings, single, errors)
     for key, model in DEFAULTS.items():
-        for single in expand_sweep({key: values.get(key, {})}, source, errors):
+        for single in expand_sweep({key: _given(values, key)}, source, errors):
             _section(source, (key,), model, single[key], errors, partial=True)
     for single in expand_sweep({key: values[key] for key in SINGLE_DEFAULTS if key in values}, source, errors):
         own = {key: single[key] for key in SINGLE_DEFAULTS if key in single}
@@ -83,11 +83,16 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
     return config, unique(errors)
 
 
+def _given(values: dict, key: str) -> Any:
+    """A section of the file; `lora:` without a value is an empty one. In a list, a null is a mistake."""
+    return {} if values.get(key) is None else values[key]
+
+
 def _section[M: BaseModel](
     source: Source, keys: Keys, model: type[M], values: Any, errors: list, *, partial: bool = False
 ) -> M | None:
     try:
-        return model.model_validate(values if values is not None else {})
+        return model.model_validate(values)
     except ValidationError as problem:
         errors += [
             explain(source, keys, model, detail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lorafusion_jax.checkpoint.peft import Arrays
@@ -39,7 +40,8 @@ def grow_stages(
     for stage in more:
         stage.start(lora)
     fresh = gather(more)
-    optimizers = fresh.pop("optimizers") | held.pop("optimizers")
+    # Copies: a host array may be a view of a device array, which would live on with it, one more at every addition.
+    optimizers = fresh.pop("optimizers") | jax.tree.map(np.array, held.pop("optimizers"))
     scatter(more, _overlay(held, fresh) | {"optimizers": optimizers})
     return more
 

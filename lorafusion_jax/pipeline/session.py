@@ -32,12 +32,17 @@ from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.padded_state import abstract_padded_state, remove_padding
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
+from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import abstract_state, adapter_arrays, scatter
 from lorafusion_jax.report.format import count
 from pallas_kernels import config_store
+
+# jax's caches keep traces of all shapes, 3 MB for every addition. They belong to the whole process, so they are cleared
+# seldom.
+ADDITIONS_IN_CACHES = 16
 
 
 class Session:
@@ -58,7 +63,7 @@ class Session:
         specs: Sequence[AdapterSpec],
         reading: Reading,
     ):
-        self._reading, self.spans = reading, Spans(len(stages))
+        self._reading, self.spans, self._additions = reading, Spans(len(stages)), 0
         self.executor = Executor(stages, [spec.name for spec in specs], self.spans)
         self._set_adapters(config, prepared, stages, specs)
 
@@ -154,6 +159,8 @@ class Session:
         stages = grow_stages(self._stages, config, specs, weights)
         self.executor.replace_stages(stages, [spec.name for spec in specs])
         self._set_adapters(config, prepared, stages, specs)
+        self._additions += 1
+        release_unused(caches=self._additions % ADDITIONS_IN_CACHES == 0)
 
     def lacks_memory(self, config: JobConfig) -> str | None:
         """Returns why the devices cannot hold the adapters of a job; None if they can, or if it is unknown."""

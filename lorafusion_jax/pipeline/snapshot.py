@@ -94,16 +94,14 @@ class Snapshots:
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
             places = jax.tree.map(lambda leaf: leaf.sharding, arrays)
-            self._programs[key] = jax.jit(_copy, out_shardings=places).lower(arrays).compile()
+            # A function of its own: jax keeps programs of a function for as long as the function lives.
+            copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)
+            self._programs[key] = copies.lower(arrays).compile()
         return self._programs[key]
 
 
 def _trainable_state(stage: Stage) -> dict[str, Any]:
     return {name: getattr(stage, name) for name in CHANGING}
-
-
-def _copy(arrays: Any) -> Any:
-    return jax.tree.map(jnp.copy, arrays)
 
 
 def _state_once(stages: Sequence[Stage]) -> dict[str, Any]:

@@ -233,6 +233,7 @@ class AdapterChanged(AdapterEvent):
         status: of the adapter from here on.
         num_steps: its steps from here on.
         weight: its new one, of `weight`.
+        request: name of the request's file, which tells two requests of one slot apart.
     """
 
     kind = "adapter-changed"
@@ -240,6 +241,7 @@ class AdapterChanged(AdapterEvent):
     status: str
     num_steps: int
     weight: float | None = None
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

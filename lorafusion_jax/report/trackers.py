@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lorafusion_jax.report.events import AdapterEvent, Listener, RunEvent
 
 NUMBERS = ("step", "eval", "slot")
 PLACES = ("slot", "step")  # the x axes
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # setting, and extra of this package → module
 
 
 @contextmanager
@@ -26,9 +28,9 @@ def trackers(settings: ReportSettings, folder: Path) -> Iterator[list[Listener]]
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if settings.tensorboard:
-            listeners.append(_TensorBoard(_package("tensorboardX", "report.tensorboard", "tensorboard"), folder, stack))
+            listeners.append(_TensorBoard(_package("tensorboard"), folder, stack))
         if settings.wandb is not None:
-            listeners.append(_Wandb(_package("wandb", "report.wandb", "wandb"), settings.wandb, folder, stack))
+            listeners.append(_Wandb(_package("wandb"), settings.wandb, folder, stack))
         yield listeners
 
 
@@ -77,12 +79,26 @@ class _Wandb:
         self._run.log(scalars(event) | {"slot": event.slot})
 
 
-def _package(module: str, key: str, extra: str) -> Any:
+def missing_packages(settings: ReportSettings) -> list[str]:
+    """Lists the trackers of a job whose package is not installed here; the machine that trains may have it."""
+    return [
+        f"[report.missing-package] {_lacks(name)} here; pip install {_install(name)}"
+        for name, module in PACKAGES.items()
+        if getattr(settings, name) not in (None, False) and find_spec(module) is None
+    ]
+
+
+def _package(name: str) -> Any:
     try:
-        return import_module(module)
+        return import_module(PACKAGES[name])
     except ImportError:
-        raise ConfigError(
-            "report.missing-package",
-            f"{key} needs a package that is not installed.",
-            fix=f'pip install "lorafusion-jax[{extra}]"',
-        ) from None
+        fix = f"pip install {_install(name)}"
+        raise ConfigError("report.missing-package", f"{_lacks(name)}.", fix=fix) from None
+
+
+def _lacks(name: str) -> str:
+    return f"report.{name} needs a package that is not installed"
+
+
+def _install(name: str) -> str:
+    return f'"lorafusion-jax[{name}]"'

@@ -154,6 +154,7 @@ def _changed_event(change: Change, adapter: AdapterProgress) -> AdapterChanged:
         status=adapter.status,
         num_steps=adapter.num_steps,
         weight=change.weight,
+        request=change.request,
     )
 
 

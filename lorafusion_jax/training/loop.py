@@ -17,6 +17,7 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.pipeline.batches import mask_adapters
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.processes import any_process, is_alone
+from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.planning.pauses import evaluations
 from lorafusion_jax.report.events import Listener, PhaseBegun, ProgramCompiled, SlotDone
 from lorafusion_jax.signals import deferred_stop
@@ -203,6 +204,7 @@ class Loop:
         began = time.perf_counter()
         with self._meter.paused(COMPILING):
             self._executor.warm_up(rows)
+            release_unused()
         seconds = round(time.perf_counter() - began, 3)
         self._emit(ProgramCompiled(slot=slot, program="training step", seconds=seconds))
 

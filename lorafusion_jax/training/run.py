@@ -149,7 +149,7 @@ class Run:
 
     def _emit(self, event: RunEvent) -> None:
         if isinstance(event, AdapterChanged):  # a resumed run repeats the changes at its checkpoint's slot
-            key = event.slot, event.adapter, event.action, event.num_steps
+            key = event.slot, event.adapter, event.request
             if key in self._reported:
                 return
             self._reported.add(key)
@@ -256,7 +256,7 @@ class Run:
                 self._folder.write_timeline(timeline.to_json())
 
 
-def _reported_changes(folder: RunFolder) -> set[tuple[int, str, str, int]]:
+def _reported_changes(folder: RunFolder) -> set[tuple[int, str, str]]:
     rows = read_rows(folder.path / "events.jsonl")
     changed = (row for row in rows if row["kind"] == AdapterChanged.kind)
-    return {(row["slot"], row["adapter"], row["action"], row["num_steps"]) for row in changed}
+    return {(row["slot"], row["adapter"], row.get("request", "")) for row in changed}

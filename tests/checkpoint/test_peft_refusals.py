@@ -1,6 +1,7 @@
 """PEFT folders that cannot be used: every problem is told, by name."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -178,6 +179,31 @@ def test_wrong_values_are_told(folder, changes):
     (error,) = refused(folder)
     assert error.code == "peft.bad-config"
     assert next(iter(changes)) in error.what
+
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1" + "0" * 400, "-4", "true", "[[]]"])
+def test_numbers_that_no_adapter_has_are_told(folder, key, value):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: "HERE"}).replace('"HERE"', value))
+    (error,) = refused(folder)
+    assert error.code == "peft.bad-config"
+    assert key in error.what
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"r": ' + "9" * 5000 + "}", "[]", "5", "\xff"], ids=len)
+def test_a_config_that_is_no_config_is_told(folder, content):
+    (folder / "adapter_config.json").write_bytes(content.encode("latin-1"))
+    (error,) = refused(folder)
+    assert error.code == "peft.bad-config"
+
+
+def test_an_expression_of_targets_costs_no_time(folder):
+    """The tensors say what the targets are, so an expression that matching would never end is not matched."""
+    edit_config(folder, target_modules=r"(([a-z_.0-9])*)*!")
+    began = time.process_time()
+    assert read_adapter(folder)[0] == SPEC
+    assert time.process_time() - began < 2
 
 
 def test_another_kind_of_adapter_is_told(folder):

@@ -111,6 +111,16 @@ def test_settings_without_effect_are_reported(lorafusion, job):
         assert "law: optim.eps has no effect with lion" in lorafusion(command, job.write()).out
 
 
+def test_check_and_plan_name_packages_that_a_tracker_lacks(lorafusion, job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # import fails, whatever is installed
+    for command in ("check", "plan"):
+        outcome = lorafusion(command, job.path, "report.tensorboard=true", "--json")
+        assert outcome.code == 0
+        (note,) = [note for note in json.loads(outcome.out)["warnings"] if "missing-package" in note]
+        assert "report.tensorboard needs a package" in note
+        assert 'pip install "lorafusion-jax[tensorboard]"' in note
+
+
 def test_rows_that_are_cut_come_with_the_length_that_keeps_them(lorafusion, job):
     rows = make_rows(12, 0)
     rows[3]["completion"] = rows[9]["completion"] = " cat" * 25

@@ -175,6 +175,12 @@ def test_errors_do_not_use_pydantic_terms(section):
     assert not [text for text in texts if re.search(r"\b([Ii]nput|valid|tuple|string|integer|dictionary|Keys)\b", text)]
 
 
+@pytest.mark.parametrize("section", DEFAULTS)
+def test_a_list_of_nothing_is_no_sweep_of_a_shared_section(section):
+    assert f"'{section}' must be a table" in complaints(yaml.safe_load(SMALL) | {section: [None]})
+    assert complaints(yaml.safe_load(SMALL) | {section: None}) == ""  # a section without a value is an empty one
+
+
 def test_five_errors_are_reported_together_with_lines_and_suggestions(tmp_path):
     path = write(
         tmp_path,

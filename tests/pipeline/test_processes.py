@@ -211,9 +211,10 @@ def test_requests_are_carried_out_by_all(tmp_path, deep_base):
 @pytest.mark.parametrize(
     ("count", "killed"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.nightly)], ids=["the first", "another"]
 )
-def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, tmp_path):
-    run = tmp_path / "run"
-    processes = start(count, 1, "train", str(job), "--out", str(run), f"mesh.data={count}", "epochs=40")
+def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, kept_programs, tmp_path):
+    """What they leave goes on bitwise on the same mesh."""
+    run, settings = tmp_path / "run", (f"mesh.data={count}", "epochs=40")
+    processes = start(count, 1, "train", str(job), "--out", str(run), *settings)
     signal_under_way(processes, run, signal.SIGKILL, to=killed)
     began = time.monotonic()
     left = wait(processes)
@@ -223,6 +224,9 @@ def test_those_who_lose_a_process_say_so_and_end_without_it(count, killed, job, 
         assert each.code == 1, each.err
         assert each.err.count("error[train.process-lost]") == 1
         assert killed == 0 or "stack trace" not in each.err  # jax prints its own where the first is lost
+    assert resume(run).exit_code == 0
+    assert train(load_config(job, settings), tmp_path / "whole").exit_code == 0
+    assert_equal(read_trained(tmp_path / "whole"), read_trained(run), BITWISE)
 
 
 FAILING = """

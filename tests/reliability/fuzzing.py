@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from lorafusion_jax.errors import LoraFusionError
 from scheduling import PlanError
 
-LONGEST_S = 10.0
+LONGEST_S = 10.0  # of the processor: a loaded machine does not make a case fail
+LONGEST_WAIT_S = 60.0  # by the clock: whoever waits for something uses no processor
+LARGEST_KB = 4 << 20
 CI_CASES = 200
 
 
@@ -123,17 +126,25 @@ def of_json(document: Any) -> st.SearchStrategy[bytes]:
 
 @contextmanager
 def clear_errors(*names: str) -> Iterator[None]:
-    """Whatever is read inside ends well or with our own error that names the file, in time.
+    """Whatever is read inside ends well or with our own error that names the file, in time and within 4 GB.
 
     Args:
         names: of which the message has one at least.
     """
-    began = time.monotonic()
+    began, began_cpu, peak = time.monotonic(), time.process_time(), _peak_kb()
     try:
         yield
     except (LoraFusionError, PlanError) as problem:
         text = str(problem)
-        assert "error[" in text
+        assert "error[" in text, text
         assert not names or any(name in text for name in names), text
-        assert len(text) < 20_000
-    assert time.monotonic() - began < LONGEST_S
+        assert len(text) < 20_000, f"{len(text)} characters: {text[:1000]}"
+    cpu_s, wall_s = time.process_time() - began_cpu, time.monotonic() - began
+    assert cpu_s < LONGEST_S, f"{cpu_s:.1f} s of the processor"
+    assert wall_s < LONGEST_WAIT_S, f"{wall_s:.1f} s"
+    assert _peak_kb() < max(LARGEST_KB, peak + 1), f"{_peak_kb() >> 10} MB"
+
+
+def _peak_kb() -> int:
+    """Most memory that this process has had. It may have had more before a case."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -173,9 +173,6 @@ ALWAYS = {
     "optimizer NaN on the first stage",
     "base rows NaN",
 }
-# What can be wounded on one stage only is, on each of the two; and one of each other kind.
-ON_A_MESH = {case.name for case in WOUNDS if case.wound is not None and "stage" in case.name}
-ON_A_MESH |= {"adamw lr 1e39", "adafactor lr 1e39", "rows: weight NaN", "A NaN", "base rows NaN"}
 ALWAYS_ON_A_MESH = {
     "adamw lr 1e39",
     "B NaN on the last stage",

@@ -218,6 +218,18 @@ def test_export_follows_no_link(unfinished, tmp_path, capsys):
     assert not (tmp_path / "to").exists()
 
 
+@pytest.mark.parametrize("place", ["adapters", "adapters/law", "adapters/law/step-000004"])
+def test_export_follows_no_linked_folder(place, unfinished, tmp_path, capsys):
+    linked = unfinished.run / place
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    assert lorafusion(["export", str(unfinished.run), "law", "--to", str(tmp_path / "to")]) == 2
+    err = capsys.readouterr().err
+    assert "error[export.link]" in err
+    assert str(linked) in err
+    assert not (tmp_path / "to").exists()
+
+
 def test_a_foreign_step_folder_is_no_step(unfinished, tmp_path):
     (unfinished.run / "adapters" / "law" / "step-foo").mkdir()
     assert RunFolder(unfinished.run).latest("law").name == "step-000004"

@@ -129,6 +129,8 @@ def write(home: Path, name: str, content: bytes) -> Path:
 
 
 @given(content=of_json(JOB))
+@example(content=written(JOB | {"lora": [None]}))
+@example(content=written(JOB | {"optim": [None]}))
 @cases
 def test_job_files(home, content):
     with clear_errors("jobs.yaml", "adapters", "config."):

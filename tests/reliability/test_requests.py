@@ -125,6 +125,16 @@ def test_an_adapter_that_stays_paused_waits_for_a_later_sitting(make_config, hea
     assert_same_numbers(run, healthy(ONE_DEVICE), NAMES)
 
 
+def test_requests_about_one_adapter_at_one_slot_are_all_told(make_config, tmp_path):
+    """As of a user who changes their mind while a run compiles: the last one counts, and `status` says so."""
+    run, wanted = tmp_path / "run", ["pause", "continue", "pause"]
+    result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, *(("bad", 2, "bad", what) for what in wanted))])
+    told = events_of(run, "adapter-changed")
+    assert len({row["slot"] for row in told}) == 1
+    assert [row["action"] for row in told] == wanted
+    assert result.adapters["bad"].status == run_numbers(run)["adapters"]["bad"]["status"] == "paused"
+
+
 def test_an_adapter_that_finishes_takes_the_step_that_it_has_begun(make_config, healthy, tmp_path):
     run = tmp_path / "run"
     result = train(make_config(ONE_DEVICE), run, listeners=[asks(run, ("bad", 2, "bad", "finish"))])

@@ -1,10 +1,11 @@
 """The public contract of plans."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from scheduling import AdapterJob, Plan, PlanError, lower_bound, make_plan, verify_plan
+from scheduling import AdapterJob, Plan, PlanError, lower_bound, make_plan, outline_from_lines, replan, verify_plan
 
 JOBS = [
     AdapterJob("law", [700, 300, 512, 40], global_batch=2, epochs=2),
@@ -53,6 +54,24 @@ def test_changed_plan_is_refused():
             Plan.from_json(absurd)
     with pytest.raises(PlanError, match=r"plan\.schema"):
         Plan.from_json(text.replace("lorafusion.plan/1", "lorafusion.plan/0"))
+
+
+def test_an_outline_says_what_the_plan_says_and_reads_no_slots():
+    plan = replan(make_plan(JOBS, **LIMITS), at_slot=1, cancel=["med"])
+    lines = plan.to_json().splitlines(keepends=True)
+    first = lines.index('"slots": [\n')
+
+    def until_slots():
+        yield from lines[: first + 1]
+        raise AssertionError("a slot was read")
+
+    outline = outline_from_lines(until_slots())
+    assert (outline.digest, outline.num_slots, outline.jobs) == (plan.digest, plan.num_slots, plan.jobs)
+    reformatted = json.dumps(json.loads(plan.to_json()), indent=1)
+    assert outline_from_lines(reformatted.splitlines(keepends=True)) == outline
+    for text, code in (("[]", "plan.schema"), ("{", "plan.format"), ("".join(lines[:3]), "plan.format")):
+        with pytest.raises(PlanError, match=code):
+            outline_from_lines(text.splitlines(keepends=True))
 
 
 def test_a_plan_that_lacks_millions_of_samples_is_refused_at_once():

@@ -94,3 +94,12 @@ def test_schedules_rise_hold_or_fall_and_end_where_they_should(schedule, steps):
 
 def test_no_warm_up_starts_at_the_full_rate():
     assert learning_rates(OptimSettings(lr=1e-3, warmup=0.0), 5)[0] == np.float32(1e-3)
+
+
+def test_warm_up_is_a_number_of_steps_or_a_share_rounded_to_the_nearest():
+    def rates(warmup, steps):
+        return learning_rates(OptimSettings(lr=1.0, schedule="constant", warmup=warmup), steps).tolist()
+
+    assert rates(4, 10) == rates(0.4, 10) == [0.25, 0.5, 0.75, *[1.0] * 7]
+    assert rates(0.2, 7) == rates(1, 7) == [1.0] * 7  # 1.4 steps are one, at the full rate
+    assert rates(8, 4) == [0.25, 0.5, 0.75, 1.0]  # of a run that is shorter
