@@ -105,7 +105,7 @@ def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multi
         def own_product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
             return multiply(module, x, w, inside)
 
-        return exchange_product(own_call, w, own_product, where=".".join(module.path))
+        return exchange_product(own_call, w, own_product, where=".".join(module.path), inputs=(args, options))
 
     with nn.intercept_methods(interceptor):
         yield

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, lowered, num_kernels
+from sharded_problems import mesh_of, put
 
 import pallas_kernels as pk
 from pallas_kernels.frozen_weight import frozen_product
@@ -151,9 +152,27 @@ def test_on_hopper_both_sides_of_every_product_are_eight_bits(dtype, name):
     assert num_kernels(text)[1] == 2 + own  # Hopper's passes over x
 
 
-def test_a_mesh_is_refused_by_name(arrays):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+def test_a_device_rounds_its_part_of_a_row(arrays):
+    """K over two devices: scales of parts are powers of two as well, so only the smallest values round otherwise."""
+    mesh = mesh_of("explicit", data=2, tensor=2)
     with jax.set_mesh(mesh):
-        x = jax.device_put(arrays["x"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-        with pytest.raises(NotImplementedError, match="shard_map"):
-            op(x, arrays["w"], arrays["a"], arrays["b"])
+        weight = fp8.Fp8Weight(
+            values=put(mesh, arrays["w"].values, None, "tensor"), scales=put(mesh, arrays["w"].scales)
+        )
+        whole = {name: put(mesh, arrays[name]) for name in ("a", "b")}
+        rows = {"x": put(mesh, arrays["x"], "data", "tensor"), "dy": put(mesh, arrays["dy"], "data")}
+        got = step(w=weight, **whole, **rows)
+    for name, want in step(**arrays).items():
+        np.testing.assert_allclose(got[name], want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
+
+
+def test_a_weight_that_cannot_be_split_is_refused_on_a_mesh(arrays):
+    class Whole(fp8.Fp8Weight):
+        def dimensions(self):
+            return None
+
+    jax.tree_util.register_dataclass(Whole, ["values", "scales"], ["transposed"])
+    mesh = mesh_of("explicit", data=2)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="quantise it where it lies on the mesh"):
+        whole = Whole(values=arrays["w"].values, scales=arrays["w"].scales)
+        op(put(mesh, arrays["x"], "data"), whole, arrays["a"], arrays["b"])
