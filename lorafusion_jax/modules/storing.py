@@ -98,7 +98,7 @@ def _convert_on_mesh(
     """On automatic axes, so that XLA splits the conversion: its results do not depend on how it does."""
     mesh, specs = Mesh(placement.mesh.devices, placement.mesh.axis_names), placement.specs(form, product)
     with jax.set_mesh(mesh):
-        weight = jax.device_put(weight, NamedSharding(mesh, weight.sharding.spec))
+        weight = jax.device_put(weight, NamedSharding(mesh, P(*_axes(weight))))
         shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
         arrays = _convert(weight, product, stack, form, shardings)
     return {
@@ -119,7 +119,9 @@ def _is_on_mesh(weight: Array) -> bool:
 def _placement(weight: Array, product: Product, stack: int) -> Placement:
     axes, (inside, free) = _axes(weight), _orders(product)
     assert isinstance(weight.sharding, NamedSharding)
-    return Placement(mesh=weight.sharding.mesh, stack=axes[:stack], k=axes[stack + inside[0]], n=axes[stack + free[0]])
+    mesh = weight.sharding.mesh
+    assert isinstance(mesh, Mesh)  # that of a concrete array
+    return Placement(mesh=mesh, stack=axes[:stack], k=axes[stack + inside[0]], n=axes[stack + free[0]])
 
 
 def _check_axes(weight: Array, product: Product, stack: int, where: str) -> None:

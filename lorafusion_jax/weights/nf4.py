@@ -54,8 +54,8 @@ def quantise_rows(kernel_KN: Any) -> dict[str, Any]:
     """The same codes and scales in arrays that follow the rows of W^T: a mesh can split them between blocks.
 
     A group of blocks runs over the ends of rows, so its scale stays whole; a block finds it by its number in the whole
-    matrix, `first_block` of its row + `block` of its columns. K is a multiple of 64. The numbers that codes stand for are
-    arrays, too: on automatic axes a product may hold no constants.
+    matrix, `first_block` of its row + `block` of its columns. K is a multiple of 64. The numbers that codes stand for
+    are arrays, too: on automatic axes a product may hold no constants.
     """
     import jax.numpy as jnp
 

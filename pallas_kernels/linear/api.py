@@ -185,7 +185,7 @@ def multi_lora_linears(
 
 
 def frozen_linear(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
-    """x W of a layer without LoRA, [..., N] in the type of x. On a mesh it splits itself as `multi_lora_linear` does."""
+    """x W of a layer without LoRA, [..., N] in the type of x; a quantised weight is split as in `multi_lora_linear`."""
     if partition.mesh_of(jax.tree.leaves((x, w)), None, quantised=dimensions_of(w) is not None) is None:
         return frozen_product(x, w)
     return multi_lora_linears(x, [w], [None], [None], tile_adapter=None, scale=[1.0])[0]
