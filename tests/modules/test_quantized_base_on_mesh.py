@@ -131,13 +131,18 @@ def test_what_a_mesh_cannot_hold_is_refused_by_name(kind, shape, spec, why):
     assert isinstance(model["up"].kernel, nnx.Param)
 
 
-def test_a_base_that_was_stored_on_one_device_says_how_to_reach_a_mesh():
-    model = quantize_base(apply_lora(nnx.Dict(up=nnx.Linear(64, 8, rngs=nnx.Rngs(0))), SPECS[:1], targets="up"), "nf4")
-    mesh = jax.make_mesh((2,), ("data",))
-    with jax.set_mesh(mesh), use_adapters(SPECS[:1], only="law"):
-        model = placed(model, mesh, {})
-        with pytest.raises(NotImplementedError, match="quantise it where it lies on the mesh"):
-            model["up"](jnp.ones((2, 64)))
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_that_was_stored_on_one_device_runs_on_a_mesh_or_says_how(kind):
+    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 8, rngs=nnx.Rngs(0))), SPECS[:1], targets="up")
+    x, mesh = jnp.ones((2, 64)), jax.make_mesh((2,), ("data",))
+    want = quantize_base(model, kind)["up"](x)
+    with jax.set_mesh(mesh):
+        moved, x = placed(model, mesh, {}), jax.device_put(x, P("data"))
+        if kind == "nf4":
+            with pytest.raises(NotImplementedError, match="quantise it where it lies on the mesh"):
+                moved["up"](x)
+        else:
+            np.testing.assert_allclose(moved["up"](x), want, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_of_a_plain_base_over_fsdp_run_on_explicit_axes():
