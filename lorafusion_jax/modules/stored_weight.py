@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
+from lorafusion_jax.errors import RunError
 from lorafusion_jax.weights.table import StoredKind, stored_kind
 from pallas_kernels.frozen_weight import QuantisedWeight, dimensions_of, frozen_product, frozen_product_transposed
 from pallas_kernels.linear.api import frozen_linear
@@ -82,12 +83,26 @@ class StoredWeight:
         return plain.update(sharding=sharding.update(spec=spec))
 
     def operand(self) -> QuantisedWeight:
-        """The weight [K, N] as the ops take it."""
+        """The weight [K, N] as the ops take it.
+
+        Raises:
+            RunError: `lora.quantized-part`, the arrays hold another weight than one whole layer's.
+        """
         form = self._form
         if form.operand is not None:
-            return form.operand(self.arrays)
-        words = tuple((name, array.dimensions) for name, array in form.arrays(*self.matrix).items())
-        return DequantisedWeight(arrays=self.arrays, kind=form, words=words, matrix=self.matrix)
+            operand = form.operand(self.arrays)
+        else:
+            words = tuple((name, array.dimensions) for name, array in form.arrays(*self.matrix).items())
+            operand = DequantisedWeight(arrays=self.arrays, kind=form, words=words, matrix=self.matrix)
+        if operand.shape != self.matrix:
+            raise RunError(
+                "lora.quantized-part",
+                f"a stored weight {list(self.matrix)} was called with arrays of {list(operand.shape)}.",
+                why="inside shard_map they are a part of it, outside of nnx.scan they are a stack of layers",
+                fix="leave it whole in shard_map's in_specs, or let mesh axes split it without shard_map; call a stack "
+                "inside nnx.scan or nnx.vmap",
+            )
+        return operand
 
     def multiply(self, x: Array, inside: tuple[int, ...]) -> Array:
         """The product of a layer without adapters: x [rows, contracted axes] → [rows, other axes]."""
@@ -132,7 +147,7 @@ class DequantisedWeight:
     def shape(self) -> tuple[int, int]:
         """(K, N) of what these arrays hold."""
         for name, text in self.words if self._is_splittable else ():
-            sizes = zip((text or "").split(), self.arrays[name].shape, strict=True)
+            sizes = zip((text or "").split(), self.arrays[name].shape, strict=False)  # a stack is no weight
             found = {word[0]: per_element(word) * size for word, size in sizes}
             if {"k", "n"} <= found.keys():
                 return found["k"], found["n"]

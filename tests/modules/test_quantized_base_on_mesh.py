@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from more_cases import mostly_nightly
 
-from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules import AdapterSpec, apply_lora, quantize_base, use_adapters
 
 SPECS = [AdapterSpec(name="law", rank=4, alpha=8), AdapterSpec(name="med", rank=2, alpha=4)]
@@ -143,6 +143,24 @@ def test_a_base_that_was_stored_on_one_device_runs_on_a_mesh_or_says_how(kind):
                 moved["up"](x)
         else:
             np.testing.assert_allclose(moved["up"](x), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_a_part_of_a_stored_weight_inside_shard_map_is_refused_by_name(kind):
+    model = apply_lora(nnx.Dict(up=nnx.Linear(64, 8, use_bias=False, rngs=nnx.Rngs(0))), SPECS[:1], targets="up")
+    mesh = jax.make_mesh((2,), ("tensor",))
+    with jax.set_mesh(mesh):
+        model = quantize_base(placed(model, mesh, {"up": P(None, "tensor")}), kind)
+        graph, state = nnx.split(model)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+
+        @jax.shard_map(in_specs=(specs, P()), out_specs=P(None, "tensor"))
+        def local(state, x):
+            return nnx.merge(graph, state)["up"](x)
+
+        with pytest.raises(RunError, match=r"shard_map") as caught:
+            local(state, jnp.ones((2, 64)))
+    assert caught.value.code == "lora.quantized-part"
 
 
 def test_layers_of_a_plain_base_over_fsdp_run_on_explicit_axes():

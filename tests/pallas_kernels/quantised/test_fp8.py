@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, lowered, num_kernels
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 from sharded_problems import mesh_of, put
 
 import pallas_kernels as pk
@@ -150,6 +153,35 @@ def test_on_hopper_both_sides_of_every_product_are_eight_bits(dtype, name):
     assert len([line for line in products if line.count("f8E4M3FN") == 2]) == 4 - own
     assert not [line for line in products if f"4096x4096x{name}" in line.split("->")[0]]
     assert num_kernels(text)[1] == 2 + own  # Hopper's passes over x
+
+
+def test_on_a_mesh_of_hoppers_shards_multiply_eight_bits_and_bytes_are_gathered():
+    """N over tensor devices, K over the devices of the rows."""
+    mesh = AbstractMesh((2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, abstract_device=H200)
+
+    def on_mesh(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    x, dy = (on_mesh((8192, 4096), jnp.bfloat16, "data", axis) for axis in (None, "tensor"))
+    values, scales = on_mesh((4096, 4096), E4M3, "tensor", "data"), on_mesh((4096,), jnp.float32, "tensor")
+    a, b = on_mesh((4, 4096, 16), jnp.float32), on_mesh((4, 16, 4096), jnp.float32)
+    table = on_mesh((64,), jnp.int32, "data")
+
+    def both(x, values, scales, a, b, table, dy):
+        w = fp8.Fp8Weight(values=values, scales=scales)
+        y, pullback = jax.vjp(
+            lambda x, a, b: pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=jnp.ones(4)), x, a, b
+        )
+        return y, pullback(dy)
+
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(both).trace(x, values, scales, a, b, table, dy)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and line.count("f8E4M3FN") == 2]
+    assert len(products) == 2
+    assert "2048x4096xf8E4M3FN" in products[0]  # W of a shard
+    moved = re.findall(r"sharding_constraint %\S+ .*: tensor<4096x4096x(\w+)>", text)
+    assert set(moved) == {"f8E4M3FN"}
 
 
 def test_a_device_rounds_its_part_of_a_row(arrays):
