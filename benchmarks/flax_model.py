@@ -2,11 +2,13 @@
 
     python -m benchmarks.flax_model --out $OUT/flax_model                  # one GPU, 100 s
     python -m benchmarks.flax_model --mesh --out $OUT/flax_model_mesh      # two GPUs, 100 s
-    JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --out /tmp/x
+    python -m benchmarks.flax_model --mesh --quantize fp8 nf4 --seconds 160 --out $OUT/flax_model_mesh
+    JAX_NUM_CPU_DEVICES=2 python -m benchmarks.flax_model --small --mesh --quantize fp8 --out /tmp/x
 
 One GPU: a step (loss, gradients, AdamW of the adapters) with the base frozen; with one adapter by `nnx.LoRA` and, where
 it is installed, by qwix; with ours for one and four adapters. Two GPUs: frozen and ours with four adapters, on a mesh
-of two data and of two tensor devices, and the collectives of each compiled program. First the results are compared
+of two data and of two tensor devices, and the collectives of each compiled program; with --quantize on a stored base,
+too. First the results are compared
 with `nnx.LoRA`. Variants are timed in turn; writes rows.jsonl, a row after each case.
 """
 
@@ -35,7 +37,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.conditions import conditions
-from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, use_adapters
+from lorafusion_jax.modules import AdapterSpec, apply_lora, lora_report, quantize_base, use_adapters
 from pallas_kernels import compiler_options
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -44,6 +46,7 @@ TENSOR = {name: ROW if name in ("o", "down") else COLUMN for name in PROJECTIONS
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 VARIANTS = ["frozen", "nnx.LoRA", "qwix", "ours 1", "ours 4", "ours 4 dropout 0.1"]
+STORED = ("fp8", "int8", "nf4")  # kinds of quantize_base
 ROUNDS, STEPS = 5, 4  # turns of each variant, timed steps of a turn
 RESERVE = 0.75  # of the time; no variant is compiled after that
 AGREE = 2e-2  # relative, of gradients in bfloat16: one rounding is 2^-8, sums come in another order
@@ -349,8 +352,9 @@ def one_gpu(rows: Rows, size: Size, names: list[str]) -> None:
     measure(rows, list(ready.values()), tokens.size, parameters=parameters)
 
 
-def two_gpus(rows: Rows, size: Size) -> None:
-    cases = [(axis, name) for axis in ("data", "tensor") for name in ("frozen", "ours 4")]
+def two_gpus(rows: Rows, size: Size, stored: list[str]) -> None:
+    names = ["frozen", "ours 4", *(f"ours 4 {kind}" for kind in stored)]
+    cases = [(axis, name) for axis in ("data", "tensor") for name in names]
     ready = compile_all(rows, {f"{axis} {name}": partial(make_meshed, size, axis, name) for axis, name in cases})
     for axis in ("data", "tensor"):
         variants = [made for name, made in ready.items() if name.startswith(axis)]
@@ -364,6 +368,8 @@ def make_meshed(size: Size, axis: str, name: str) -> Made:
     with jax.set_mesh(mesh):
         variant = make_variant(name, Model(size, nnx.Rngs(0)), size, tokens)
         place(variant, mesh)
+        if (kind := name.split()[-1]) in STORED:
+            quantize_base(variant.model, kind)
         arguments = (
             jax.device_put(tokens, NamedSharding(mesh, P("data"))),
             jax.device_put(table, NamedSharding(mesh, P("data"))),
@@ -409,6 +415,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", action="store_true", help="two devices")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script on a CPU")
+    parser.add_argument("--quantize", nargs="*", choices=STORED, default=[], help="on a mesh, a base stored so, too")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="of one GPU")
     parser.add_argument("--layers", type=int, help="fewer compile sooner")
     parser.add_argument("--no-check", action="store_true", help="where the results were compared in another run")
@@ -419,7 +426,9 @@ def main() -> int:
     size = replace(size, layers=args.layers or size.layers)
     if not args.no_check:
         rows.attempt("check", lambda: check(rows, size))
-    rows.attempt("steps", lambda: two_gpus(rows, size) if args.mesh else one_gpu(rows, size, args.variants))
+    rows.attempt(
+        "steps", lambda: two_gpus(rows, size, args.quantize) if args.mesh else one_gpu(rows, size, args.variants)
+    )
     return 0
 
 

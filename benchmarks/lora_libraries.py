@@ -14,15 +14,17 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lorafusion_jax.modules import AdapterSpec, apply_lora, merge_adapter, quantize_base, use_adapters
+from lorafusion_jax.modules import AdapterSpec, LinenLoRA, apply_lora, merge_adapter, quantize_base, use_adapters
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=4)
 X = jax.random.normal(jax.random.key(0), (4, 5, 8))
@@ -167,8 +169,8 @@ def qwix_quantised_base() -> str:
     return f"{described(nnx.jit(plain), model, WIDE)}, weights as {max(weights, key=lambda leaf: leaf.size).dtype}"
 
 
-def sharded() -> tuple[jax.sharding.Mesh, nnx.Module]:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+def sharded(kind: AxisType = AxisType.Explicit) -> tuple[jax.sharding.Mesh, nnx.Module]:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     model = wide()
     model.layer.kernel = nnx.Param(
         jax.device_put(model.layer.kernel[...], NamedSharding(mesh, P(None, "model"))), sharding_names=None
@@ -193,6 +195,68 @@ def qwix_mesh() -> str:
         x = jax.device_put(WIDE, P("data"))
         provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0)
         return described(nnx.jit(plain), qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1)), x)
+
+
+def our_quantised_mesh(kind: AxisType) -> str:
+    mesh, model = sharded(kind)
+    with jax.set_mesh(mesh):
+        model = quantize_base(apply_lora(model, [SPEC], targets=".+"), "nf4")
+        codes = model.layer.kernel.get_value().arrays["codes"]
+        x = jax.device_put(WIDE, NamedSharding(mesh, P("data")))
+        shard = codes.addressable_shards[0].data.shape
+        return f"{described(only_law(model), model, x)}, codes {shard} of {codes.shape} on a device"
+
+
+def qwix_quantised_mesh(kind: AxisType) -> str:
+    import qwix
+
+    mesh, model = sharded(kind)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(WIDE, NamedSharding(mesh, P("data")))
+        provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0, weight_qtype="nf4", tile_size=32)
+        return described(nnx.jit(plain), qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1)), x)
+
+
+class LinenLayer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(64, name="layer")(x)
+
+
+def our_quantised_linen() -> str:
+    model, lora = LinenLayer(), LinenLoRA([SPEC], targets="layer")
+    params = model.init(jax.random.key(0), WIDE)["params"]
+    adapters = lora.init(model, {"params": params}, WIDE)
+    stored = lora.quantize_base(model, {"params": params}, "nf4", WIDE)
+
+    def loss(adapters):
+        with lora.use(only="law", train=False):
+            return (model.apply({"params": stored, "LoRAParam": adapters}, WIDE) ** 2).sum()
+
+    return f"{finite(jax.grad(loss)(adapters))}, weights as {stored['layer']['kernel'].arrays['codes'].dtype} codes"
+
+
+def qwix_quantised_linen() -> str:
+    import qwix
+
+    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=4.0, weight_qtype="nf4", tile_size=32)
+    model = qwix.apply_lora_to_model(LinenLayer(), provider)
+    params = model.init(jax.random.key(0), WIDE)["params"]
+    lora, rest = ({}, {})
+    for path, leaf in flatten_dict(params).items():
+        (lora if "lora" in path[-1] else rest)[path] = leaf
+
+    def loss(lora):
+        return (model.apply({"params": unflatten_dict(lora | rest)}, WIDE) ** 2).sum()
+
+    kinds = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(rest) if leaf.ndim > 1})
+    return f"{finite(jax.grad(loss)(lora))}, weights as {', '.join(kinds)}"
+
+
+def finite(grads: Any) -> str:
+    leaves = jax.tree.leaves(grads)
+    served = leaves and all(np.isfinite(leaf).all() for leaf in leaves)
+    return f"served, {len(leaves) // 2} layers" if served else "not finite"
 
 
 def our_merge() -> str:
@@ -225,6 +289,15 @@ CALLS: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
     "dropout": (our_dropout, qwix_dropout),
     "base in nf4": (our_quantised_base, qwix_quantised_base),
     "mesh with explicit axes, 2 x 2": (our_mesh, qwix_mesh),
+    "base in nf4 on a mesh with explicit axes, 2 x 2": (
+        partial(our_quantised_mesh, AxisType.Explicit),
+        partial(qwix_quantised_mesh, AxisType.Explicit),
+    ),
+    "base in nf4 on a mesh with automatic axes, 2 x 2": (
+        partial(our_quantised_mesh, AxisType.Auto),
+        partial(qwix_quantised_mesh, AxisType.Auto),
+    ),
+    "base of a Linen model in nf4": (our_quantised_linen, qwix_quantised_linen),
     "merge": (our_merge, qwix_merge),
     "a target that matches nothing": (our_wrong_target, qwix_wrong_target),
 }

@@ -34,12 +34,30 @@ class QuantisedWeight(Protocol):
         ...
 
 
+@runtime_checkable
+class SplittableWeight(QuantisedWeight, Protocol):
+    """A quantised weight whose arrays can lie on a mesh: each device multiplies by its own part."""
+
+    def dimensions(self) -> Any:
+        """Which dimension of the weight each axis of each array follows; None if the weight cannot be split.
+
+        The same pytree with a text for every array, a word per axis: "n" out features, "k" in features, "k/64" one
+        element for 64 of them, "*" neither, so every device holds the whole axis. One array has both "n" and "k".
+        """
+        ...
+
+
 type FrozenWeight = jax.Array | QuantisedWeight
 
 
 def is_quantised(w: Any) -> bool:
     """Whether a weight multiplies by itself."""
     return isinstance(w, QuantisedWeight)
+
+
+def dimensions_of(w: Any) -> Any:
+    """A weight's dimensions, see `SplittableWeight`; None if it cannot be split."""
+    return w.dimensions() if isinstance(w, SplittableWeight) else None
 
 
 def frozen_product(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:

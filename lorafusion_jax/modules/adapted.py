@@ -113,7 +113,7 @@ def call_exchanged(
         return own_class(layer).__call__(module, *args, **options)
 
     value = getattr(layer, linear.weight).get_value()
-    return exchange_product(call, value, product, where=where, inside=linear.inside)
+    return exchange_product(call, value, product, where=where, inside=linear.inside, inputs=(args, options))
 
 
 def lora_product(

@@ -23,13 +23,24 @@ from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
 from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import HEADS
-from lorafusion_jax.modules.linen_layers import KERNELS, Kinds, find_layers, intercept, weight_of
+from lorafusion_jax.modules.linen_layers import (
+    KERNELS,
+    Kinds,
+    find_layers,
+    frozen_multiply,
+    has_stored_weight,
+    intercept,
+    weight_of,
+)
+from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
+from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.match import name_matches
 from lorafusion_jax.modules.merging import merged_weight
 from lorafusion_jax.modules.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 
 COLLECTION = "LoRAParam"
+_HEADS = {(name,) for name in HEADS}
 
 
 class LinenLoRA:
@@ -93,7 +104,7 @@ class LinenLoRA:
             rank = max(self.adapters[index].rank for index in members)
             sizes = (layer.in_features, layer.out_features)
             bank = init_bank(self.adapters, layer.name, *sizes, rank, members)
-            _node(tree, layer.path).update({name: jnp.asarray(leaf) for name, leaf in bank.items()})
+            node_at(tree, layer.path).update({name: jnp.asarray(leaf) for name, leaf in bank.items()})
         return tree
 
     @contextmanager
@@ -112,11 +123,16 @@ class LinenLoRA:
         context, staged, ran = LoRAContext.of(self.adapters, table, **options), staging(), []
 
         def wanted(module: nn.Module) -> bool:
+            return has_adapters(module) or has_stored_weight(module, self._modules)
+
+        def has_adapters(module: nn.Module) -> bool:
             # A module that is applied separately to shared weights has no path in the tree, so it has no adapters.
             path, own = self._adapters_of(module)
             return bool(self._members(path)) and bool(path or own)
 
         def multiply(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
+            if not has_adapters(module):
+                return frozen_multiply(x, w, inside)
             check_inside(staged)
             ran.append(module)
             path, leaves = self._adapters_of(module)
@@ -136,6 +152,39 @@ class LinenLoRA:
                 fix="enter it inside the jitted function, around model.apply",
             )
 
+    def quantize_base(
+        self, model: nn.Module, variables: Any, quantize: str, *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Returns the base parameters with the weights of the linear layers in fewer bytes, for `apply` inside `use`.
+
+        Every linear layer that runs is stored, with adapters or without, but the output head; see `quantize_base`. Load
+        checkpoints of the base before, and place its parameters on their mesh before. Adapters do not change.
+
+        >>> import jax
+        >>> model, x = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)]), jnp.ones((3, 64))
+        >>> params = model.init(jax.random.key(0), x)["params"]
+        >>> lora = LinenLoRA([AdapterSpec(name="law", rank=8, alpha=16)], targets="layers_0")
+        >>> adapters = lora.init(model, {"params": params}, x)
+        >>> small = lora.quantize_base(model, {"params": params}, "nf4", x)
+        >>> with lora.use(only="law"):
+        ...     model.apply({"params": small, "LoRAParam": adapters}, x).shape
+        (3, 4)
+
+        Args:
+            model: its `apply` is traced once, with no computation.
+            variables: variables of the base; not changed.
+            quantize: "fp8", "int8", "nf4" or "none", as `base.quantize` of a job file.
+            args: arguments of the call.
+            options: keyword arguments of the call.
+
+        Raises:
+            ConfigError: `lora.quantized`, weights are stored already; `lora.quantize-mesh`, a weight cannot be stored
+                on the mesh where it lies; `base.quantize-shape`; `plugin.unknown`.
+        """
+        layers = find_layers(model, variables, self._modules, args, options)
+        chosen = [layer for layer in layers if layer.path[-1:] not in _HEADS or self._members(layer.path)]
+        return quantise_params(variables["params"], chosen, quantize)
+
     def merge(
         self, model: nn.Module, variables: Any, adapters: Any, name: str, *args: Any, **options: Any
     ) -> dict[str, Any]:
@@ -150,16 +199,17 @@ class LinenLoRA:
             options: keyword arguments of the call.
 
         Raises:
-            ConfigError: `lora.unknown-adapter`.
+            ConfigError: `lora.unknown-adapter`; `lora.merge-quantized`, the parameters are those of `quantize_base`.
         """
+        check_plain(variables["params"])
         index = self._number(name)
-        spec, params = self.adapters[index], _copy_dicts(variables["params"])
+        spec, params = self.adapters[index], copy_dicts(variables["params"])
         for layer in find_layers(model, variables, self._modules, args, options):
             if index not in self._members(layer.path):
                 continue
-            own = _node(adapters, layer.path)
+            own = node_at(adapters, layer.path)
             leaves = {leaf.name: np.asarray(own[leaf.name])[index] for leaf in adapter_kind(spec.kind).leaves}
-            node = _node(params, layer.scope)
+            node = node_at(params, layer.scope)
             boxed = node[layer.weight]
             merged = merged_weight(nn.meta.unbox(boxed), spec, leaves, layer.inside)
             node[layer.weight] = nn.meta.replace_boxed(boxed, merged)
@@ -217,17 +267,6 @@ class LinenLoRA:
                     f"target '{target}' matches no linear layer that ran.",
                     fix=f"targets: {ALL_LINEAR}   or some of [{', '.join(names)}]",
                 )
-
-
-def _node(tree: Any, path: tuple[str, ...]) -> Any:
-    for part in path:
-        tree = tree.setdefault(part, {})
-    return tree
-
-
-def _copy_dicts(tree: Any) -> dict[str, Any]:
-    """Copies the dictionaries of a tree, with the same leaves."""
-    return {key: _copy_dicts(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
 def _missing_collection(module: nn.Module) -> RunError:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from lorafusion_jax.modules.linear import Product
 from lorafusion_jax.modules.product import exchange_product, unsupported_linear
+from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.use import traced_anew
 
 type Weight = str | Callable[[nn.Module], str]  # name of a module's weight, or a function from the module to it
@@ -56,11 +57,11 @@ def find_layers(model: nn.Module, variables: Any, kinds: Kinds, args: Sequence[A
     def note(module: nn.Module, x: Array, w: Array, inside: tuple[int, ...]) -> Array:
         path, weight = tuple(module.path), weight_of(module, kinds) or ""
         layer = LinenLayer(scope=path, path=path, weight=weight, shape=w.shape, inside=inside)
-        if jnp.shape(_subtree(params, path).get(weight)) != w.shape:
+        if getattr(_subtree(params, path).get(weight), "shape", None) != w.shape:
             why, fix = "its weight is stacked by nn.scan or nn.vmap", "unroll it, or use an NNX model"
             raise unsupported_linear(layer.name, why, fix)
         found[path, weight] = layer
-        return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
+        return frozen_multiply(x, w, inside)
 
     def run(variables: Any, *args: Any) -> Any:
         with traced_anew(), intercept(kinds, lambda module: _is_of(params, module), note):
@@ -105,10 +106,23 @@ def intercept(kinds: Kinds, wanted: Callable[[nn.Module], bool], multiply: Multi
         def own_product(x: Array, w: Array, inside: tuple[int, ...]) -> Array:
             return multiply(module, x, w, inside)
 
-        return exchange_product(own_call, w, own_product, where=".".join(module.path))
+        return exchange_product(own_call, w, own_product, where=".".join(module.path), inputs=(args, options))
 
     with nn.intercept_methods(interceptor):
         yield
+
+
+def frozen_multiply(x: Array, w: Array | StoredWeight, inside: tuple[int, ...]) -> Array:
+    """Multiplies x [rows, contracted axes] by a weight without adapters."""
+    if isinstance(w, StoredWeight):
+        return w.multiply(x, inside)
+    return jnp.tensordot(x, w, axes=(tuple(range(x.ndim - len(inside), x.ndim)), inside))
+
+
+def has_stored_weight(module: nn.Module, kinds: Kinds) -> bool:
+    """Whether a module's weight is stored in fewer bytes."""
+    weight = weight_of(module, kinds)
+    return weight is not None and isinstance(module.variables.get("params", {}).get(weight), StoredWeight)
 
 
 def weight_of(module: nn.Module, kinds: Kinds) -> str | None:

@@ -37,6 +37,11 @@ class Stored(Protocol):
     @property
     def dtype(self) -> Any: ...
 
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """The type that it has for its layer: on explicit mesh axes, split along the axes that are not summed over."""
+        ...
+
     def operand(self) -> QuantisedWeight:
         """The weight [K, N] as the ops take it."""
         ...
@@ -59,7 +64,13 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 def exchange_product(
-    call: Callable[[Array], Any], weight: Array | Stored, product: Product, *, where: str, inside: tuple[int, ...] = ()
+    call: Callable[[Array], Any],
+    weight: Array | Stored,
+    product: Product,
+    *,
+    where: str,
+    inside: tuple[int, ...] = (),
+    inputs: Any = (),
 ) -> Any:
     """Runs `call(weight)` with its product with the weight replaced.
 
@@ -70,6 +81,7 @@ def exchange_product(
             contracted axes of the weight) → [rows of x, other axes of the weight].
         where: path of the layer, for errors.
         inside: axes of the weight that the product sums over; they may be split over a mesh.
+        inputs: what `call` multiplies with the weight; mesh axes that split it may split the weight, too.
 
     Raises:
         ConfigError: `lora.unsupported-linear`, the call uses the weight in another way.
@@ -78,7 +90,7 @@ def exchange_product(
     >>> exchange_product(lambda w: jnp.ones((3, 2)) @ w + 1, jnp.ones((2, 4)), double, where="up").tolist()[0]
     [5.0, 5.0, 5.0, 5.0]
     """
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(_whole_inside(weight, inside))
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(_abstract_weight(weight, inside, inputs))
     run = _Run(product=product, where=where)
     outputs, _ = run.evaluate(closed.jaxpr, [*closed.consts, weight], {len(closed.consts): tuple(range(weight.ndim))})
     if run.products != 1:
@@ -86,19 +98,34 @@ def exchange_product(
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
-def _whole_inside(weight: Array | Stored, inside: tuple[int, ...]) -> Any:
-    """Returns the weight's type for tracing, not split along the contracted axes.
+def _abstract_weight(weight: Array | Stored, inside: tuple[int, ...], inputs: Any) -> Any:
+    """Returns the weight's type for tracing, not split along the contracted axes, nor over axes that split the inputs.
 
-    On explicit mesh axes jax rejects a product that sums over devices, unless its output sharding is given. Our product
-    does the sum, so its result is sharded as if the weight were not split there.
+    On explicit mesh axes jax rejects a product that sums over devices, unless its output sharding is given, and one
+    whose rows and columns lie on the same axis. Our product does the sum, and gathers the weight over such axes, so its
+    result is sharded as if the weight were not split there.
     """
-    if isinstance(weight, Stored):
-        return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-    sharding = jax.typeof(weight).sharding
-    if sharding.mesh.empty or all(sharding.spec[axis] is None for axis in inside):
-        return weight
-    spec = [None if axis in inside else name for axis, name in enumerate(sharding.spec)]
-    return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding.update(spec=P(*spec)))
+    kind = weight.abstract if isinstance(weight, Stored) else weight
+    sharding = jax.typeof(kind).sharding
+    if sharding.mesh.empty or all(entry is None for entry in sharding.spec):
+        return kind
+    taken = {name for leaf in jax.tree.leaves(inputs) for name in _mesh_axes(leaf)}
+    spec = [
+        None if axis in inside else tuple(name for name in _names(entry) if name not in taken) or None
+        for axis, entry in enumerate(sharding.spec)
+    ]
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding.update(spec=P(*spec)))
+
+
+def _mesh_axes(value: Any) -> list[str]:
+    """Returns the mesh axes that split an array."""
+    if not isinstance(value, jax.Array):
+        return []
+    return [name for entry in jax.typeof(value).sharding.spec for name in _names(entry)]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def unsupported_linear(where: str, why: str, fix: str = "leave it out of targets") -> ConfigError:

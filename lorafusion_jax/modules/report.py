@@ -15,7 +15,8 @@ from flax import nnx
 from lorafusion_jax.modules.adapted import own_class
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import find_places
-from lorafusion_jax.modules.quantised_base import StoredWeight, stored_weight
+from lorafusion_jax.modules.quantised_base import stored_weight
+from lorafusion_jax.modules.stored_weight import StoredWeight
 from lorafusion_jax.modules.tree import dotted
 from lorafusion_jax.weights.table import NONE
 

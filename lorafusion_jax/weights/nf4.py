@@ -5,7 +5,7 @@
 
 Blocks run through W^T row by row, the order of checkpoints, so a channel may end within a block. Codes, values and
 scales are those of bitsandbytes for the same matrix, bit for bit, but the offset, a mean, whose last bit depends on the
-order of a sum.
+order of a sum. On a mesh blocks' scales follow the rows of W^T (`quantise_rows`), with the same values.
 
 Without double quantisation a block's absmax is a float32: 4.5 bits a weight. jax is imported on use.
 """
@@ -50,14 +50,49 @@ def quantise_single(kernel_KN: Any) -> dict[str, Any]:
     return {"codes": codes, "absmax": _blocks(absmax, GROUP)}
 
 
+def quantise_rows(kernel_KN: Any) -> dict[str, Any]:
+    """The same codes and scales in arrays that follow the rows of W^T: a mesh can split them between blocks.
+
+    A group of blocks runs over the ends of rows, so its scale stays whole; a block finds it by its number in the whole
+    matrix, `first_block` of its row + `block` of its columns. K is a multiple of 64. The numbers that codes stand for
+    are arrays, too: on automatic axes a product may hold no constants.
+    """
+    import jax.numpy as jnp
+
+    in_features, out_features = kernel_KN.shape
+    blocks, arrays = in_features // BLOCK, quantise(kernel_KN)
+    absmax = arrays["absmax"].reshape(-1)[: out_features * blocks].reshape(out_features, blocks)
+    first_block = jnp.arange(out_features, dtype=jnp.int32) * blocks
+    numbers = {"code_values": jnp.asarray(NF4), "absmax_values": jnp.asarray(DYNAMIC)}
+    block = jnp.arange(blocks, dtype=jnp.int32)
+    return arrays | numbers | {"absmax": absmax, "first_block": first_block, "block": block}
+
+
+def dequantise_rows(arrays: Mapping[str, Any], dtype: Any) -> Any:
+    """The kernel [K, N] of any rows and columns of these arrays: the same values as of the whole."""
+    import jax.numpy as jnp
+
+    group = (arrays["first_block"][:, None] + arrays["block"]) // GROUP
+    absmax = _absmax(arrays["absmax_values"][arrays["absmax"]] * arrays["group_absmax"][group], arrays["offset"])
+    codes = arrays["codes"].reshape(*absmax.shape, BLOCK // 2)
+    high, low = (arrays["code_values"][code] * absmax[..., None] for code in (codes >> 4, codes & 15))
+    return jnp.stack([high, low], axis=-1).astype(dtype).reshape(len(absmax), -1).T
+
+
+def _absmax(scales: Any, offset: Any) -> Any:
+    """The largest magnitude of each block."""
+    from jax import lax
+
+    # Rounded before the sum, as bitsandbytes does: compilers would multiply and add in one step.
+    return lax.optimization_barrier(scales) + offset
+
+
 def dequantise(arrays: Mapping[str, Any], dtype: Any) -> Any:
     """The kernel [K, N], multiplied in float32 and rounded once."""
     import jax.numpy as jnp
-    from jax import lax
 
     scales = jnp.asarray(DYNAMIC)[arrays["absmax"]] * arrays["group_absmax"][:, None]
-    # Rounded before the sum, as bitsandbytes does: compilers would multiply and add in one step.
-    absmax = lax.optimization_barrier(scales) + arrays["offset"]
+    absmax = _absmax(scales, arrays["offset"])
     return dequantise_single({"codes": arrays["codes"], "absmax": absmax}, dtype)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -34,10 +34,14 @@ class ArraySpec:
     Args:
         shape: shape of the whole array.
         dtype: name of the dtype in numpy or ml_dtypes: "int8", "float8_e4m3fn".
+        dimensions: which dimension of the kernel each axis follows, a word per axis: "n" out features, "k" in features,
+            "k/64" one element for 64 of them, "*" neither. Kinds that say it for every array can be split over a mesh
+            of any axes; one array has both "n" and "k".
     """
 
     shape: tuple[int, ...]
     dtype: str
+    dimensions: str | None = None
 
     @property
     def item(self) -> int:
@@ -58,11 +62,13 @@ class StoredKind:
         quantise: kernel [K, N], float32 with the checkpoint's values → the arrays that `arrays` names. Traced by jax;
             the same input must give the same bytes however it is split over devices.
         dequantise: (stored arrays, dtype) → kernel [K, N] of that dtype. Traced by jax; no gradient flows through it.
+            On automatic mesh axes it may hold no constant arrays: store them, with dimensions "*".
         operand: stored arrays → a `pallas_kernels.frozen_weight.QuantisedWeight`, which multiplies by itself. None:
             a layer is dequantised when it runs.
         product_speed: of its products, with all that they need around them, on Hopper: next to those of bfloat16. For
             predictions; measured.
         unsupported_reason: (K, N) → why a kernel of that shape cannot be stored so; None: it can.
+        on_mesh: the same values in arrays that can be split over a mesh; None: these can, or none can.
 
     Example:
         >>> {name: array.num_bytes for name, array in INT8.arrays(64, 32).items()}
@@ -75,27 +81,28 @@ class StoredKind:
     operand: Callable[[Mapping[str, Any]], Any] | None = None
     product_speed: float = 1.0
     unsupported_reason: Callable[[int, int], str | None] = lambda in_features, out_features: None
+    on_mesh: StoredKind | None = None
 
 
 def _int8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     return {
-        "values": ArraySpec(shape=(in_features, out_features), dtype="int8"),
-        "scales": ArraySpec(shape=(out_features,), dtype="float32"),
+        "values": ArraySpec(shape=(in_features, out_features), dtype="int8", dimensions="k n"),
+        "scales": ArraySpec(shape=(out_features,), dtype="float32", dimensions="n"),
     }
 
 
 def _fp8_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     return {
-        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn"),
-        "scales": ArraySpec(shape=(out_features,), dtype="float32"),
+        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn", dimensions="n k"),
+        "scales": ArraySpec(shape=(out_features,), dtype="float32", dimensions="n"),
     }
 
 
 def _fp8_block_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
     blocks = fp8_blocks.blocks_of(out_features), fp8_blocks.blocks_of(in_features)
     return {
-        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn"),
-        "scales": ArraySpec(shape=blocks, dtype="float32"),
+        "values": ArraySpec(shape=(out_features, in_features), dtype="float8_e4m3fn", dimensions="n k"),
+        "scales": ArraySpec(shape=blocks, dtype="float32", dimensions=f"n/{fp8_blocks.BLOCK} k/{fp8_blocks.BLOCK}"),
     }
 
 
@@ -106,6 +113,21 @@ def _nf4_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
         "absmax": ArraySpec(shape=(groups, nf4.GROUP), dtype="uint8"),
         "group_absmax": ArraySpec(shape=(groups,), dtype="float32"),
         "offset": ArraySpec(shape=(1,), dtype="float32"),
+    }
+
+
+def _nf4_row_arrays(in_features: int, out_features: int) -> dict[str, ArraySpec]:
+    blocks = in_features // nf4.BLOCK
+    whole, per_block = _nf4_arrays(in_features, out_features), f"k/{nf4.BLOCK}"
+    return {
+        "codes": replace(whole["codes"], dimensions="n k/2"),
+        "absmax": ArraySpec(shape=(out_features, blocks), dtype="uint8", dimensions=f"n {per_block}"),
+        "group_absmax": replace(whole["group_absmax"], dimensions="*"),
+        "offset": replace(whole["offset"], dimensions="*"),
+        "first_block": ArraySpec(shape=(out_features,), dtype="int32", dimensions="n"),
+        "block": ArraySpec(shape=(blocks,), dtype="int32", dimensions=per_block),
+        "code_values": ArraySpec(shape=(len(nf4.NF4),), dtype="float32", dimensions="*"),
+        "absmax_values": ArraySpec(shape=(len(nf4.DYNAMIC),), dtype="float32", dimensions="*"),
     }
 
 
@@ -121,9 +143,25 @@ def _two_share_a_byte(in_features: int, out_features: int) -> str | None:
     return f"{in_features} in features: two share a byte, so it needs an even number" if in_features % 2 else None
 
 
+def _blocks_end_with_rows(in_features: int, out_features: int) -> str | None:
+    del out_features
+    rest = in_features % nf4.BLOCK
+    return f"{in_features} in features: its blocks of {nf4.BLOCK} run over the ends of channels" if rest else None
+
+
 INT8 = StoredKind(arrays=_int8_arrays, quantise=int8.quantise, dequantise=int8.dequantise)
+NF4_ROWS = StoredKind(
+    arrays=_nf4_row_arrays,
+    quantise=nf4.quantise_rows,
+    dequantise=nf4.dequantise_rows,
+    unsupported_reason=_blocks_end_with_rows,
+)
 NF4 = StoredKind(
-    arrays=_nf4_arrays, quantise=nf4.quantise, dequantise=nf4.dequantise, unsupported_reason=_two_share_a_byte
+    arrays=_nf4_arrays,
+    quantise=nf4.quantise,
+    dequantise=nf4.dequantise,
+    unsupported_reason=_two_share_a_byte,
+    on_mesh=NF4_ROWS,
 )
 NF4_SINGLE = StoredKind(
     arrays=_nf4_single_arrays,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
 from pallas_kernels.dropout import Dropout
-from pallas_kernels.frozen_weight import QuantisedWeight, is_quantised
+from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, dimensions_of, frozen_product, is_quantised
 from pallas_kernels.linear import partition, vjp
 from pallas_kernels.linear.describe import as_arrays, check_kinds, describe
 from pallas_kernels.linear.shard import Call
@@ -184,14 +184,25 @@ def multi_lora_linears(
     return _call(x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks)
 
 
+def frozen_linear(x: Float[Array, "*B K"], w: FrozenWeight) -> Float[Array, "*B N"]:
+    """x W of a layer without LoRA, [..., N] in the type of x; a quantised weight is split as in `multi_lora_linear`."""
+    if partition.mesh_of(jax.tree.leaves((x, w)), None, quantised=dimensions_of(w) is not None) is None:
+        return frozen_product(x, w)
+    return multi_lora_linears(x, [w], [None], [None], tile_adapter=None, scale=[1.0])[0]
+
+
 def _call(
     x, ws, as_, bs, biases, tile_adapter, scale, dropout, implementation, out_sharding, ranks=None
 ) -> tuple[jax.Array, ...]:
     """Runs the call, on a mesh shard by shard, and gives every y its sharding."""
-    mesh = partition.mesh_of(jax.tree.leaves((x, ws, as_, bs)), implementation)
-    if mesh is not None and any(is_quantised(w) for w in ws):
+    stored = [w for w in ws if is_quantised(w)]
+    splittable = all(dimensions_of(w) is not None for w in stored)
+    arrays = jax.tree.leaves((x, ws, as_, bs))
+    mesh = partition.mesh_of(arrays, implementation, quantised=bool(stored) and splittable)
+    if mesh is not None and not splittable:
         raise NotImplementedError(
-            "a quantised weight is served on one device: call the op inside jax.shard_map, on each device's own rows"
+            "this quantised weight cannot be split over a mesh: quantise it where it lies on the mesh, or call the op "
+            "inside jax.shard_map, on each device's own rows"
         )
     run = _on_one_device if mesh is None else functools.partial(_on_mesh, mesh)
     ys = run(x, ws, as_, bs, biases, tile_adapter, scale, dropout, ranks, implementation)

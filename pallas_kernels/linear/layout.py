@@ -18,9 +18,8 @@ from typing import Any
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.dropout import Dropout
+from pallas_kernels.linear.split_weight import Axes, array_specs, shard_step
 from pallas_kernels.problem import Operands
-
-type Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +34,16 @@ class Layout:
     def rows(self) -> Axes:
         return tuple(axis for axes in self.leading for axis in axes)
 
-    def only_even(self, devices: Mapping[str, int], x_shape: tuple[int, ...], widths: Sequence[int]) -> Layout:
+    def only_even(self, devices: Mapping[str, int], x_shape: tuple[int, ...], ws: Sequence[Any]) -> Layout:
         """The layout without axes whose devices would get shards of different sizes: XLA may choose such ones."""
 
-        def fit(size: int, axes: Axes) -> Axes:
-            return () if size % math.prod(devices[axis] for axis in axes) else axes
+        def fit(size: int, axes: Axes, step: int = 1) -> Axes:
+            return () if size % (step * math.prod(devices[axis] for axis in axes)) else axes
 
         return Layout(
             leading=tuple(fit(size, axes) for size, axes in zip(x_shape[:-1], self.leading, strict=True)),
-            k=fit(x_shape[-1], self.k),
-            ns=tuple(fit(size, axes) for size, axes in zip(widths, self.ns, strict=True)),
+            k=fit(x_shape[-1], self.k, shard_step(ws, "k")),
+            ns=tuple(fit(w.shape[1], axes, shard_step([w], "n")) for w, axes in zip(ws, self.ns, strict=True)),
         )
 
     def spec_of_x(self) -> PartitionSpec:
@@ -62,7 +61,7 @@ class Layout:
 
         return Operands(
             x=self.spec_of_x(),
-            ws=each(ops.ws, lambda n: PartitionSpec(self.k, n)),
+            ws=tuple(array_specs(w, self.k, n) for w, n in zip(ops.ws, self.ns, strict=True)),
             as_=each(ops.as_, lambda n: PartitionSpec(None, self.k, None)),
             bs=each(ops.bs, lambda n: PartitionSpec(None, None, n)),
             biases=each(ops.biases, PartitionSpec),

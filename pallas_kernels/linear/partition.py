@@ -27,18 +27,26 @@ from pallas_kernels.dropout import Dropout
 from pallas_kernels.linear import shard, vjp
 from pallas_kernels.linear.layout import Layout, axes_of_type, layout_of
 from pallas_kernels.linear.shard import Call
+from pallas_kernels.linear.split_weight import rule_names, weight_spec
 from pallas_kernels.policy import XLA
 from pallas_kernels.problem import Operands
 
 
-def mesh_of(arrays: Iterable[Any], implementation: str | None) -> Any:
-    """The mesh over which a call on these arrays must split itself; None: it need not."""
+def mesh_of(arrays: Iterable[Any], implementation: str | None, *, quantised: bool = False) -> Any:
+    """The mesh over which a call on these arrays must split itself; None: it need not.
+
+    On automatic axes XLA splits its own form, but it would gather quantised weights as wide as it computes with them.
+    """
     meshes = (jax.typeof(a).sharding.mesh for a in arrays if hasattr(a, "ndim"))  # others are refused by name later
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is None or AxisType.Explicit in mesh.axis_types:
         return mesh
     kernels = backend.kernels_are_preferred() if implementation is None else implementation != XLA
-    return mesh if kernels and axes_of_type(mesh, AxisType.Auto) and AxisType.Manual not in mesh.axis_types else None
+    return (
+        mesh
+        if (kernels or quantised) and axes_of_type(mesh, AxisType.Auto) and AxisType.Manual not in mesh.axis_types
+        else None
+    )
 
 
 def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
@@ -47,7 +55,10 @@ def apply(call: Call, mesh: Any, ops: Operands) -> tuple[jax.Array, ...]:
         rows = jax.ShapeDtypeStruct((math.prod(ops.x.shape[:-1]), ops.x.shape[-1]), ops.x.dtype)
         backend.select(call.static, dataclasses.replace(ops, x=rows), call.implementation)  # refuses while tracing
         return _on_automatic_axes(call, ops)
-    return _on_explicit_axes(call, mesh, layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim), ops)
+    layout = layout_of(*_specs_of_types(ops), x_ndim=ops.x.ndim)
+    if ops.quantised:  # x may be split in the middle of a block
+        layout = layout.only_even(mesh.shape, ops.x.shape, ops.ws)
+    return _on_explicit_axes(call, mesh, layout, ops)
 
 
 def place(y: jax.Array, sharding: NamedSharding | PartitionSpec) -> jax.Array:
@@ -112,7 +123,7 @@ def _specs_of_types(ops: Operands) -> tuple[PartitionSpec, list[PartitionSpec]]:
     def spec(array: jax.Array) -> PartitionSpec:
         return jax.typeof(array).sharding.spec
 
-    return spec(ops.x), [spec(w) for w in ops.ws]
+    return spec(ops.x), [weight_spec(w, spec) for w in ops.ws]
 
 
 def _place(ops: Operands, specs: Operands, mesh: Any, call: Call) -> Operands:
@@ -227,8 +238,9 @@ def _partitioned_backward(call: Call, tree: Any, x_ndim: int) -> Any:
 def _layout_chosen_by_xla(call: Call, tree: Any, mesh: Any, arguments: Any) -> tuple[Layout, Operands, Operands]:
     """The layout that follows from XLA's choice, the shapes of the operands, and their specs in this layout."""
     ops = jax.tree.unflatten(tree, arguments)
-    layout = layout_of(ops.x.sharding.spec, [w.sharding.spec for w in ops.ws], x_ndim=len(ops.x.shape))
-    layout = layout.only_even(mesh.shape, ops.x.shape, [w.shape[1] for w in ops.ws])
+    ws = [weight_spec(w, lambda array: array.sharding.spec) for w in ops.ws]
+    layout = layout_of(ops.x.sharding.spec, ws, x_ndim=len(ops.x.shape))
+    layout = layout.only_even(mesh.shape, ops.x.shape, ops.ws)
     return layout, ops, layout.specs(ops, single=call.static.single)
 
 
@@ -267,7 +279,7 @@ class _Rule:
         named = dataclasses.replace(
             ops,
             x=f"{rows} k",
-            ws=each(ops.ws, "k n{}"),
+            ws=tuple(rule_names(w, i) for i, w in enumerate(ops.ws)),
             as_=each(ops.as_, "a k r{}"),
             bs=each(ops.bs, "a r{0} n{0}"),
             biases=each(ops.biases, "n{}"),

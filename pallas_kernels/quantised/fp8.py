@@ -13,7 +13,7 @@ T packed tokens · K in features · N out features
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,11 @@ class Fp8Weight:
     @property
     def ndim(self) -> Literal[2]:
         return 2
+
+    def dimensions(self) -> Fp8Weight:
+        """A device that holds a part of a row rounds it with a scale of its own: at least as finely as the row."""
+        transposed: Any = None if self.transposed is None else "k n"
+        return Fp8Weight(values=cast(Any, "n k"), scales=cast(Any, "n"), transposed=transposed)
 
     @property
     def values_KN(self) -> Float[Array, "K N"]:

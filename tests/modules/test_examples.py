@@ -18,6 +18,7 @@ import pytest
         "modules.linen",
         "modules.lora",
         "modules.product",
+        "modules.quantised_base",
         "modules.report",
         "modules.spec",
         "modules.tree",

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules import (
@@ -189,8 +187,3 @@ def test_misuse_is_refused_by_name():
     assert code(adapted(), "nf5") == "plugin.unknown"
     odd = nnx.Dict(up=nnx.Linear(63, 8, rngs=nnx.Rngs(0)))
     assert code(apply_lora(odd, [LAW], targets="up"), "nf4") == "base.quantize-shape"
-    split = adapted()
-    mesh = jax.make_mesh((2,), ("model",))
-    split.down.kernel = nnx.Param(jax.device_put(split.down.kernel[...], NamedSharding(mesh, P(None, "model"))))
-    assert code(split, "int8") == "lora.quantize-mesh"
-    assert isinstance(split.query.kernel, nnx.Param)  # nothing was converted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import H200, lowered, num_kernels
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+from sharded_problems import mesh_of, put
 
 import pallas_kernels as pk
 from pallas_kernels.frozen_weight import frozen_product
@@ -151,9 +155,58 @@ def test_on_hopper_both_sides_of_every_product_are_eight_bits(dtype, name):
     assert num_kernels(text)[1] == 2 + own  # Hopper's passes over x
 
 
-def test_a_mesh_is_refused_by_name(arrays):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+def test_on_a_mesh_of_hoppers_shards_multiply_eight_bits_and_bytes_are_gathered():
+    """N over tensor devices, K over the devices of the rows."""
+    mesh = AbstractMesh((2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2, abstract_device=H200)
+
+    def on_mesh(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    x, dy = (on_mesh((8192, 4096), jnp.bfloat16, "data", axis) for axis in (None, "tensor"))
+    values, scales = on_mesh((4096, 4096), E4M3, "tensor", "data"), on_mesh((4096,), jnp.float32, "tensor")
+    a, b = on_mesh((4, 4096, 16), jnp.float32), on_mesh((4, 16, 4096), jnp.float32)
+    table = on_mesh((64,), jnp.int32, "data")
+
+    def both(x, values, scales, a, b, table, dy):
+        w = fp8.Fp8Weight(values=values, scales=scales)
+        y, pullback = jax.vjp(
+            lambda x, a, b: pk.multi_lora_linear(x, w, a, b, tile_adapter=table, scale=jnp.ones(4)), x, a, b
+        )
+        return y, pullback(dy)
+
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(both).trace(x, values, scales, a, b, table, dy)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "mosaic_gpu_v2" in line and line.count("f8E4M3FN") == 2]
+    assert len(kernels) == 2  # our own products
+    assert "2048x4096xf8E4M3FN" in kernels[0]  # W of a shard
+    moved = re.findall(r"sharding_constraint %\S+ .*: tensor<4096x4096x(\w+)>", text)
+    assert set(moved) == {"f8E4M3FN"}
+
+
+def test_a_device_rounds_its_part_of_a_row(arrays):
+    """K over two devices: scales of parts are powers of two as well, so only the smallest values round otherwise."""
+    mesh = mesh_of("explicit", data=2, tensor=2)
     with jax.set_mesh(mesh):
-        x = jax.device_put(arrays["x"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-        with pytest.raises(NotImplementedError, match="shard_map"):
-            op(x, arrays["w"], arrays["a"], arrays["b"])
+        weight = fp8.Fp8Weight(
+            values=put(mesh, arrays["w"].values, None, "tensor"), scales=put(mesh, arrays["w"].scales)
+        )
+        whole = {name: put(mesh, arrays[name]) for name in ("a", "b")}
+        rows = {"x": put(mesh, arrays["x"], "data", "tensor"), "dy": put(mesh, arrays["dy"], "data")}
+        got = step(w=weight, **whole, **rows)
+    for name, want in step(**arrays).items():
+        np.testing.assert_allclose(got[name], want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
+
+
+def test_a_weight_that_cannot_be_split_is_refused_on_a_mesh(arrays):
+    class Whole(fp8.Fp8Weight):
+        def dimensions(self):
+            return None
+
+    jax.tree_util.register_dataclass(Whole, ["values", "scales"], ["transposed"])
+    mesh = mesh_of("explicit", data=2)
+    with jax.set_mesh(mesh):
+        x = put(mesh, arrays["x"], "data")
+        whole = Whole(values=arrays["w"].values, scales=arrays["w"].scales)
+        with pytest.raises(NotImplementedError, match="quantise it where it lies on the mesh"):
+            op(x, whole, arrays["a"], arrays["b"])
