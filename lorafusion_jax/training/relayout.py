@@ -13,6 +13,7 @@ from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
 MAY_CHANGE = (
+    "base.cache_quantized",
     "mesh.stages",
     "mesh.data",
     "mesh.fsdp",

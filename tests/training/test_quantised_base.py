@@ -16,6 +16,7 @@ from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file, save_file
 from small_jobs import exported, largest_difference, store_base_as, two_adapters, write_job, write_rows
 
+from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
@@ -25,6 +26,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.pipeline.base import load_stages
+from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.training.verify import verify_exports
 from lorafusion_jax.weights.table import KINDS
@@ -39,7 +41,12 @@ EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, make_base, kept_programs, saves_wait):
     """A base of two layers, and job(kind, names, **sections) → a job file on it."""
-    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_cache, "SPARE_BYTES", 0)  # whatever is free on this disk
+        yield small_base(tmp_path_factory.mktemp("small"), make_base)
+
+
+def small_base(folder, make_base):
     base = make_base(folder / "base", hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
     rows = {name: write_rows(folder, name, 8, seed, 12) for seed, name in enumerate(ADAPTERS)}
 
@@ -56,6 +63,11 @@ def small(tmp_path_factory, make_base, kept_programs, saves_wait):
         return train(kind, job(kind), "save.every_steps=1", "save.keep=9")
 
     return SimpleNamespace(folder=folder, base=base, job=job, train=train, trained=trained)
+
+
+def cached(out) -> list[bool]:
+    """Whether each start of a run found the quantised base in the cache."""
+    return [row["base_from_cache"] for row in read_rows(out / "events.jsonl") if row["kind"] == "started-up"]
 
 
 @pytest.mark.parametrize("kind", ["fp8", nightly("nf4"), nightly("int8")])  # fp8 also rounds rows
@@ -80,6 +92,7 @@ def test_a_run_that_goes_on_never_stopped(small, kind, capsys):
         shutil.rmtree(half / "state" / str(slot))
     shutil.rmtree(half / "adapters")
     assert run(["resume", str(half)]) == 0, capsys.readouterr().err
+    assert cached(half) == [False, True]  # quantised once, and the bytes are the same
     for name in ADAPTERS:
         chex.assert_trees_all_equal(exported(half, name), exported(small.trained(kind), name))
 
@@ -116,8 +129,10 @@ def test_a_run_does_not_go_on_with_another_kind(small, capsys):
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, nightly({"stages": 2, "fsdp": 2})], ids=str)
 def test_neither_mesh_nor_remat_change_the_adapter(small, mesh):
     """Stages sum in another order."""
+    small.trained("nf4")
     unevaluated = [f"adapters.{name}.data.eval=null" for name in ADAPTERS]
     split = small.train(f"nf4-{mesh}", small.job("nf4", mesh=mesh, train={"remat": "nothing"}), *unevaluated)
+    assert cached(split) == [True]
     for name in ADAPTERS:
         assert largest_difference(exported(split, name), exported(small.trained("nf4"), name)) < 1e-5
 
