@@ -13,7 +13,6 @@ from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
 MAY_CHANGE = (
-    "base.cache_quantized",
     "mesh.stages",
     "mesh.data",
     "mesh.fsdp",
@@ -21,6 +20,7 @@ MAY_CHANGE = (
     "train.remat",
     "train.block_layers",
     "train.on_failed",
+    "base.cache_quantized",
     "save",
 )
 

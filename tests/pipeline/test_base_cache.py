@@ -22,6 +22,7 @@ from lorafusion_jax.pipeline.base_cache import open_cache
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.weights import entry as entry_module
 from lorafusion_jax.weights.entry import INDEX, WEIGHTS
+from lorafusion_jax.weights.table import INT8, ArraySpec
 
 FILES = {"whole": {"model.safetensors": "a digest"}}
 QUANTISED = Path(__file__).parents[1] / "weights" / "golden" / "checkpoints"
@@ -104,6 +105,31 @@ def test_what_decides_the_bytes_decides_the_entry(cache, start):
         assert not start(**variant)[0]
         assert start(**variant)[0]
     assert len(list(cache.iterdir())) == 4
+
+
+def test_arrays_of_other_packages_may_have_any_dtype_and_no_axes(cache, start):
+    def arrays(in_features, out_features):
+        return {
+            "rows": ArraySpec(shape=(in_features, out_features), dtype="bfloat16"),
+            "nibbles": ArraySpec(shape=(out_features, in_features), dtype="int4"),
+            "largest": ArraySpec(shape=(), dtype="float32"),
+            "nothing": ArraySpec(shape=(0, 3), dtype="uint16"),
+        }
+
+    def quantise(kernel_KN):
+        return {
+            "rows": kernel_KN.astype(jnp.bfloat16),
+            "nibbles": jnp.round(kernel_KN.T * 70).astype(jnp.int4),
+            "largest": jnp.abs(kernel_KN).max(),
+            "nothing": jnp.zeros((0, 3), jnp.uint16),
+        }
+
+    own = dataclasses.replace(INT8, arrays=arrays, quantise=quantise)
+    (first, wanted, _), (second, found, _) = (
+        start(change=lambda reader: dataclasses.replace(reader, kind=own), place=of_mesh(data=1, fsdp=2)) for _ in "ab"
+    )
+    assert (first, second) == (False, True)
+    chex.assert_trees_all_equal(found, wanted)
 
 
 @pytest.mark.parametrize(
