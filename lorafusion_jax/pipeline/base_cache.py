@@ -83,8 +83,8 @@ class CachedBase:
             problem = store_entry(self.target, _places(self.reader), array, self.about)
         except _Cancelled:
             return
-        except jax.errors.JaxRuntimeError as failure:  # of a device; the run reports it, too
-            problem = str(failure).splitlines()[0]
+        except RuntimeError as failure:  # of a device; the run reports it, too
+            problem = str(failure).partition("\n")[0]
         finally:
             self._quantised = {}
         if problem is not None:

@@ -62,7 +62,7 @@ class Reading:
     def wait_stored(self, timeout: float) -> bool:
         """Waits for the cache. Returns whether all is written that will be."""
         wait([self._stored], timeout)
-        return self._stored.done()
+        return self._stored.done() and self._stored.result() is None
 
     def take_notices(self) -> list[RunEvent]:
         """Returns what a user should see about the cache, each notice once."""

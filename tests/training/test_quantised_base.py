@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -41,9 +43,11 @@ EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, make_base, kept_programs, saves_wait):
     """A base of two layers, and job(kind, names, **sections) → a job file on it."""
+    folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_cache, "SPARE_BYTES", 0)  # whatever is free on this disk
-        yield small_base(tmp_path_factory.mktemp("small"), make_base)
+        patch.setattr(weight_cache, "user_cache", lambda name: folder / "cache" / name)  # other tests have this base
+        yield small_base(folder, make_base)
 
 
 def small_base(folder, make_base):
@@ -135,6 +139,28 @@ def test_neither_mesh_nor_remat_change_the_adapter(small, mesh):
     assert cached(split) == [True]
     for name in ADAPTERS:
         assert largest_difference(exported(split, name), exported(small.trained("nf4"), name)) < 1e-5
+
+
+def test_a_run_whose_cache_is_damaged_and_cannot_be_written_says_so_and_goes_on(small, tmp_path, monkeypatch):
+    wanted = small.trained("nf4")
+    shutil.copytree(weight_cache.weight_cache(), tmp_path / "quantised")
+    for entry in (tmp_path / "quantised").iterdir():
+        os.truncate(entry / "weights.bin", 1)
+    monkeypatch.setattr(weight_cache, "user_cache", lambda name: tmp_path / name)
+    monkeypatch.setattr(weight_cache, "write_entry", raise_full)
+    out = small.train("nf4-damaged", small.job("nf4"))
+    told = {row["kind"]: row["text"] for row in read_rows(out / "events.jsonl") if "text" in row}
+    assert told.keys() == {"damaged", "cache-skipped"}
+    assert "quantised again" in told["damaged"]
+    assert "No space left" in told["cache-skipped"]
+    assert cached(out) == [False]
+    for name in ADAPTERS:
+        chex.assert_trees_all_equal(exported(out, name), exported(wanted, name))
+    assert run(["resume", str(out), "base.cache_quantized=false"]) == 0
+
+
+def raise_full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
