@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_never_stopped(small, kind, capsys):
         shutil.rmtree(half / "state" / str(slot))
     shutil.rmtree(half / "adapters")
     assert run(["resume", str(half)]) == 0, capsys.readouterr().err
-    assert cached(half) == [False, True]  # quantised once, and the bytes are the same
+    assert cached(half)[-1]  # an earlier start has quantised it
     for name in ADAPTERS:
         chex.assert_trees_all_equal(exported(half, name), exported(small.trained(kind), name))
 
