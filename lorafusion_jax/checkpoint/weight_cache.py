@@ -60,14 +60,15 @@ def open_entry(folder: Path, places: Mapping[str, Place]) -> Entry | None:
     return entry
 
 
-def obstacle(folder: Path, places: Mapping[str, Place]) -> str | None:
-    """Says why an entry cannot be written; None if it can."""
+def make_room(folder: Path, places: Mapping[str, Place]) -> str | None:
+    """Removes entries that are no longer used. Says why an entry cannot be written; None if it can."""
     cache, size = folder.parent, entry_bytes(places)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _remove_unused(cache, folder)
         free = shutil.disk_usage(cache).free
     except OSError as problem:
-        return f"{cache} cannot be made: {problem.strerror}"
+        return f"{cache} cannot be used: {problem.strerror}"
     if not os.access(cache, os.W_OK):
         return f"{cache} is not writable"
     if free - size < SPARE_BYTES:
@@ -78,7 +79,7 @@ def obstacle(folder: Path, places: Mapping[str, Place]) -> str | None:
 def store_entry(
     folder: Path, places: Mapping[str, Place], array: Callable[[str], np.ndarray], about: Mapping[str, Any]
 ) -> str | None:
-    """Writes an entry, or replaces a damaged one, and removes entries that are no longer used.
+    """Writes an entry, or replaces a damaged one.
 
     Args:
         array: name → the whole array.
@@ -89,14 +90,13 @@ def store_entry(
     """
     if _is_intact(folder, places):
         return None
-    _remove_unused(folder.parent)
     try:
         with new_folder(folder, replace=True, digests=False) as building:
             write_entry(building, places, array, about)
     except CheckpointError:  # `export.in-use`: another process writes it
         return None
     except RunError as problem:
-        return problem.why
+        return None if _is_intact(folder, places) else problem.why
     return None
 
 
@@ -114,12 +114,13 @@ def _is_intact(folder: Path, places: Mapping[str, Place]) -> bool:
     return entry is not None
 
 
-def _remove_unused(cache: Path) -> None:
-    """Removes entries that no run has read for long, and what killed processes left."""
+def _remove_unused(cache: Path, wanted: Path) -> None:
+    """Removes entries that no run has read for long, and what killed processes left of others than `wanted`."""
     for folder in cache.iterdir():
         with suppress(OSError):
             if folder.name.startswith("."):
-                _remove_unlocked(folder)
+                if wanted.name not in folder.name:  # `new_folder` looks after that
+                    _remove_unlocked(folder)
             elif time.time() - folder.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(folder)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lorafusion_jax.checkpoint.weight_cache import entry_folder, obstacle, open_entry, store_entry
+from lorafusion_jax.checkpoint.weight_cache import entry_folder, make_room, open_entry, store_entry
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import FrozenReader
 from lorafusion_jax.models.cached_kernels import host_copy, program_digest
@@ -115,7 +115,7 @@ def open_cache(config: JobConfig, reader: FrozenReader, base_files: BaseFiles | 
     if entry is not None:  # another process lacks it
         entry.close()
         return CachedBase(reader=reader)
-    problem = obstacle(target, places)
+    problem = make_room(target, places)
     if problem is not None:
         return CachedBase(reader=reader, notices=[*notices, _skipped(problem)])
     about = {"model": config.base.model, "quantize": config.base.quantize, "written": time.strftime("%F %T")}
