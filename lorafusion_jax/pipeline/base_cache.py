@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lorafusion_jax.checkpoint.base_model import base_identity
 from lorafusion_jax.checkpoint.weight_cache import entry_folder, make_room, open_entry, store_entry
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.models import FrozenReader
@@ -118,7 +119,7 @@ def open_cache(config: JobConfig, reader: FrozenReader, base_files: BaseFiles | 
     problem = make_room(target, places)
     if problem is not None:
         return CachedBase(reader=reader, notices=[*notices, _skipped(problem)])
-    about = {"model": config.base.model, "quantize": config.base.quantize, "written": time.strftime("%F %T")}
+    about = {"model": base_identity(config)[0], "quantize": config.base.quantize, "written": time.strftime("%F %T")}
     return CachedBase(reader=reader, target=target, about=about, notices=notices)
 
 

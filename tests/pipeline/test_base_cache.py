@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import chex
 import jax.numpy as jnp
 import pytest
+from more_cases import nightly
 
 from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.config.schema import BaseSettings
@@ -42,7 +43,7 @@ def opened(tiny_base):
     """opened(kind, …) → the base as a start finds it."""
 
     def of(quantize="int8", *, base=tiny_base, files=FILES, place=None, change=lambda reader: reader, **settings):
-        config = SimpleNamespace(base=BaseSettings(model=str(base), quantize=quantize, **settings))
+        config = SimpleNamespace(directory=".", base=BaseSettings(model=str(base), quantize=quantize, **settings))
         reader = open_frozen(base, dtype=jnp.float32, quantize=quantize, sharding=place)
         return open_cache(config, change(reader), files)
 
@@ -67,7 +68,7 @@ def of_mesh(data, fsdp):
     return lambda name, shape: mesh.weight(shape)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
+@pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 def test_any_mesh_reads_the_bytes_that_another_has_written(cache, start, opened, tiny_base, kind, monkeypatch):
     wanted = load_frozen(tiny_base, dtype=jnp.float32, quantize=kind)
     hit, _, notices = start(kind, place=of_mesh(data=2, fsdp=2))
