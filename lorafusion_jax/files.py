@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash or on a full disk, either the old or the new file exists."""
+"""Atomic writes: after a crash or on a full disk, either the old or the new file exists. And where caches are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
+
+import platformdirs
 
 PART, GONE = ".part", ".gone"  # suffixes of the hidden names that a killed process may leave
 
@@ -48,3 +50,8 @@ def sync(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def user_cache(name: str) -> Path:
+    """The user's cache of that name, `$XDG_CACHE_HOME/lorafusion/NAME` on Linux. It may not exist yet."""
+    return platformdirs.user_cache_path("lorafusion") / name

@@ -17,9 +17,9 @@ from typing import Any
 
 from lorafusion_jax.checkpoint.digests import THREADS, digest_of
 from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.samples import BLOCK, sample_offsets
 
 WHOLE_BYTES = 4 * 10**9
-BLOCK, SPACING = 16 * 1024, 64 * 10**6  # bytes of a sample; bytes of a tensor per sample
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
 WHOLE, SAMPLED = "whole", "sampled"
 
@@ -88,7 +88,7 @@ def _digest_of_samples(file: Path) -> str:
 
 
 def _samples(header: bytes, size: int) -> Iterator[int]:
-    """Yields the offsets of the samples: pseudorandom within each stretch, and the same in every process."""
+    """Yields the offsets of the samples of every tensor."""
     begin = 8 + len(header)
     try:
         spans = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"}
@@ -96,10 +96,7 @@ def _samples(header: bytes, size: int) -> Iterator[int]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # loading reports what is wrong
         places = [("", begin, size)]
     for name, start, stop in places:
-        for first in range(start, stop, SPACING):
-            free = max(min(first + SPACING, stop) - first - BLOCK, 0)
-            draw = int.from_bytes(hashlib.sha256(f"{name} {first}".encode()).digest()[:8], "little")
-            yield first + draw % (free + 1)
+        yield from sample_offsets(name, start, stop)
 
 
 def commit_of(directory: Path) -> str | None:

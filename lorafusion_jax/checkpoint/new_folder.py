@@ -18,7 +18,7 @@ NEW, OLD = ".new", ".old"  # suffixes of hidden temporary folders
 
 
 @contextmanager
-def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+def new_folder(target: str | os.PathLike[str], *, replace: bool = False, digests: bool = True) -> Iterator[Path]:
     """Yields a hidden temporary folder, which is renamed to `target` when the block ends without error.
 
     SHA256SUMS is written into it first. Files that a killed process left in it are removed.
@@ -33,6 +33,7 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
 
     Args:
         replace: replace an existing folder; it stays until the new one is complete.
+        digests: write SHA256SUMS, which reads every byte again.
 
     Raises:
         CheckpointError: `export.exists`, the target is a file or a folder that is not empty; `export.in-use`, another
@@ -54,7 +55,8 @@ def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iter
                 for left in building.iterdir():  # from a killed process
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 yield building
-                write_digests(building)
+                if digests:
+                    write_digests(building)
                 _replace(building, target)
             finally:
                 shutil.rmtree(building, ignore_errors=True)

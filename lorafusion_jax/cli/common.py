@@ -20,6 +20,7 @@ from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared, prepare
 from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.files import user_cache
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.planning.stages import stage_layers
 from lorafusion_jax.weights.checkpoint_formats import check_stored_as
@@ -152,9 +153,7 @@ ProgramCache = Annotated[
 
 def program_cache() -> Path:
     """Where compiled programs are kept, `$XDG_CACHE_HOME/lorafusion/programs` on Linux; it may be removed any time."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("lorafusion") / "programs"
+    return user_cache("programs")
 
 
 def prepare_machine(*, cache: bool = True) -> None:

@@ -13,12 +13,14 @@ from typing import Annotated, get_args
 import typer
 
 from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.weight_cache import weight_cache
 from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, program_cache
 from lorafusion_jax.cli.defaults import command_to_measure, defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
 from lorafusion_jax.cli.tuning_table import use_tables
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
@@ -75,7 +77,12 @@ def diagnosis(jobs: Path | None = None, overrides: Sequence[str] = ()) -> dict[s
         "kernels": _kernels(),
         "defaults": _defaults(jobs, overrides),
         "extras": extras,
-        "disk": {"free here": f"{count(shutil.disk_usage('.').free)}B", "compiled programs": _cache()},
+        "disk": {
+            "free here": f"{count(shutil.disk_usage('.').free)}B",
+            "compiled programs": _size(Path(jax.config.jax_compilation_cache_dir or program_cache())),
+            "tokens": _size(token_cache()),
+            "quantised bases": _size(weight_cache()),
+        },
     }
 
 
@@ -121,12 +128,9 @@ def _kernels() -> dict[str, str]:
     return found
 
 
-def _cache() -> str:
-    """Where programs are kept between runs; jax may have been told of another place."""
-    import jax
-
-    folder = Path(jax.config.jax_compilation_cache_dir or program_cache())
-    files = [file for file in folder.glob("*") if file.is_file()] if folder.is_dir() else []
+def _size(folder: Path) -> str:
+    """Place and size of a cache."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
     return f"{folder}: {len(files)} files, {count(sum(file.stat().st_size for file in files))}B"
 
 

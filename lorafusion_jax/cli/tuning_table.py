@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all
+from lorafusion_jax.files import user_cache
 from pallas_kernels import config_store
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def table_folder() -> Path:
-    import platformdirs
-
-    return platformdirs.user_cache_path("lorafusion") / "tuning"
+    return user_cache("tuning")
 
 
 def table_path(device_kind: str) -> Path:

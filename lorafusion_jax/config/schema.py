@@ -109,6 +109,9 @@ class BaseSettings(Section):
         description="how the layers' projections are stored: none (in dtype), fp8 (8-bit floats that multiply as they "
         "are), int8, nf4 (dequantised when a layer runs), or what an installed package adds",
     )
+    cache_quantized: bool = Field(
+        default=True, description="keep the quantised weights on disk for the next start; lorafusion doctor shows where"
+    )
 
     @field_validator("quantize")
     @classmethod

@@ -18,16 +18,21 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 import tokenizers
 
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data.rows import RawSource
 from lorafusion_jax.data.tokenizer import Tokenizer
+from lorafusion_jax.files import user_cache
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
 OPTIONAL = ("segment_lengths",)
 LARGEST_BYTES = 2 << 30  # size of all entries; the least recently used are removed first
+
+
+def token_cache() -> Path:
+    """The folder of all entries, `$XDG_CACHE_HOME/lorafusion/tokens` on Linux; it may be removed any time."""
+    return user_cache("tokens")
 
 
 def entry_path(
@@ -39,7 +44,7 @@ def entry_path(
         cache_dir: cache folder (None: the user's cache folder).
         reader: source code of an objective that reads the rows.
     """
-    folder = cache_dir or platformdirs.user_cache_path("lorafusion-jax") / "tokens"
+    folder = cache_dir or token_cache()
     own = settings.model_dump(exclude={"train", "eval"})  # the bytes matter, not the file name
     key = json.dumps(
         [

@@ -24,15 +24,17 @@ from ..layout.layer import LAYER
 from ..modules.init import init_leaves
 from ..modules.spec import AdapterSpec
 from ..weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
+from ..weights.entry import Entry
 from ..weights.table import NONE, StoredKind, check_kernels, stored_kind
+from .cached_kernels import read_cached
 from .checkpoint import Stored, list_tensors, plain_index, read_slice
 from .decoder import Decoder
 from .naming import Tensor, frozen_tensors
 from .quantised_kernels import ShardingRule, read_kernel, tensors_of, transposed_sharding
+from .stand_ins import stand_ins
 from .tensor_check import check_tensors
 
 READERS = 4  # threads; so many tensors may lie on the host at a time
-STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
 Weight = jax.Array | dict[str, jax.Array]  # plain, or the arrays of a stored kernel, see `weights.table`
 
 
@@ -115,6 +117,7 @@ class FrozenReader:
         stored: places of the tensors, by their names in the checkpoint.
         kind: storage of the layers' kernels (None: plain arrays).
         form: storage of these kernels in the checkpoint (None: it is not quantised).
+        entry: where to read these kernels instead, as an earlier run has stored them.
     """
 
     tensors: Sequence[Tensor]
@@ -123,11 +126,19 @@ class FrozenReader:
     kind: StoredKind | None
     form: CheckpointFormat | None
     place: ShardingRule
+    entry: Entry | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors in their files."""
+        """Bytes of the tensors in the files that are read."""
         return sum(self._bytes(tensor) for tensor in self.tensors)
+
+    @property
+    def kernels(self) -> dict[str, tuple[int, int]]:
+        """(K, N) of the kernels that reading quantises, by leaf name."""
+        if self.kind is None or self.form is not None:
+            return {}
+        return {tensor.leaf_name: (tensor.shape[1], tensor.shape[0]) for tensor in self.tensors if tensor.transposed}
 
     def read(self, progress: Callable[[int], None] = lambda size: None) -> dict[str, Weight]:
         """Reads everything, a few tensors at a time; several processes read in one order.
@@ -155,23 +166,11 @@ class FrozenReader:
 
     def stand_ins(self) -> dict[str, Weight]:
         """Arrays of the same shapes in the same places, to compile with: equal ones are one and the same array."""
-        made: dict[tuple, jax.Array] = {}
-
-        def filled(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-            key = shape, jnp.dtype(dtype), self.place(name, shape)
-            if key not in made:
-                made[key] = _fill(*key)()
-            return made[key]
-
-        def of(tensor: Tensor) -> Weight:
-            name, shape = tensor.leaf_name, _shape(tensor)
-            if self.kind is None or not tensor.transposed:
-                return filled(name, shape, self.dtype)
-            return {part: filled(name, own.shape, own.dtype) for part, own in self.kind.arrays(*shape).items()}
-
-        return {tensor.leaf_name: of(tensor) for tensor in self.tensors}
+        return stand_ins(self.tensors, self.kind, self.dtype, self.place)
 
     def _bytes(self, tensor: Tensor) -> int:
+        if self.entry is not None and self.kind is not None and tensor.transposed:
+            return sum(array.num_bytes for array in self.kind.arrays(*tensor.leaf_shape).values())
         found = (self.stored.get(name) for name in tensors_of(tensor, self.form))
         return sum(own.stop - own.start for own in found if own is not None)
 
@@ -179,6 +178,8 @@ class FrozenReader:
         if self.form is not None and tensor.transposed:
             return dict(read_kernel(tensor, self.form, self.stored, self.place))
         kind = self.kind if tensor.transposed else None
+        if kind is not None and self.entry is not None:
+            return read_cached(tensor, self.entry, kind, self.place)
         return _read_tensor(tensor, self.stored[tensor.name], self.dtype, kind, self.place)
 
 
@@ -211,8 +212,7 @@ def _rule(sharding: Sharding | ShardingRule | None) -> ShardingRule:
 def _read_tensor(
     tensor: Tensor, stored: Stored, dtype: np.dtype, kind: StoredKind | None, place: ShardingRule
 ) -> Weight:
-    shape = _shape(tensor)
-    target = place(tensor.leaf_name, shape)
+    target = place(tensor.leaf_name, tensor.leaf_shape)
     on_disk = transposed_sharding(target) if tensor.transposed else target
     x = jax.make_array_from_callback(
         tensor.shape,
@@ -221,19 +221,8 @@ def _read_tensor(
     )
     if kind is None:
         return _convert(dtype, tensor.transposed, target)(x)
-    targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*shape).items()}
+    targets = {name: place(tensor.leaf_name, array.shape) for name, array in kind.arrays(*tensor.leaf_shape).items()}
     return _quantise(kind, tuple(targets.items()))(x)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of the leaf."""
-    return tensor.shape[::-1] if tensor.transposed else tensor.shape
-
-
-@lru_cache(maxsize=64)
-def _fill(shape: tuple[int, ...], dtype: np.dtype, target: Sharding) -> Callable[[], jax.Array]:
-    value = STAND_IN if jnp.issubdtype(dtype, jnp.inexact) else 1
-    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=target)
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:

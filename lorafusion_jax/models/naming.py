@@ -36,6 +36,10 @@ class Tensor:
         """Name of the leaf in the decoder: "layers.0.mlp.up_proj.kernel"."""
         return ".".join(map(str, self.path))
 
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.transposed else self.shape
+
 
 def frozen_tensors(model: Decoder) -> list[Tensor]:
     """Lists the checkpoint tensors of a decoder, concrete or abstract, in the order of its leaves."""

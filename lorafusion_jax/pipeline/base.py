@@ -20,6 +20,7 @@ from lorafusion_jax.models import ModelConfig, open_frozen
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import check_loss
+from lorafusion_jax.pipeline.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes
 from lorafusion_jax.pipeline.move import transfer
 from lorafusion_jax.pipeline.parts import Parts, StageWeights, cut
@@ -60,15 +61,15 @@ class Base:
     """Stages with placeholder weights, and a function that reads the base model.
 
     Attributes:
-        num_bytes: size of the model's files.
         roomy: whether devices have memory to run on the placeholders while the weights are read.
         read: (progress) reads the weights onto the devices, and calls `progress` with the bytes of each tensor.
+        cached: the cache of its quantised kernels, which `read` uses.
     """
 
     stages: list[Stage]
-    num_bytes: int
     roomy: bool
     read: Callable[[Callable[[int], None]], list[StageWeights]]
+    cached: CachedBase
 
     def give(self, weights: Sequence[StageWeights]) -> None:
         """Gives the stages the weights that were read."""
@@ -93,7 +94,11 @@ def load_stages(
 
 
 def open_base(
-    config: JobConfig, prepared: Prepared, specs: Sequence[AdapterSpec], later: JobConfig | None = None
+    config: JobConfig,
+    prepared: Prepared,
+    specs: Sequence[AdapterSpec],
+    later: JobConfig | None = None,
+    base_files: BaseFiles | None = None,
 ) -> Base:
     """Checks the base model and makes the stages of a job's mesh. Does not start the adapters.
 
@@ -102,6 +107,7 @@ def open_base(
 
     Args:
         later: the job with all adapters that will join later, which must fit into memory.
+        base_files: digests of the base's files, to use the cache of quantised weights (None: it is not used).
 
     Raises:
         CheckpointError: the model is incomplete, not implemented, or computes differently at this sample length.
@@ -125,12 +131,10 @@ def open_base(
 
     reader = open_frozen(directory, dtype=dtype, quantize=config.base.quantize, sharding=place)
     remat = fitting_remat(later or config, model) if train.remat == "auto" else train.remat
-    return Base(
-        stages=_stages(config, model, specs, remat, zip(parted(reader.stand_ins()), meshes, strict=True)),
-        num_bytes=reader.num_bytes,
-        roomy=_has_room_to_start(config, model, remat),
-        read=lambda progress: parted(reader.read(progress)),
-    )
+    stages = _stages(config, model, specs, remat, zip(parted(reader.stand_ins()), meshes, strict=True))
+    roomy = _has_room_to_start(config, model, remat)
+    cached = open_cache(config, reader, base_files)  # last: it opens a file
+    return Base(stages=stages, roomy=roomy, read=lambda progress: parted(cached.read(progress)), cached=cached)
 
 
 def check_adapters(config: JobConfig, prepared: Prepared) -> None:

@@ -26,6 +26,7 @@ from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
+from lorafusion_jax.pipeline.base_cache import BaseFiles
 from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
@@ -82,19 +83,21 @@ class Session:
         prepared: Prepared,
         specs: Sequence[AdapterSpec] | None = None,
         later: JobConfig | None = None,
+        base_files: BaseFiles | None = None,
     ) -> Session:
         """Checks the base model of a job and starts to read it onto its devices.
 
         Args:
             specs: the adapters (None: those of the job).
             later: the job with all adapters that will join later.
+            base_files: see `open_base`.
 
         Raises:
             LoraFusionError: see `open_base` and `check_tables`.
         """
         check_tables()
         specs = adapter_specs(config) if specs is None else specs
-        base = open_base(config, prepared, specs, later)
+        base = open_base(config, prepared, specs, later, base_files)
         return cls(config, prepared, base.stages, specs, Reading(base))
 
     def finish_loading(
@@ -127,6 +130,11 @@ class Session:
             self._reading.finish()
         assert self._reading.times is not None
         return {BASE: self._reading.times, **times}
+
+    @property
+    def reading(self) -> Reading:
+        """The base model: where it comes from, and whether its cache is written."""
+        return self._reading
 
     def start(self, weights: Mapping[int, Arrays]) -> None:
         """Starts every adapter from its initial weights, or from those given here.

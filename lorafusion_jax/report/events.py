@@ -61,6 +61,7 @@ class StartedUp(RunEvent):
         seconds: since it began to be read.
         parts: begin and end of what went on, side by side: reading the base, compiling each stage.
         compiled, from_cache: programs that the compilation cache lacked and had; none is counted without a cache.
+        base_from_cache: whether the kernels of the base were quantised by an earlier run.
     """
 
     kind = "started-up"
@@ -68,6 +69,7 @@ class StartedUp(RunEvent):
     parts: Mapping[str, tuple[float, ...]]
     compiled: int
     from_cache: int
+    base_from_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +270,14 @@ class FilesDamaged(RunEvent):
     """Files are damaged; `text` also says how the run continues without them."""
 
     kind = "damaged"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSkipped(RunEvent):
+    """The quantised base cannot be cached; `text` says why."""
+
+    kind = "cache-skipped"
     text: str
 
 

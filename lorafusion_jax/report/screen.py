@@ -19,6 +19,7 @@ from lorafusion_jax.report.events import (
     AdapterEvent,
     AdapterExported,
     AdapterFailed,
+    CacheSkipped,
     CheckSkipped,
     ExportFailed,
     FilesDamaged,
@@ -131,7 +132,7 @@ class Screen:
             case StateSaved():
                 self._phase = ""
                 self._line(f"saved {event.path}")
-            case FilesDamaged() | CheckSkipped():
+            case FilesDamaged() | CacheSkipped() | CheckSkipped():
                 self._line(event.text, always=True, style="bold yellow")
             case ExportFailed():
                 self._line(f"{event.adapter}  step {event.step} not written: {event.what}", style="bold red")
@@ -197,7 +198,8 @@ class Screen:
         began, ended = event.parts["base"]
         programs = f"  ·  {exact(event.compiled)} programs compiled, {exact(event.from_cache)} from the cache"
         counted = programs if event.compiled or event.from_cache else ""
-        self._line(f"read the base in {duration(ended - began)}{counted}")
+        cached = ", quantised by an earlier run," * event.base_from_cache
+        self._line(f"read the base{cached} in {duration(ended - began)}{counted}")
 
     def _on_compiled(self, event: ProgramCompiled) -> None:
         self._phase, self._phase_since = "first steps", time.monotonic()

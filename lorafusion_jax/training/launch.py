@@ -54,7 +54,7 @@ def launch(
     emit(PhaseBegun(text=f"loading {Path(config.base.model).name}"))
     with ExitStack() as resources:
         began = time.perf_counter()
-        session = Session.open(initial, prepared, later=config)
+        session = Session.open(initial, prepared, later=config, base_files=record["base_files"])
         resources.callback(session.close)
         session.start(weights)
         progress = Progress.first(_initial_steps(initial, prepared), replicas=config.mesh.replicas, plan=plan.digest)
@@ -105,12 +105,16 @@ def _finish_loading(session: Session, rows: Sequence[Microbatch], began: float, 
         parts=parts,
         compiled=programs.compiled,
         from_cache=programs.from_cache,
+        base_from_cache=session.reading.from_cache,
     )
+    notices = [dataclasses.replace(notice, slot=slot) for notice in session.reading.take_notices()]
     compiled = [each for name, each in parts.items() if name != BASE]
     if not compiled:
-        return StartUp(events=(started,))
+        return StartUp(events=(*notices, started))
     seconds = max(end for _, end in compiled) - min(begin for begin, _ in compiled)
-    return StartUp(events=(started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3))))
+    return StartUp(
+        events=(*notices, started, ProgramCompiled(slot=slot, program="training step", seconds=round(seconds, 3)))
+    )
 
 
 def local_listeners(listeners: Sequence[Listener], recorder: Callable[[], Listener]) -> list[Listener]:

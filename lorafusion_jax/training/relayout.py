@@ -20,6 +20,7 @@ MAY_CHANGE = (
     "train.remat",
     "train.block_layers",
     "train.on_failed",
+    "base.cache_quantized",
     "save",
 )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Event
 
 from lorafusion_jax.checkpoint.digests import is_intact
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -40,6 +41,8 @@ from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.state import Progress
+
+POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +109,9 @@ class Run:
                 if self._start_up.failure is not None:
                     raise self._start_up.failure
                 self._prepare()
-                resources.enter_context(deferred_stop())  # also while results are written
+                asked = resources.enter_context(deferred_stop())  # also while results are written
                 self._make_loop().run()
+                self._finish_caching(asked)
             finally:
                 self._queue.close()
                 self._write_timeline()
@@ -248,6 +252,16 @@ class Run:
         for name in names:
             self._evaluations.evaluate(name, 0, slots_done)
         self._end_dropped(slots_done)
+
+    def _finish_caching(self, asked: Event) -> None:
+        """Waits until the quantised base is cached; if a stop is asked for, closing the session ends the writing."""
+        reading, slot = self._session.reading, self._progress.slot
+        if not reading.wait_stored(0):
+            self._emit(PhaseBegun(slot=slot, text="caching the quantised base"))
+        while not reading.wait_stored(POLL_S) and not asked.is_set():
+            pass
+        for notice in reading.take_notices():
+            self._emit(replace(notice, slot=slot))
 
     def _write_timeline(self) -> None:
         timeline = self._session.spans.close(self._job.plan)

@@ -44,9 +44,13 @@ class ArraySpec:
     dimensions: str | None = None
 
     @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+
+    @property
     def item(self) -> int:
         """Bytes per element."""
-        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
+        return self.numpy_dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

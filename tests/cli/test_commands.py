@@ -287,6 +287,8 @@ def test_doctor(lorafusion):
     numbers = json.loads(lorafusion("doctor", "--json").out)
     assert set(numbers) == {"versions", "devices", "kernels", "defaults", "extras", "disk"}
     assert numbers["kernels"]["xla"] == "available"
+    for what, folder in (("compiled programs", "programs"), ("tokens", "tokens"), ("quantised bases", "quantised")):
+        assert re.search(rf"{folder}: \d+ files, .*B$", numbers["disk"][what])
     outcome = lorafusion("doctor")
     assert outcome.code == 0
     assert outcome.last_line == "next: lorafusion demo"

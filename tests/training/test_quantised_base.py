@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from more_cases import mostly_nightly, nightly
 from safetensors.numpy import load_file, save_file
 from small_jobs import exported, largest_difference, store_base_as, two_adapters, write_job, write_rows
 
+from lorafusion_jax.checkpoint import weight_cache
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli.main import run
 from lorafusion_jax.config.load import load_config
@@ -25,6 +28,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig, load_frozen
 from lorafusion_jax.pipeline.base import load_stages
+from lorafusion_jax.report.recorder import read_rows
 from lorafusion_jax.report.summary import final_rows
 from lorafusion_jax.training.verify import verify_exports
 from lorafusion_jax.weights.table import KINDS
@@ -40,6 +44,13 @@ EVERY = pytest.mark.parametrize("kind", ["fp8", "nf4", nightly("int8")])
 def small(tmp_path_factory, make_base, kept_programs, saves_wait):
     """A base of two layers, and job(kind, names, **sections) → a job file on it."""
     folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_cache, "SPARE_BYTES", 0)  # whatever is free on this disk
+        patch.setattr(weight_cache, "user_cache", lambda name: folder / "cache" / name)  # other tests have this base
+        yield small_base(folder, make_base)
+
+
+def small_base(folder, make_base):
     base = make_base(folder / "base", hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=32)
     rows = {name: write_rows(folder, name, 8, seed, 12) for seed, name in enumerate(ADAPTERS)}
 
@@ -56,6 +67,11 @@ def small(tmp_path_factory, make_base, kept_programs, saves_wait):
         return train(kind, job(kind), "save.every_steps=1", "save.keep=9")
 
     return SimpleNamespace(folder=folder, base=base, job=job, train=train, trained=trained)
+
+
+def cached(out) -> list[bool]:
+    """Whether each start of a run found the quantised base in the cache."""
+    return [row["base_from_cache"] for row in read_rows(out / "events.jsonl") if row["kind"] == "started-up"]
 
 
 @pytest.mark.parametrize("kind", ["fp8", nightly("nf4"), nightly("int8")])  # fp8 also rounds rows
@@ -80,6 +96,7 @@ def test_a_run_that_goes_on_never_stopped(small, kind, capsys):
         shutil.rmtree(half / "state" / str(slot))
     shutil.rmtree(half / "adapters")
     assert run(["resume", str(half)]) == 0, capsys.readouterr().err
+    assert cached(half)[-1]  # an earlier start has quantised it
     for name in ADAPTERS:
         chex.assert_trees_all_equal(exported(half, name), exported(small.trained(kind), name))
 
@@ -116,10 +133,34 @@ def test_a_run_does_not_go_on_with_another_kind(small, capsys):
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, nightly({"stages": 2, "fsdp": 2})], ids=str)
 def test_neither_mesh_nor_remat_change_the_adapter(small, mesh):
     """Stages sum in another order."""
+    small.trained("nf4")
     unevaluated = [f"adapters.{name}.data.eval=null" for name in ADAPTERS]
     split = small.train(f"nf4-{mesh}", small.job("nf4", mesh=mesh, train={"remat": "nothing"}), *unevaluated)
+    assert cached(split) == [True]
     for name in ADAPTERS:
         assert largest_difference(exported(split, name), exported(small.trained("nf4"), name)) < 1e-5
+
+
+def test_a_run_whose_cache_is_damaged_and_cannot_be_written_says_so_and_goes_on(small, tmp_path, monkeypatch):
+    wanted = small.trained("nf4")
+    shutil.copytree(weight_cache.weight_cache(), tmp_path / "quantised")
+    for entry in (tmp_path / "quantised").iterdir():
+        os.truncate(entry / "weights.bin", 1)
+    monkeypatch.setattr(weight_cache, "user_cache", lambda name: tmp_path / name)
+    monkeypatch.setattr(weight_cache, "write_entry", raise_full)
+    out = small.train("nf4-damaged", small.job("nf4"))
+    told = {row["kind"]: row["text"] for row in read_rows(out / "events.jsonl") if "text" in row}
+    assert told.keys() == {"damaged", "cache-skipped"}
+    assert "quantised again" in told["damaged"]
+    assert "No space left" in told["cache-skipped"]
+    assert cached(out) == [False]
+    for name in ADAPTERS:
+        chex.assert_trees_all_equal(exported(out, name), exported(wanted, name))
+    assert run(["resume", str(out), "base.cache_quantized=false"]) == 0
+
+
+def raise_full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(

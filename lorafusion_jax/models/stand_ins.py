@@ -1,0 +1,47 @@
+"""Placeholders for the frozen weights, so that programs compile while the weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from ..weights.table import StoredKind
+from .naming import Tensor
+from .quantised_kernels import ShardingRule
+
+STAND_IN = 0.01  # not zero: kinds of adapters may divide by the norm of a column
+
+
+def stand_ins(tensors: Sequence[Tensor], kind: StoredKind | None, dtype: np.dtype, place: ShardingRule) -> dict:
+    """Makes arrays of the shapes, dtypes and shardings of the weights; equal ones are one and the same array.
+
+    Args:
+        kind: storage of the layers' kernels; None: they have `dtype`, as all others.
+    """
+    made: dict[tuple, jax.Array] = {}
+
+    def filled(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        key = shape, jnp.dtype(dtype), place(name, shape)
+        if key not in made:
+            made[key] = _fill(*key)()
+        return made[key]
+
+    def of(tensor: Tensor) -> Any:
+        name, shape = tensor.leaf_name, tensor.leaf_shape
+        if kind is None or not tensor.transposed:
+            return filled(name, shape, dtype)
+        return {part: filled(name, own.shape, own.dtype) for part, own in kind.arrays(*shape).items()}
+
+    return {tensor.leaf_name: of(tensor) for tensor in tensors}
+
+
+@lru_cache(maxsize=64)
+def _fill(shape: tuple[int, ...], dtype: np.dtype, target: Sharding) -> Callable[[], jax.Array]:
+    value = STAND_IN if jnp.issubdtype(dtype, jnp.inexact) else 1
+    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=target)
