@@ -87,6 +87,7 @@ def test_every_op_has_the_same_files(op):
         "passes",
         "shard",
         "split_graph",
+        "split_weight",
     }
 
 
