@@ -258,6 +258,21 @@ def test_a_large_base_is_compared_by_headers_and_samples(unfinished, monkeypatch
         check_base(before, base_digests(base, every_byte=True), base)
 
 
+def test_resume_reads_every_byte_of_a_large_base_if_asked_to(unfinished, monkeypatch, capsys):
+    """As if no sample had met the bit that flipped."""
+    base, record = unfinished.home / "base", unfinished.run / "run.json"
+    monkeypatch.setattr(base_files, "WHOLE_BYTES", 1000)
+    before = base_digests(base, every_byte=True)
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-7] ^= 1
+    (base / "model.safetensors").write_bytes(weights)
+    known = {"whole": before["whole"], "sampled": base_digests(base)["sampled"]}
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"base_files": known}))
+    check_base(known, base_digests(base), base)
+    assert lorafusion(["resume", str(unfinished.run), "--verify-base"]) == 2
+    assert "error[run.base-changed]" in capsys.readouterr().err
+
+
 def test_an_adapter_begins_again_with_what_it_began_with(unfinished, whole_run, tmp_path, capsys):
     """A run that was killed before its first checkpoint; later ones do not need the folder any more."""
     start = tmp_path / "start"
