@@ -26,7 +26,7 @@ from lorafusion_jax.models.attention.pallas import pallas_backward, pallas_forwa
 from lorafusion_jax.models.attention.triton import triton_backward, triton_forward
 from pallas_kernels.attention import AttentionConfig, attention_backward, attention_forward, document_rows
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
-from pallas_kernels.attention.hopper.common import TILE, Units
+from pallas_kernels.attention.hopper.config import TILE, Units
 from pallas_kernels.attention.hopper.dkv import KEYS, dkv
 from pallas_kernels.attention.hopper.dq import dq
 from pallas_kernels.attention.hopper.forward import forward

@@ -6,4 +6,4 @@ from pallas_kernels.attention.api import attention_backward as attention_backwar
 from pallas_kernels.attention.api import attention_forward as attention_forward
 from pallas_kernels.attention.api import unsupported_reason as unsupported_reason
 from pallas_kernels.attention.hopper.blocks import document_rows as document_rows
-from pallas_kernels.attention.hopper.common import AttentionConfig as AttentionConfig
+from pallas_kernels.attention.hopper.config import AttentionConfig as AttentionConfig

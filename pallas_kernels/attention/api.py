@@ -17,10 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import policy
 from pallas_kernels.attention.hopper.blocks import key_blocks, query_blocks
-from pallas_kernels.attention.hopper.common import TILE, AttentionConfig, Units
-from pallas_kernels.attention.hopper.dkv import KEYS, dkv
-from pallas_kernels.attention.hopper.dq import dq
-from pallas_kernels.attention.hopper.forward import forward
+from pallas_kernels.attention.hopper.config import TILE, AttentionConfig, Units
 from pallas_kernels.device import num_sms
 
 type Described = jax.Array | jax.ShapeDtypeStruct
@@ -54,6 +51,8 @@ def attention_forward(
     Raises:
         NotImplementedError: shapes or dtype are not supported, see `unsupported_reason`.
     """
+    from pallas_kernels.attention.hopper.forward import forward  # the kernels' language is slow to import
+
     if reason := unsupported_reason(q_THC, k_TKC):
         raise NotImplementedError(f"packed attention for Hopper {reason}")
     bad_TK1 = ~(jnp.isfinite(k_TKC) & jnp.isfinite(v_TKC)).all(-1, keepdims=True)
@@ -72,6 +71,9 @@ def attention_backward(
         saved: from `attention_forward`.
         do_THC: gradient of o.
     """
+    from pallas_kernels.attention.hopper.dkv import KEYS, dkv
+    from pallas_kernels.attention.hopper.dq import dq
+
     q, k, v, o, lse2, first_T, end_T = saved
     static = _static(q, config)
     grad_q, delta_HT = dq(q, k, v, o, do_THC, lse2, first_T, _queries(first_T, q, k), **static)

@@ -136,6 +136,12 @@ def kernels_of_a_layer(condition: str) -> list[int]:
     return [int(number) for number in done.stdout.split()]
 
 
+def test_what_trains_imports_no_language_of_kernels_before_it_needs_one():
+    """Mosaic GPU takes a quarter of a second to import, in every command and on every device."""
+    code = "import sys, lorafusion_jax.training; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
+
+
 def test_hopper_works_without_the_triton_folders():
     blocked = 'name.startswith("pallas_kernels.") and "triton" in name.split(".")'
     triton, mosaic, modules, warned = kernels_of_a_layer(blocked)

@@ -27,20 +27,15 @@ from pallas_kernels.attention.hopper.common import (
     BY_COLUMN,
     BY_ROW,
     LOG2E,
-    TILE,
-    WARPGROUPS,
     WGMMA,
-    AttentionConfig,
     broadcast,
-    div,
     drain_ring,
     multiply,
-    rem,
-    rows,
     tile,
     tile_mask,
     wait_for_room,
 )
+from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, div, rem, rows
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch, static_of
 from pallas_kernels.attention.hopper.walk import Item
 from pallas_kernels.policy import ATTENTION_ROWS

@@ -21,17 +21,14 @@ from jax import lax
 from pallas_kernels.attention.hopper.common import (
     BY_ROW,
     LOG2E,
-    TILE,
-    WARPGROUPS,
     WGMMA,
-    AttentionConfig,
     broadcast,
     drain_ring,
     multiply,
-    rem,
     tile,
     wait_for_room,
 )
+from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, rem
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch
 from pallas_kernels.attention.hopper.queries import (
     Mask,

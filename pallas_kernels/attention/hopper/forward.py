@@ -18,19 +18,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.hopper.common import (
-    BY_ROW,
-    LOG2E,
-    TILE,
-    WARPGROUPS,
-    WGMMA,
-    AttentionConfig,
-    broadcast,
-    drain_ring,
-    rem,
-    tile,
-    wait_for_room,
-)
+from pallas_kernels.attention.hopper.common import BY_ROW, LOG2E, WGMMA, broadcast, drain_ring, tile, wait_for_room
+from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, rem
 from pallas_kernels.attention.hopper.launch import Refs, Static, launch
 from pallas_kernels.attention.hopper.queries import (
     Mask,

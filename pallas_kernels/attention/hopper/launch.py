@@ -15,7 +15,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from pallas_kernels.attention.hopper.common import WARPGROUPS, AttentionConfig, Units
+from pallas_kernels.attention.hopper.config import WARPGROUPS, AttentionConfig, Units
 from pallas_kernels.attention.hopper.walk import Walk
 from pallas_kernels.manual_axes import vary_like
 

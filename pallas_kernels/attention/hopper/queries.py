@@ -19,18 +19,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.hopper.common import (
-    TILE,
-    WARPGROUPS,
-    AttentionConfig,
-    Units,
-    broadcast,
-    rem,
-    rows,
-    tile,
-    tile_mask,
-    wait_for_room,
-)
+from pallas_kernels.attention.hopper.common import broadcast, tile, tile_mask, wait_for_room
+from pallas_kernels.attention.hopper.config import TILE, WARPGROUPS, AttentionConfig, Units, rem, rows
 from pallas_kernels.attention.hopper.launch import Refs, Static, static_of
 from pallas_kernels.attention.hopper.walk import Item
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.hopper.common import div, rem
+from pallas_kernels.attention.hopper.config import div, rem
 
 
 class Item(NamedTuple):
