@@ -1,6 +1,7 @@
 """What saving costs while training goes on, at 1 G trainable parameters; and what a first and a second start cost.
 
     python -m benchmarks.saving --out "$OUT"                # one GPU with 80 GB or more, 40 GB of disk, about 6 minutes
+    python -m benchmarks.saving --out "$OUT" --cases saving --stop-after 120    # without the check: half the time
     python -m benchmarks.saving --out /tmp/try --small      # in miniature on a CPU, to try the script
 
 Six layers of Llama-3.1-8B's shape with random weights, four adapters of rank 512. First a short run is resumed from its
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ import yaml
 
 from benchmarks.main_job import SHAPE, SMALL, WRITE, write_data
 
+INTERRUPTED = 130
 NAMES = ("a", "b", "c", "d")
 WARM_SLOTS = 5
 
@@ -51,12 +54,24 @@ def write_inputs(work: Path, *, small: bool, steps: int) -> None:
     (work / "jobs.yaml").write_text(yaml.safe_dump(job))
 
 
-def train(work: Path, run: str, *settings: str, resume: bool = False) -> float:
-    """Runs the command; returns its seconds."""
+def train(work: Path, run: str, *settings: str, resume: bool = False, stop_after: float | None = None) -> float:
+    """Runs the command and returns its seconds. Interrupts it `stop_after` seconds after its first microbatch."""
     began = time.perf_counter()
     what = ["resume", str(work / run)] if resume else ["train", str(work / "jobs.yaml"), "--out", str(work / run)]
-    subprocess.run([sys.executable, "-m", "lorafusion_jax", *what, *settings], check=True)
+    process = subprocess.Popen([sys.executable, "-m", "lorafusion_jax", *what, *settings])
+    if stop_after is not None:
+        while process.poll() is None and not (rows := slots_of(work / run)):
+            time.sleep(0.2)
+        while process.poll() is None and time.time() < rows[0]["time"] + stop_after:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)  # it saves, and ends with 130
+    if process.wait() not in (0, INTERRUPTED if stop_after else 0):
+        raise RuntimeError(f"{what[0]} ended with exit code {process.returncode}")
     return round(time.perf_counter() - began, 1)
+
+
+def slots_of(run: Path) -> list[dict]:
+    return rows_of(run, "metrics.jsonl", "slot") if (run / "metrics.jsonl").exists() else []
 
 
 def rows_of(run: Path, name: str, kind: str) -> list[dict]:
@@ -89,12 +104,13 @@ def check(work: Path) -> dict:
     }
 
 
-def measure(work: Path, every_minutes: float) -> dict:
+def measure(work: Path, every_minutes: float, stop_after: float | None) -> dict:
     """A run that saves by the clock."""
     run = work / "run"
-    train(work, "run", f"save.every_minutes={every_minutes}", "save.keep=1", "train.log_every_s=0")
+    settings = f"save.every_minutes={every_minutes}", "save.keep=1", "train.log_every_s=0"
+    train(work, "run", *settings, stop_after=stop_after)
     saved = rows_of(run, "events.jsonl", "saved")
-    slots = rows_of(run, "metrics.jsonl", "slot")[WARM_SLOTS:]
+    slots = slots_of(run)[WARM_SLOTS:]
     wall_s = slots[-1]["time"] - slots[0]["time"]
     writing = [(row["time"] - row["seconds"], row["time"]) for row in saved[:-1]]
     pairs = [(b["time"], b["time"] - a["time"], b["slot"] - a["slot"]) for a, b in pairwise(slots)]
@@ -122,16 +138,21 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=None, help="of each adapter; default: about three minutes")
     parser.add_argument("--every-minutes", type=float, default=None)
+    parser.add_argument("--cases", nargs="+", choices=("check", "saving"), default=["check", "saving"])
+    parser.add_argument("--stop-after", type=float, help="seconds of the run that saves, from its first microbatch")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="saving_"))
     write_inputs(work, small=options.small, steps=options.steps or (20 if options.small else 220))
     every = options.every_minutes or (0.02 if options.small else 1.0)
-    cases: dict[str, Callable[[], dict]] = {"check": lambda: check(work), "saving": lambda: measure(work, every)}
+    cases: dict[str, Callable[[], dict]] = {
+        "check": lambda: check(work),
+        "saving": lambda: measure(work, every, options.stop_after),
+    }
     failed = False
-    for name, case in cases.items():
+    for name in options.cases:
         try:
-            row = {"case": name, "small": options.small} | case()
+            row = {"case": name, "small": options.small, "folder": str(work)} | cases[name]()
         except Exception as problem:
             row, failed = {"case": name, "error": repr(problem)}, True
         with (options.out / "saving.jsonl").open("a") as file:

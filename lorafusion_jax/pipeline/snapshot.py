@@ -105,8 +105,7 @@ def _trainable_state(stage: Stage) -> dict[str, Any]:
 
 
 def _state_once(stages: Sequence[Stage]) -> dict[str, Any]:
-    for leaf in jax.tree.leaves([_trainable_state(stage) for stage in stages]):
-        leaf.copy_to_host_async()
+    # One array at a time: XLA pins host memory for all that is under way, and devices wait while it does.
     state = gather(stages)
     for stage in stages:
         stage.sums, stage.optimizers, stage.totals = {}, {}, None
