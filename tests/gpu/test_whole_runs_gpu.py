@@ -65,7 +65,7 @@ def learned(name, key, pair):
     lora = {part: settings["lora"][part] for part in ("rank", "alpha")}
     spec = AdapterSpec(name=name, seed=settings["seed"], **lora)
     start = init_adapter(spec, key, pair[0].shape[0], pair[1].shape[1])
-    return [tensor - first for tensor, first in zip(pair, start, strict=True)]
+    return [tensor - start[leaf] for leaf, tensor in zip(("lora_a", "lora_b"), pair, strict=True)]
 
 
 def test_joint_equals_separate_training_up_to_bfloat16_rounding(weights, together):
