@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOCK := requirements.lock
-PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # a process per core; most of the time is compiling
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal   # how many: tests/conftest.py; most of the time is compiling
 
 .PHONY: demo test test-oldest test-nightly lint format docs tables gpu-test ptxas lock clean
 

@@ -38,6 +38,11 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait, for a signal or for another process."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests first: begun last, one of them would keep a worker busy while the others wait."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
