@@ -41,7 +41,10 @@ FLAX_MODEL, ADAPTER_COUNTS = (
     "flax_model_h200_2026-11-23b/rows.jsonl",
     "adapter_counts_h200_2026-11-23/adapter_counts.jsonl",
 )
-LOSS = "quantised_loss_h200_2026-11-23/quantised_loss_means.csv"
+LOSS = (
+    "quantised_loss_h200_2026-11-23/quantised_loss_means.csv",
+    "quantised_loss_h200_2026-11-23b/quantised_loss_means.csv",
+)
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
@@ -315,15 +318,15 @@ def adapter_counts() -> str:
 
 def quantised_loss() -> str:
     """Held-out loss of adapters that learnt on a quantised base, over that on the bfloat16 base."""
-    rows = [row for row in read_csv(LOSS) if row["kind"] != "none"]
+    rows = [row for name in LOSS for row in read_csv(name) if row["kind"] != "none"]
     found = [
         (
-            row["kind"], row["adapter"], f"{float(row['after']):.3f}", f"{float(row['over_bf16']):+.2%}",
-            f"{float(row['standard_error']):.2%}", f"{float(row['cosine']):.3f}",
+            f"{float(row['millions']):.1f} M", row["kind"], row["adapter"], f"{float(row['after']):.3f}",
+            f"{float(row['over_bf16']):+.2%}", f"{float(row['standard_error']):.2%}", f"{float(row['cosine']):.3f}",
         )
         for row in rows
     ]  # fmt: skip
-    head = ("base", "adapter", "held-out loss", "next to bfloat16", "standard error", "cosine of first gradients")
+    head = ("parameters", "base", "adapter", "held-out loss", "over bfloat16", "standard error", "cosine of gradients")
     return markdown(head, found)
 
 
