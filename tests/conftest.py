@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -34,6 +35,8 @@ def pytest_configure() -> None:
     """Eight simulated devices on the CPU, before anything starts a backend: layouts are tested everywhere."""
     import jax
 
+    sys.dont_write_bytecode = False  # processes of a suite read what the first has compiled
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     jax.config.update("jax_num_cpu_devices", 8)
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 

@@ -6,16 +6,20 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from more_cases import nightly
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 COMPUTES = ("01_quickstart",)  # the others are done as soon as they are compiled
+NIGHTLY = ("04_timeline",)  # cli/test_profile_timeline.py does the same by command
 
 
 @pytest.mark.filterwarnings("default")  # of Jupyter's own event loops
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [nightly(path) if path.stem in NIGHTLY else path for path in NOTEBOOKS], ids=lambda path: path.stem
+)
 def test_notebook_runs(path, monkeypatch):
     if path.stem not in COMPUTES:
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -11,16 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 from lorafusion_jax.modules import register_linear
 
-IDS = jnp.arange(24).reshape(4, 6) % 32
-POSITIONS = jnp.broadcast_to(jnp.arange(6), (4, 6))
-CAUSAL = jnp.broadcast_to(jnp.tril(jnp.ones((6, 6), bool)), (4, 6, 6))
-IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
+IDS = np.arange(24, dtype=np.int32).reshape(4, 6) % 32
+POSITIONS = np.broadcast_to(np.arange(6, dtype=np.int32), (4, 6))
+CAUSAL = np.broadcast_to(np.tril(np.ones((6, 6), bool)), (4, 6, 6))
+IMAGES = np.random.default_rng(0).normal(size=(4, 8, 8, 3)).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

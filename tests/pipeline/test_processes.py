@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
+from more_cases import nightly
 
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
 from lorafusion_jax.cli.status import run_numbers
@@ -34,6 +35,11 @@ TIME_LIMIT_S = 240  # all processes start jax and compile on the cores of one
 NAMES = ("law",)
 MIXED = ("law", "chat")  # of other rank, dropout, targets, optimizer; one ends before the other
 FIRST_PORT = 2**16 - 2**12  # of those from which jax picks by a job's number
+EQUAL = (  # to law, so that they share programs
+    "adapters.chat.lora.rank=4",
+    "adapters.chat.lora.targets=[q_proj, down_proj]",
+    "adapters.chat.optim.name=adamw",
+)
 GLOO = re.compile(r"\[Gloo\]|peer ranks")  # its threads write into each other's lines
 
 
@@ -48,11 +54,12 @@ def mixed_job(tmp_path_factory, deep_base) -> Path:
     return write_mixed_job(tmp_path_factory.mktemp("mixed"), deep_base(False), MIXED)
 
 
-@pytest.fixture(scope="module")
-def one_device(mixed_job, tmp_path_factory, kept_programs):
+@pytest.fixture(scope="module", params=[EQUAL, nightly(())], ids=["equal", "mixed"])
+def one_device(request, mixed_job, tmp_path_factory, kept_programs):
+    """Overrides of the job, and its run on one device."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    assert train(load_config(mixed_job), folder).exit_code == 0
-    return read_trained(folder)
+    assert train(load_config(mixed_job, request.param), folder).exit_code == 0
+    return request.param, read_trained(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +155,12 @@ def signal_under_way(processes: list[subprocess.Popen], run: Path, number: signa
 
 
 def test_processes_do_not_change_the_run(mixed_job, one_device, tmp_path):
+    overrides, whole = one_device
     mesh = ("mesh.data=2", "mesh.stages=2", "mesh.fsdp=2", "mesh.layers=[2, 3]")  # half a layer is a program of its own
-    left = wait(start(2, 4, "train", str(mixed_job), "--out", str(tmp_path / "run"), *mesh, launcher=slurm))
+    out = str(tmp_path / "run")
+    left = wait(start(2, 4, "train", str(mixed_job), "--out", out, *mesh, *overrides, launcher=slurm))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
-    assert_equal(one_device, read_trained(tmp_path / "run"), TOLERANCE)
+    assert_equal(whole, read_trained(tmp_path / "run"), TOLERANCE)
     assert "next: lorafusion export" in left[0].out
     screens = [{line for line in each.out.splitlines() if line and not GLOO.search(line)} for each in left]
     assert all(screens[0].isdisjoint(other) for other in screens[1:]), "one process shows the run"
@@ -186,13 +195,6 @@ def test_a_signal_to_one_process_stops_all_and_one_or_both_go_on(job, uncut, tmp
     left = wait(start(2, 1, "resume", str(again)))
     assert [each.code for each in left] == [0, 0], left[0].err + left[1].err
     assert_equal(uncut, read_trained(again), TOLERANCE)
-
-
-EQUAL = (  # to law, so that they share programs
-    "adapters.chat.lora.rank=4",
-    "adapters.chat.lora.targets=[q_proj, down_proj]",
-    "adapters.chat.optim.name=adamw",
-)
 
 
 @pytest.mark.nightly

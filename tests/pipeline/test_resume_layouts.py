@@ -87,7 +87,7 @@ HALVES = {"stages": 2, "data": 2, "layers": [1.5, 3.5]}
     ("mesh", "overrides"),
     [
         (HALVES, []),
-        (HALVES, ["mesh.data=1", "mesh.stages=1"]),
+        nightly(HALVES, ["mesh.data=1", "mesh.stages=1"]),
         nightly({}, REPLICAS),  # test_a_move_may_be_cut_anywhere makes that move
         ({}, ["mesh.stages=2", "mesh.data=2", "mesh.layers=[1.5, 3.5]"]),
         nightly({}, ["mesh.stages=3", "mesh.layers=[1.5, 2.5, 1]", "train.remat=nothing"]),
