@@ -45,6 +45,7 @@ LOSS = (
     "quantised_loss_h200_2026-11-23/quantised_loss_means.csv",
     "quantised_loss_h200_2026-11-23b/quantised_loss_means.csv",
 )
+DEPTH = "quantised_depth_cpu_2026-11-23/quantised_depth.csv"
 PLANNER, ORDERS, SCALING = "planner_2026-11-22", "planner_2026-11-23", "scaling_2026-11-22"
 NAMES = {"8b": "Llama-3.1-8B", "32b": "Qwen2.5-32B", "70b": "Llama-3.1-70B"}
 LAYER_FORMS = {
@@ -330,6 +331,17 @@ def quantised_loss() -> str:
     return markdown(head, found)
 
 
+def quantised_depth() -> str:
+    """Gradients of adapters on a quantised base against those on its unrounded weights, by depth."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in read_csv(DEPTH):
+        cases.setdefault((row["kind"], row["layers"]), []).append(row["cosine"])
+    found = [
+        (kind, layers, f"{float(all_[0]):.3f}", f"{float(all_[-1]):.3f}") for (kind, layers), all_ in cases.items()
+    ]
+    return markdown(("base", "layers", "cosine in the first layer", "in the last"), sorted(found))
+
+
 def planner() -> str:
     shared, held = read_csv(f"{PLANNER}/workloads.csv"), read_csv(f"{PLANNER}/heldout.csv")
     grown, exact = read_csv(f"{PLANNER}/growth.csv")[-1], read_csv(f"{PLANNER}/exact.csv")
@@ -358,6 +370,6 @@ TABLES: dict[str, Callable[[], str]] = {
     for each in (
         layers, siblings, ops, slower, moved, training, ratios, workloads, idle, batch_sizes, scaling, planner,
         quantised_bases, peers_in_short, peers, sizes, flax_model, adapter_counts,
-        quantised_loss,
+        quantised_loss, quantised_depth,
     )
 }  # fmt: skip
