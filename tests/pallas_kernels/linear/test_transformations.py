@@ -117,7 +117,7 @@ def test_layers_in_a_scan_with_rematerialisation(kind, backend):
 
         @partial(jax.checkpoint, policy=policy)
         def block(h, bank):
-            return jnp.tanh(pk.multi_lora_linear(h, w, *bank, **shared)), None
+            return jnp.tanh(pk.multi_lora_linear(h, w, *bank, **shared) / 8), None
 
         return jax.value_and_grad(lambda x, a, b: (jax.lax.scan(block, x, (a, b))[0] ** 2).sum(), (0, 1, 2))(x, as_, bs)
 
@@ -126,7 +126,7 @@ def test_layers_in_a_scan_with_rematerialisation(kind, backend):
 
     def plain(x, as_, bs):
         for a, b in zip(as_, bs, strict=True):
-            x = jnp.tanh(layer(x, a, b, arguments["tile_adapter"]))
+            x = jnp.tanh(layer(x, a, b, arguments["tile_adapter"]) / 8)
         return (x**2).sum()
 
     want = jax.value_and_grad(plain, (0, 1, 2))(*operands[:3])
@@ -136,7 +136,7 @@ def test_layers_in_a_scan_with_rematerialisation(kind, backend):
         operands = [put(mesh, v, *spec) for v, spec in zip(operands, specs, strict=True)]
     got = jax.jit(step)(*operands)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative(one, other) < 1e-5  # three layers: their roundings add up
+        assert relative(one, other) < 1e-6  # float32; / 8 keeps tanh from its ends, which magnify roundings
 
 
 def test_vmap_on_a_mesh_with_explicit_axes():
