@@ -3,8 +3,8 @@
     python -m benchmarks.quantised_depth --out results/quantised_depth              # a CPU with 32 GB, 4 minutes
     python -m benchmarks.quantised_depth --out build/quantised_depth --small        # to try the script
 
-Random weights and random tokens in float32, so that rounding to the stored kind is the only difference. Rows of
-`quantised_depth.csv` are of a kind and a layer, from the first:
+Random weights and random tokens in float32. The only differences are the rounding of weights to the stored kind and, in
+fp8, of the inputs of products. Rows of `quantised_depth.csv` are of a kind and a layer, from the first:
 
     cosine    of the gradients of all adapters' A and B in the layer to those on the unrounded base
     error     norm of their difference over the norm of the latter

@@ -105,7 +105,7 @@ def _trainable_state(stage: Stage) -> dict[str, Any]:
 
 
 def _state_once(stages: Sequence[Stage]) -> dict[str, Any]:
-    # One array at a time: XLA pins host memory for all that is under way, and devices wait while it does.
+    # One array at a time: XLA pins host memory for all that is under way, which seems to hold up the devices.
     state = gather(stages)
     for stage in stages:
         stage.sums, stage.optimizers, stage.totals = {}, {}, None
