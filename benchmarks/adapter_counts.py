@@ -25,15 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.conditions import conditions
-from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings, TrainSettings
-from lorafusion_jax.config.specs import adapter_spec
-from lorafusion_jax.data.assemble import Microbatch, Piece, Weights, assemble, num_segments, sample_key, stacked
-from lorafusion_jax.layout.extent import Extent
+from benchmarks.stages import draw_adapter, full_microbatch, random_stage
+from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
+from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.leaves import SUMS, place_of, take
-from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
-from lorafusion_jax.pipeline.parts import Parts, StageWeights
 from lorafusion_jax.pipeline.stage import Stage
 
 LAYERS, TOGETHER, DROPOUT, TOLERANCE = 2, 4, 0.1, 1e-5
@@ -97,52 +94,15 @@ class Counts:
             )
             for index in range(count)
         )  # fmt: skip
-        specs = tuple(adapter_spec(adapter) for adapter in adapters)
-        parts = Parts(model=self.model, specs=specs, settings=TrainSettings(), dtype=self.dtype)
-        extent = Extent(0, 2 * LAYERS)
-        stage = Stage(parts, self.frozen(parts, extent), stage_meshes()[0], adapters, remat="gemm_inputs", block=1)
-        first = [self.drawn(parts, number) for number in range(TOGETHER)]
-        stage.start({spec.name: first[seeds.get(index, 0)] for index, spec in enumerate(specs)})
+        stage = random_stage(self.model, adapters, self.dtype)
+        first = [draw_adapter(stage.parts, adapters[number].name, number) for number in range(TOGETHER)]
+        stage.start({adapter.name: first[seeds.get(index, 0)] for index, adapter in enumerate(adapters)})
         held, own = stage.count_elements(), sum(leaf.size for leaf in first[0].values()) * count
         self.say({"what": "stored", "adapters": count, "own": own, **held})
         return stage
 
-    def drawn(self, parts: Parts, seed: int) -> dict[str, np.ndarray]:
-        """Weights of one adapter, B not zero: else dA would be."""
-        rng, shapes = np.random.default_rng(seed), next(iter(parts.own_shapes().values()))
-        return {name: rng.standard_normal(shape, np.float32) / 64 for name, shape in shapes.items()}
-
-    def frozen(self, parts: Parts, extent: Extent) -> StageWeights:
-        def random(number: int, shape: tuple[int, ...]) -> jax.Array:
-            if len(shape) == 1:
-                return jnp.ones(shape, self.dtype)
-            return jax.random.normal(jax.random.key(number), shape, self.dtype) * shape[0] ** -0.5
-
-        shapes = parts.frozen_shapes()
-        pieces: list[Any] = [
-            {name: random(number + 100 * layer, shape) for number, (name, shape) in enumerate(shapes.items())}
-            for layer in range(LAYERS)
-        ]
-        table = random(999, (self.model.vocab_size, self.model.hidden_size))
-        norm = random(0, (self.model.hidden_size,))
-        return StageWeights(extent=extent, pieces=pieces, embed=table, norm=norm, head=table)
-
     def batch(self, adapters: Sequence[int]) -> Microbatch:
-        """A full microbatch of these adapters, two samples each."""
-        rng, length = np.random.default_rng(0), self.tokens // (2 * len(adapters))
-        pieces = [
-            Piece(
-                adapter,
-                rng.integers(0, self.model.vocab_size, length).astype(np.int32),
-                np.arange(length) > 0,
-                Weights(1 / length),
-                sample_key(0, sample),
-            )
-            for adapter in adapters
-            for sample in range(2)
-        ]
-        sizes = {"capacity_tokens": self.tokens, "tile_tokens": self.tile, "max_adapters": len(adapters)}
-        return stacked([assemble(pieces, max_segments=num_segments(len(pieces)), **sizes)])
+        return full_microbatch(self.model, adapters, tokens=self.tokens, tile=self.tile)
 
     def one_batch(self, count: int, stage: Stage) -> dict[str, np.ndarray]:
         """Losses and gradient sums of the chosen adapters after one microbatch of them."""

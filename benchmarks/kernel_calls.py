@@ -65,12 +65,15 @@ def draw(seed, dtypes, tiles, most_tiles, ranks, features, projections):
     return arguments, [normal(rows, n) for n in widths]
 
 
-def draw_case(*, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloat16", bias=False, single=False):
+def draw_case(
+    *, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloat16", bias=False, single=False, own=None
+):
     """Draws a call of given sizes, with mixed tiles of all adapters, one tile of padding, and different dropout rates.
 
     Args:
         rate: adapters have this rate, half of it, or none; 0: no dropout.
         single: uses the op of one adapter, without a table.
+        own: rank of each adapter; None: all have the largest.
     """
     random = np.random.default_rng(0)
     normal = partial(_normal, random, dtype=dtype)
@@ -93,6 +96,7 @@ def draw_case(*, rows, num_in, tile, adapters, ranks, widths, rate, dtype="bfloa
         "tile_adapter": None if single else jnp.asarray(table, jnp.int32),
         "scale": jnp.linspace(0.5, 2.0, adapters),
         "dropout": dropout,
+        "ranks": None if own is None else jnp.asarray(own, jnp.int32),
     }
     return arguments, [normal(rows, n) for n in widths]
 

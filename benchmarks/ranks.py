@@ -4,8 +4,8 @@
     python -m benchmarks.ranks --out /tmp/ranks --small                            # any machine: does it run?
 
 The linears of a decoder layer of Qwen3-8B's shape, 8192 tokens, forward and backward, dropout 0.1, four adapters.
-"before" is the same call when more than 64 ranks of a call go to XLA. Then results are compared with those of the XLA
-form in float32: ranks 1 to 256 in one call, and 300 adapters.
+"first 16" is the same call when the fused kernels take the first 16 of large ranks. Then results are compared with
+those of the XLA form in float32: ranks 1 to 256 in one call, and 300 adapters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -34,16 +35,24 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks.conditions import conditions
+from benchmarks.stages import draw_adapter, full_microbatch, random_stage
+from lorafusion_jax.config.schema import AdapterConfig, DataSettings, LoraSettings
+from lorafusion_jax.models import ModelConfig
+from lorafusion_jax.pipeline.move import to_stage
+from lorafusion_jax.pipeline.stage import Stage
 from pallas_kernels import policy
 from pallas_kernels.dropout import mix32
+from pallas_kernels.linear.chunks import make_chunks
+from pallas_kernels.linear.hopper.da import DropDaConfig, drop_da, drop_da_config
+from pallas_kernels.linear.hopper.down import DropDownConfig, drop_down, drop_down_config
+from pallas_kernels.linear.hopper.tiling import ROWS, fit
 from pallas_kernels.linear.passes import load
-from pallas_kernels.linear.passes.config import ExtraConfig
+from pallas_kernels.linear.passes.config import ExtraConfig, extra_config
 from pallas_kernels.mlp.xla import silu_gate
 from pallas_kernels.tuning.timing import time_calls
 
-PARTS = ("layers", "profile", "check", "tiles")
+PARTS = ("microbatches", "layers", "profile", "check", "tiles", "hopper")
 RATE, TILE, BF16 = 0.1, 128, 1e-2
-UPS = 8  # one after another, as they write in place: a single one would be timed with a copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +74,13 @@ class Sizes:
 class Case:
     name: str
     ranks: tuple[int, ...]  # of the adapters; none: frozen
-    first: str = ""  # ranks that the fused kernels take: "all", as before, or "16", also where 64 would fit
+    first: str = ""  # "16": the fused kernels take the first 16 ranks of each call also where all ranks are large
 
     def policy(self):
         """A context in which the policy decides so."""
 
         def first_ranks(shape):
-            fits = self.first == "all" or shape.joint_rank <= policy.MAX_RANK
+            fits = shape.joint_rank <= policy.MAX_RANK
             return shape.ranks if fits else tuple(min(rank, policy.MIN_RANK) for rank in shape.ranks)
 
         return mock.patch.object(policy, "first_ranks", first_ranks) if self.first else contextlib.nullcontext()
@@ -81,16 +90,12 @@ BASE = Case(name="4 x r16", ranks=(16,) * 4)
 MIXED = (16, 16, 16, 128)
 CASES = (  # most telling first
     BASE,
-    Case(name="3 x r16, r128", ranks=MIXED),
     Case(name="4 x r128", ranks=(128,) * 4),
     Case(name="frozen", ranks=()),
     Case(name="4 x r256", ranks=(256,) * 4),
-    Case(name="4 x r64", ranks=(64,) * 4),
-    Case(name="4 x r64, first 16", ranks=(64,) * 4, first="16"),
-    Case(name="3 x r16, r128 before", ranks=MIXED, first="all"),
-    Case(name="4 x r128 before", ranks=(128,) * 4, first="all"),
-    Case(name="3 x r16, r64", ranks=(16, 16, 16, 64)),
-    Case(name="3 x r16, r64, first 16", ranks=(16, 16, 16, 64), first="16"),
+    Case(name="3 x r16, r128", ranks=MIXED),
+    Case(name="4 x r128, first 16", ranks=(128,) * 4, first="16"),
+    Case(name="4 x r256, first 16", ranks=(256,) * 4, first="16"),
 )
 LARGEST = 256
 
@@ -133,9 +138,11 @@ def main() -> int:
     recorder = Recorder(options.out, options.seconds)
     recorder.add(part="conditions", **conditions())
     sizes = Sizes(tokens=2048, width=256, kv=128, inner=512) if options.small else Sizes()
+    if "microbatches" in options.parts:
+        microbatches(recorder, sizes, options.small)
     compiled = layers(recorder, sizes, options.small) if "layers" in options.parts else {}
     if "profile" in options.parts:
-        for name in ("4 x r16", "3 x r16, r128", "4 x r128"):
+        for name in ("4 x r16", "4 x r128"):
             if name in compiled:
                 recorder.attempt(f"profile {name}", functools.partial(profile, recorder, name, *compiled[name]))
     compiled.clear()
@@ -143,6 +150,8 @@ def main() -> int:
         check(recorder, small=options.small)
     if "tiles" in options.parts:
         sweep(recorder, sizes, options.small)
+    if "hopper" in options.parts and jax.default_backend() == "gpu":
+        hopper_passes(recorder, sizes)
     return 0
 
 
@@ -162,7 +171,8 @@ def check(recorder: Recorder, *, small: bool) -> None:
         sizes = Sizes(tokens=tokens, width=1024, kv=512, inner=2048)
         if small:
             sizes = Sizes(tokens=tokens, width=256, kv=128, inner=256)
-        for given in (True, False) if name == "mlp" else (True,):
+        # not given, all count as the largest: the call is then one of large ranks alone
+        for given in (True,) if name == "300 adapters" else (True, False):
             errors = check_one(ranks, sizes, tile, sites, given, implementation)
             wrong = {n: e for n, e in errors.items() if not e < BF16}
             recorder.add(part="check", name=name, ranks_given=given, worst=max(errors.values()), wrong=wrong)
@@ -329,6 +339,52 @@ def frozen(sites, x, w) -> tuple[jax.Array, ...]:
     return tuple(x @ each for each in w)
 
 
+# --- the trainer's own programs ----------------------------------------------------------------------------------
+
+
+def microbatches(recorder: Recorder, sizes: Sizes, small: bool) -> None:
+    """A microbatch of 8192 tokens in the trainer, over one of four adapters of rank 16.
+
+    A ninth of Qwen3-8B: four of its layers and as much of its vocabulary.
+    """
+    heads = {"num_heads": 4, "num_kv_heads": 2} if small else {"num_heads": 32, "num_kv_heads": 8}
+    model = ModelConfig(
+        family="qwen3", vocab_size=512 if small else 16896, num_layers=4, hidden_size=sizes.width,
+        intermediate_size=sizes.inner, head_dim=sizes.width // heads["num_heads"], **heads,
+    )  # fmt: skip
+    cases = {case.name: case.ranks for case in CASES if case.ranks and not case.first}
+    tokens, dtype = (512, jnp.float32) if small else (sizes.tokens, jnp.bfloat16)
+
+    def start(ranks: Sequence[int]) -> tuple[Stage, Any]:
+        adapters = tuple(
+            AdapterConfig(
+                name=f"a{index}", data=DataSettings(train="-"), seed=index,
+                lora=LoraSettings(rank=rank, alpha=2 * rank, dropout=RATE),
+            )
+            for index, rank in enumerate(ranks)
+        )  # fmt: skip
+        stage = random_stage(model, adapters, dtype)
+        stage.start({adapter.name: draw_adapter(stage.parts, adapter.name, 0) for adapter in adapters})
+        batch = to_stage(full_microbatch(model, range(len(ranks)), tokens=tokens, tile=TILE), stage.mesh)
+        stage.time_passes(batch)
+        return stage, batch
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        works = [(f"microbatch {name}", functools.partial(start, ranks)) for name, ranks in cases.items()]
+        started = dict(zip(cases, pool.map(lambda work: recorder.attempt(*work), works), strict=True))
+    recorder.add(part="microbatches compiled")
+    times: dict[str, list[float]] = {name: [] for name, found in started.items() if found is not None}
+    for _ in range(2 if small else 15):
+        for name, own in times.items():
+            stage, batch = started[name]
+            own.append(sum(stage.time_passes(batch)))
+    medians = {name: statistics.median(own) for name, own in times.items()}
+    for name, median in medians.items():
+        ratio = round(median / medians[BASE.name], 4) if BASE.name in medians else None
+        spread = [round(1e3 * float(each), 2) for each in np.percentile(times[name], (20, 80))]
+        recorder.add(part="microbatch", name=name, over_r16=ratio, ms=round(1e3 * median, 2), p20_p80_ms=spread)
+
+
 # --- where the time goes -----------------------------------------------------------------------------------------
 
 
@@ -361,80 +417,195 @@ def profile(recorder: Recorder, name: str, fn, arrays, runs: int = 5) -> None:
 # --- tiles of the extra products ---------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One product with extra ranks, of all rows.
+
+    Attributes:
+        kind: "down" is S or dS, "up" a part of y or dx, "sums" dA or dB.
+        side: "x" has masks, "dy" has none.
+    """
+
+    kind: str
+    side: str
+    features: int
+    rank: int  # of all its projections
+
+
+def products(sizes: Sizes) -> list[Product]:
+    """Those of a layer with adapters of rank 128."""
+    d, f = sizes.width, sizes.inner
+    inputs = ((d, 128), (d, 256), (d, 384), (f, 128))  # o; gate and up; q, k and v; down
+    outputs = ((sizes.kv, 128), (d, 128), (f, 128))
+    return [
+        Product(kind=kind, side=side, features=features, rank=rank)
+        for kind in ("down", "sums", "up")
+        for side, sites in (("x", inputs), ("dy", outputs))
+        for features, rank in sites
+    ]
+
+
+def candidates(product: Product, tokens: int) -> list[ExtraConfig]:
+    masked = product.side == "x"
+    base = extra_config(tokens, product.features, product.rank, TILE, kind=product.kind, masked=masked)
+    if product.kind == "down":
+        changes = [
+            {}, {"num_stages": 4}, {"num_stages": 2}, {"block_m": 128}, {"block_m": 32, "num_stages": 4},
+            {"block_t": 64, "num_warps": 4}, {"block_t": 64, "num_warps": 4, "num_stages": 4},
+            {"block_t": 64, "block_m": 128, "num_warps": 4}, {"split": max(1, base.split // 2)},
+            {"split": base.split * 2},
+        ]  # fmt: skip
+        if product.rank == 256:
+            changes += [{"ranks": 256}, {"ranks": 256, "split": base.split * 2}, {"ranks": 256, "block_t": 64}]
+    elif product.kind == "sums":
+        changes = [
+            {}, {"num_stages": 4}, {"num_stages": 2}, {"num_warps": 4}, {"sum_rows": 128}, {"sum_rows": 32},
+            {"sum_rows": 128, "num_stages": 2}, {"block_m": 64, "num_warps": 4}, {"block_m": 256},
+            {"blocks_per_chunk": base.blocks_per_chunk // 2}, {"blocks_per_chunk": base.blocks_per_chunk * 2},
+        ]  # fmt: skip
+        if product.rank == 256:
+            changes += [{"ranks": 256, "block_m": 64}, {"ranks": 256}]
+        for change in changes:
+            if "sum_rows" in change:
+                change["blocks_per_chunk"] = base.blocks_per_chunk * base.sum_rows // change["sum_rows"]
+    else:
+        changes = [
+            {}, {"num_stages": 1}, {"num_stages": 2}, {"num_warps": 4}, {"block_t": 64, "num_warps": 4},
+            {"block_m": 256}, {"block_m": 64, "num_warps": 4}, {"block_t": 64, "block_m": 256},
+        ]  # fmt: skip
+    return [dataclasses.replace(base, **change) for change in changes]
+
+
 def sweep(recorder: Recorder, sizes: Sizes, small: bool) -> None:
-    """Tiles of the three products with extra ranks; all rows have 128 of them."""
-    tokens, rank = sizes.tokens, 128
-    shapes = {"down": (sizes.width, sizes.inner), "up": (sizes.width, sizes.inner), "sums": (sizes.width, sizes.inner)}
-    tiles = {
-        "down": [
-            ExtraConfig(block_m=64, split=4), ExtraConfig(block_m=64, split=4, num_stages=4),
-            ExtraConfig(block_m=64, split=8), ExtraConfig(block_m=128, split=4, num_stages=2),
-            ExtraConfig(block_t=64, block_m=64, split=4, num_warps=4),
-            ExtraConfig(block_t=64, block_m=128, split=2, num_warps=4),
-        ],
-        "up": [
-            ExtraConfig(), ExtraConfig(num_stages=1), ExtraConfig(num_warps=4), ExtraConfig(block_t=64, num_warps=4),
-            ExtraConfig(block_m=256), ExtraConfig(block_m=64, num_warps=4),
-        ],
-        "sums": [
-            ExtraConfig(), ExtraConfig(num_stages=4), ExtraConfig(blocks_per_chunk=8),
-            ExtraConfig(blocks_per_chunk=32), ExtraConfig(sum_rows=128, blocks_per_chunk=8), ExtraConfig(num_warps=4),
-            ExtraConfig(block_m=256, num_warps=8),
-        ],
-    }  # fmt: skip
-    for kind, widths in shapes.items():
-        for features in widths:
-            if recorder.left_s < 20:
-                return
-            calls = {}
+    """Tiles of the three products with extra ranks; all rows have 128 of them in each projection."""
+    tokens, found = sizes.tokens, {}
+    listed = products(sizes)
 
-            def compile_one(config, kind=kind, features=features, calls=calls):
-                calls[config] = one_product(kind, config, tokens, features, rank)
+    def compile_one(product: Product, config: ExtraConfig) -> None:
+        compiled = recorder.attempt(f"{product} {config}", lambda: one_product(product, config, tokens))
+        if compiled is not None:
+            found[product, config] = compiled
 
-            with ThreadPoolExecutor(8) as pool:
-                for config in tiles[kind][: 2 if small else None]:
-                    pool.submit(recorder.attempt, f"{kind} {config}", functools.partial(compile_one, config))
-            named = {str(config): call for config, call in calls.items()}
-            timings = time_calls(named, rounds=5, round_s=0.001 if small else 0.005)
-            for config in calls:
-                us = timings[str(config)].p50_us / (UPS if kind == "up" else 1)
-                own = dataclasses.asdict(config)
-                recorder.add(part="tiles", kind=kind, features=features, us=round(us, 1), config=own)
+    with ThreadPoolExecutor(14) as pool:
+        for product in listed:
+            for config in candidates(product, tokens)[: 1 if small else None]:
+                pool.submit(compile_one, product, config)
+    recorder.add(part="tiles compiled", count=len(found))
+    for product in listed:
+        calls = {str(config): call for (other, config), call in found.items() if other == product}
+        timings = time_calls(calls, rounds=5, round_s=0.001 if small else 0.004)
+        for other, config in found:
+            if other == product:
+                us = timings[str(config)].p50_us
+                row = dataclasses.asdict(product) | {"us": round(us, 1), "config": dataclasses.asdict(config)}
+                recorder.add(part="tiles", **row)
 
 
-def one_product(kind: str, config: ExtraConfig, tokens: int, features: int, rank: int):
-    from pallas_kernels.linear.chunks import make_chunks
-
+def one_product(product: Product, config: ExtraConfig, tokens: int):
     key, interpret = jax.random.key(0), jax.default_backend() != "gpu"
-    x, s = (jax.random.normal(key, (tokens, n), jnp.bfloat16) for n in (features, rank))
-    bank = jax.random.normal(key, (4, features, rank), jnp.bfloat16)
-    bits = jax.random.bits(key, (tokens, -(-features // 256), 8))
+    features, rank, masked = product.features, product.rank, product.side == "x"
+
+    @jax.jit
+    def make():
+        x, s = (jax.random.normal(key, (tokens, n), jnp.bfloat16) for n in (features, rank))
+        bank = jax.random.normal(key, (4, features, rank), jnp.bfloat16)
+        bits = jax.random.bits(key, (tokens, -(-features // 256), 8))
+        return x, s, bank if masked else bank.swapaxes(1, 2), bits if masked else None
+
+    x, s, bank, bits = make()
 
     def tables(rows):
         blocks = tokens // rows
         return (jnp.arange(blocks) * 4 // blocks).astype(jnp.int32), jnp.full(blocks, rank // 64, jnp.int32)
 
-    def down(x, bank, bits):
+    def down(x, s, bank, bits):
         owner, active = tables(config.block_t)
-        return load().extra_down(x, bank, owner, active, bits, transposed=False, config=config, interpret=interpret)
+        return load().extra_down(
+            x, bank, owner, active, bits, transposed=not masked, config=config, interpret=interpret
+        )
 
     def up(x, s, bank, bits):
         owner, active = tables(config.block_t)
-        for _ in range(UPS):
-            x = load().extra_up(
-                x, s, bank, owner, active, bits, first=0, stride=1, transposed=True, config=config, interpret=interpret
-            )
-        return x
+        return load().extra_up(
+            None, s, bank, owner, active, bits, first=0, stride=1, transposed=masked, config=config, interpret=interpret
+        )
 
-    def sums(x, s, bits):
+    def sums(x, s, bank, bits):
         owner, _ = tables(config.sum_rows)
         chunks = make_chunks(owner, 4, config.blocks_per_chunk, single=False)
         active = jnp.full(chunks.adapter.shape, rank // 64, jnp.int32)
         chunks = dataclasses.replace(chunks, count=jnp.where(chunks.adapter < 4, chunks.count, 0))
         return load().extra_sums(x, s, chunks, active, bits, config=config, interpret=interpret)
 
-    given = {"down": (x, bank, bits), "up": (x, s, bank, bits), "sums": (x, s, bits)}[kind]
-    fn = jax.jit({"down": down, "up": up, "sums": sums}[kind]).lower(*given).compile()
+    work = {"down": down, "up": up, "sums": sums}[product.kind]
+    fn = jax.jit(work).lower(x, s, bank, bits).compile()
+    jax.block_until_ready(fn(x, s, bank, bits))
+    return fn, [(x, s, bank, bits)]
+
+
+# --- Hopper's passes over x at these ranks -----------------------------------------------------------------------
+
+
+def hopper_passes(recorder: Recorder, sizes: Sizes) -> None:
+    """What the passes of small ranks take at large ones: S with keep bits, and dA with the low-rank part of dx."""
+    found = {}
+
+    def compile_one(features: int, rank: int, config: DropDownConfig | DropDaConfig) -> None:
+        name = f"{type(config).__name__} {features} {rank} {config}"
+        compiled = recorder.attempt(name, lambda: one_hopper_pass(config, sizes.tokens, features, rank))
+        if compiled is not None:
+            found[features, rank, config] = compiled
+
+    with ThreadPoolExecutor(14) as pool:
+        for features, rank in ((sizes.width, 128), (sizes.width, 256), (sizes.inner, 128)):
+            for config in hopper_candidates(sizes.tokens, features, rank):
+                if fit(config, rank) == config:
+                    pool.submit(compile_one, features, rank, config)
+    timings = time_calls({str(key): call for key, call in found.items()}, rounds=5, round_s=0.004)
+    for key in found:
+        features, rank, config = key
+        own = dataclasses.asdict(config)
+        us = round(timings[str(key)].p50_us, 1)
+        recorder.add(part="hopper", kind=type(config).__name__, features=features, rank=rank, us=us, config=own)
+
+
+def hopper_candidates(tokens: int, features: int, rank: int) -> list[DropDownConfig | DropDaConfig]:
+    down, da = drop_down_config(tokens, features), drop_da_config(tokens, features, rank)
+    downs = [
+        {"split_k": split, "block_k": width, "stages": stages}
+        for split in (down.split_k, 2 * down.split_k)
+        for width, stages in ((128, 2), (128, 3), (64, 3), (64, 4))
+    ]
+    das = [
+        {"blocks_per_chunk": size, "block_k": width, "stages": stages}
+        for size in (da.blocks_per_chunk, da.blocks_per_chunk // 2)
+        for width, stages in ((128, 2), (128, 3), (64, 2), (64, 3))
+        if width * rank <= 2**14
+    ]
+    return [dataclasses.replace(down, **each) for each in downs] + [dataclasses.replace(da, **each) for each in das]
+
+
+def one_hopper_pass(config: DropDownConfig | DropDaConfig, tokens: int, features: int, rank: int):
+    @jax.jit
+    def make():
+        key = jax.random.key(0)
+        x, ds = (jax.random.normal(key, shape, jnp.bfloat16) for shape in ((tokens, features), (rank, tokens)))
+        bank = jax.random.normal(key, (5, rank, features), jnp.bfloat16)
+        return x, ds, bank, jax.random.bits(key, (tokens, features // 256, 8))
+
+    blocks = tokens // ROWS
+    owner = (jnp.arange(blocks) * 4 // blocks).astype(jnp.int32)
+    numbers = jnp.arange(4, dtype=jnp.uint32)
+    dropout = pk.Dropout(rate=jnp.full(4, RATE), key=numbers, row_key=jnp.arange(tokens, dtype=jnp.uint32))
+
+    def run(x, ds, bank, bits):
+        if isinstance(config, DropDownConfig):
+            return drop_down(x, bank, owner, dropout, config=config)
+        chunks = make_chunks(owner, 4, config.blocks_per_chunk, single=False)
+        return drop_da(x, ds, bits, chunks, bank, rank=rank, config=config)
+
+    given = make()
+    fn = jax.jit(run).lower(*given).compile()
     jax.block_until_ready(fn(*given))
     return fn, [given]
 

@@ -56,6 +56,7 @@ class LinearShape:
         rows: T.
         out_features, ranks: of each projection; rank 0 means no LoRA.
         tile: rows of a tile, which belong to one adapter.
+        least_rank: what every adapter is known to have at least; 0 where nothing is known.
         dtype: of the input.
 
     Example:
@@ -70,6 +71,7 @@ class LinearShape:
     ranks: tuple[int, ...]
     tile: int
     adapters: int = 1
+    least_rank: int = 0
     dropout: bool = False
     dtype: str = "bfloat16"
 
@@ -151,6 +153,8 @@ def _preferred_by_rule(shape: LinearShape, *, hopper: bool, num_sms: int) -> tup
     if shape.dtype not in HALF_TYPES or shape.rows < MIN_ROWS or min(shape.in_features, widest) < MIN_FEATURES:
         return (XLA,)
     rank = joint_rank(first_ranks(shape))
+    if not rank:  # plain products
+        return (HOPPER, XLA)
     if rank > MAX_RANK:
         return (XLA,)
     costly = shape.dropout or (shape.adapters > 1 and rank >= COSTLY_RANK)
@@ -161,6 +165,7 @@ def _preferred_by_rule(shape: LinearShape, *, hopper: bool, num_sms: int) -> tup
 def first_ranks(shape: LinearShape) -> tuple[int, ...]:
     """Ranks of each projection that Hopper's fused kernels take; the others are `linear.extra_ranks`'s.
 
+    None where all adapters have large ranks: what the kernels fuse is then less than what splitting the ranks costs.
     Siblings of up to 64 ranks each, too many together, are called one by one instead: see `split_is_faster`.
 
     Example:
@@ -170,6 +175,8 @@ def first_ranks(shape: LinearShape) -> tuple[int, ...]:
     """
     if max(map(padded_rank, shape.ranks), default=0) <= MAX_RANK:
         return shape.ranks
+    if min(shape.least_rank, *filter(None, shape.ranks)) > MAX_RANK:
+        return (0,) * len(shape.ranks)
     return tuple(min(rank, MIN_RANK) for rank in shape.ranks)
 
 
@@ -238,6 +245,8 @@ def mlp_unsupported_reason(gate_up: LinearShape, down: LinearShape) -> str | Non
     """Why Hopper's passes at the gate cannot serve an MLP whose projections the Hopper backend serves."""
     if len(gate_up.with_lora) < 2 or not down.with_lora:
         return "a projection has no LoRA"
+    if not any(first_ranks(gate_up)) or not any(first_ranks(down)):
+        return "all adapters have large ranks, whose work is in passes of its own"
     if down.in_features % MLP_WIDTH_MULTIPLE:
         return f"{down.in_features} features behind the gate: it needs a multiple of {MLP_WIDTH_MULTIPLE}"
     return None

@@ -92,6 +92,13 @@ def select_projections(ops: Operands, numbers: Sequence[int]) -> Operands:
     return dataclasses.replace(ops, **lists)
 
 
+def _least_rank(static: Static, ops: Operands) -> int:
+    """What every adapter has at least, as far as is known while tracing."""
+    if static.ranks is not None:
+        return min(static.ranks)
+    return max((ops.lora(i)[0].shape[2] for i in ops.with_lora), default=0) if ops.ranks is None else 0
+
+
 def linear_shape(static: Static, ops: Operands) -> LinearShape:
     """The sizes by which `policy` decides."""
     rows, num_in = ops.x.shape
@@ -102,6 +109,7 @@ def linear_shape(static: Static, ops: Operands) -> LinearShape:
         ranks=tuple(0 if a is None else a.shape[2] for a in ops.as_),
         tile=static.tile,
         adapters=static.num_adapters,
+        least_rank=_least_rank(static, ops),
         dropout=ops.dropout is not None,
         dtype=str(ops.x.dtype),
     )

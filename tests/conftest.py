@@ -41,6 +41,7 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 20, 20)  # tracing makes millions of objects that live; looking through them costs a tenth
 
 
+@pytest.hookimpl(optionalhook=True)  # tests run without xdist, too
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait, for a signal or for another process."""
     return (os.cpu_count() or 1) + 1

@@ -192,8 +192,8 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if _mlp_is_one_op(problem) and policy.has_extra_ranks(site_shape(problem, "down")):
-        mlp += item * T * F  # silu(gate) · up once more, for their gradient
+    if problem.packed_bits and policy.has_extra_ranks(site_shape(problem, "down")):
+        mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
     )  # cuDNN sums dq in float32, ours does not
@@ -432,9 +432,16 @@ def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
         ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
         tile=problem.tile_tokens,
         adapters=len(problem.adapters),
+        least_rank=_least_rank(problem),
         dropout=any(spec.dropout for spec in problem.adapters),
         dtype=_dtype(problem),
     )
+
+
+def _least_rank(problem: MemoryProblem) -> int:
+    """What programs know of the ranks in a microbatch: those of other adapters of the job differ only as numbers."""
+    ranks = {spec.rank for spec in problem.adapters}
+    return min(ranks) if len(ranks) == 1 else 0
 
 
 def _dtype(problem: MemoryProblem) -> str:

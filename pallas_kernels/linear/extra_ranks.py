@@ -1,7 +1,7 @@
 """Ranks beyond those that the fused kernels take: LoRA of rank 128 is LoRA of its first 16 ranks and of 112 more.
 
-The fused kernels serve the first ranks of all adapters.  The extra ones add their part to what those return, visiting
-only the row tiles whose adapter has any:
+The fused kernels serve the first ranks of all adapters, or none where all adapters have large ranks.  The extra ones
+add their part to what those return, visiting only the row tiles whose adapter has any:
 
     forward    S = drop(x) A           S and dS hold the blocks of 64 ranks of all projections, block by block: those
                y += S (scale B)        that a tile has are the first ones
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.dropout import inverse_keep
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.chunks import Chunks, make_chunks
-from pallas_kernels.linear.passes.config import ExtraConfig, extra_config
+from pallas_kernels.linear.passes.config import ExtraConfig, ExtraKind, extra_config
 from pallas_kernels.policy import RANK_BLOCK, extra_blocks
 from pallas_kernels.problem import Operands, Static
 from pallas_kernels.tiles import spread
@@ -37,8 +37,8 @@ def split_ranks(static: Static, ops: Operands, first: int) -> tuple[Operands, Ex
     if not numbers:
         return ops, None
     cut = {
-        "as_": tuple(None if a is None else a[:, :, :first] for a in ops.as_),
-        "bs": tuple(None if b is None else b[:, :first] for b in ops.bs),
+        "as_": tuple(a[:, :, :first] if a is not None and first else None for a in ops.as_),
+        "bs": tuple(b[:, :first] if b is not None and first else None for b in ops.bs),
     }
     return dataclasses.replace(ops, **cut), ExtraRanks(static=static, ops=ops, first=first, numbers=numbers)
 
@@ -102,6 +102,14 @@ class ExtraRanks:
         db = sums.reshape(*sums.shape[:2], -1, dy.shape[1]).swapaxes(1, 2).reshape(sums.shape[0], -1, dy.shape[1])
         return ds, db[:, : self._width(i)]
 
+    def gradients(
+        self, s: jax.Array, bits: jax.Array | None, dys: Sequence[jax.Array]
+    ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
+        """dS of all projections, and dA and dB by projection number."""
+        sides = {i: self.output_side(i, s, dys[i]) for i in self.numbers}
+        ds = self.join([ds for ds, _ in sides.values()])
+        return ds, self.input_side(self.ops.x, ds, bits), {i: db for i, (_, db) in sides.items()}
+
     def join(self, dss: Sequence[jax.Array]) -> jax.Array:
         """dS of all projections, in the order of S."""
         if len(dss) == 1:
@@ -130,12 +138,14 @@ class ExtraRanks:
         extra_dbs: dict[int, jax.Array],
     ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:  # fmt: skip
         """dA and dB of all ranks."""
+        if not self.first:
+            return extra_das, extra_dbs
         whole_das = {i: jnp.concatenate([das[i], da], axis=2) for i, da in extra_das.items()}
         whole_dbs = {i: jnp.concatenate([dbs[i], db], axis=1) for i, db in extra_dbs.items()}
         return das | whole_das, dbs | whole_dbs
 
     def _down(self, x: jax.Array, bank: jax.Array, bits: jax.Array | None, *, transposed: bool, projections: int):
-        config = self._config(x.shape[1], projections, wide=False)
+        config = self._config(x.shape[1], projections, kind="down", masked=bits is not None)
         owner, active = self._tables(config.block_t, projections)
         interpret = self.static.interpret
         return passes.load().extra_down(
@@ -153,7 +163,8 @@ class ExtraRanks:
         transposed: bool,
         **options,
     ):
-        config = self._config(bank.shape[1 if transposed else 2], projections, wide=True)
+        features = bank.shape[1 if transposed else 2]
+        config = self._config(features, projections, kind="up", masked=bits is not None)
         owner, active = self._tables(config.block_t, projections)
         interpret = self.static.interpret
         return passes.load().extra_up(
@@ -165,7 +176,8 @@ class ExtraRanks:
         transposed: bool,
     ) -> jax.Array:  # fmt: skip
         """[A, groups * M, ranks of a group], or [A, ranks of a group, groups * M] transposed."""
-        config, interpret = self._config(x.shape[1], projections, wide=True), self.static.interpret
+        config = self._config(x.shape[1], projections, kind="sums", masked=bits is not None)
+        interpret = self.static.interpret
         chunks, active = self._chunks(config, projections)
         partials = passes.load().extra_sums(x, s, chunks, active, bits, config=config, interpret=interpret)
         partials = partials.reshape(len(partials), -1, config.ranks)
@@ -174,9 +186,9 @@ class ExtraRanks:
         )
         return sums
 
-    def _config(self, num_features: int, projections: int, *, wide: bool) -> ExtraConfig:
+    def _config(self, num_features: int, projections: int, *, kind: ExtraKind, masked: bool) -> ExtraConfig:
         rank = self.blocks * projections * RANK_BLOCK
-        return extra_config(self.ops.x.shape[0], num_features, rank, self.static.tile, wide=wide)
+        return extra_config(self.ops.x.shape[0], num_features, rank, self.static.tile, kind=kind, masked=masked)
 
     def _width(self, i: int) -> int:
         return self.ops.lora(i)[0].shape[2] - self.first

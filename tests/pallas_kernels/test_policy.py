@@ -68,6 +68,18 @@ def test_one_large_adapter_leaves_the_fused_kernels_their_first_ranks():
     assert not policy.has_extra_ranks(dataclasses.replace(siblings, ranks=(16, 16, 16)))
 
 
+def test_the_fused_kernels_take_no_ranks_where_all_adapters_have_large_ones():
+    large = dataclasses.replace(LAYER, out_features=(4096, 1024), ranks=(128, 100), least_rank=100)
+    assert policy.first_ranks(large) == (0, 0)
+    assert policy.columns_of_s(large) == 2 * 2 * 64
+    assert policy.preferred(large, hopper=True)[0] == "pallas_mosaic_gpu"
+    for other in ({"least_rank": 64}, {"least_rank": 0}, {"ranks": (128, 16)}):
+        assert max(policy.first_ranks(dataclasses.replace(large, **other))) == 16
+    gate_up = dataclasses.replace(LAYER, out_features=(14336, 14336), ranks=(128, 128), least_rank=128)
+    down = dataclasses.replace(LAYER, in_features=14336, ranks=(128,), least_rank=128)
+    assert not policy.mlp_is_fused(gate_up, down, None, hopper=True)
+
+
 def test_the_mlp_is_one_op_where_both_calls_prefer_hopper_or_it_is_asked_for():
     gate_up = dataclasses.replace(LAYER, out_features=(14336, 14336), ranks=(16, 16))
     down = dataclasses.replace(LAYER, in_features=14336)

@@ -249,13 +249,15 @@ def test_gated_array_is_saved_unless_the_mlp_is_one_op():
         assert gated(adapters=(some, rest)) == 2 * T * F
         rest = replace(rest, targets=(left_out,))
         assert gated(adapters=(some, rest)) is None  # together they have all three
-    for rank, size in ((32, None), (33, 2 * T * F), (256, None)):  # 33: gate and up are called one by one
-        assert gated(adapters=(AdapterSpec(name="law", rank=rank, alpha=8),)) == size
+    # 33: gate and up are called one by one; 256: plain products
+    for ranks, size in (((32,), None), ((33,), 2 * T * F), ((16, 256), None), ((256, 256), 2 * T * F)):
+        adapters = tuple(AdapterSpec(name=f"a{rank}", rank=rank, alpha=8) for rank in ranks)
+        assert gated(adapters=adapters) == size
 
 
 def test_extra_ranks_make_the_gated_array_again_for_their_gradient():
     def backward(rank):
-        specs = (AdapterSpec(name="law", rank=rank, alpha=8),)
+        specs = tuple(AdapterSpec(name=f"a{each}", rank=each, alpha=8) for each in (16, rank))
         return working_memory(problem(LLAMA_8B, tokens=8192, adapters=specs), 0)["backward"]
 
     own = (backward(256) - backward(128)) / 128  # of a rank: its gradients

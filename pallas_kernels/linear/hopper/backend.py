@@ -6,6 +6,7 @@ T packed tokens · K in features · N out features · R padded rank · A adapter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,8 @@ def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections, another one of extra ranks) and the packed keep bits."""
     ops, extra = first_and_extra(static, refuse_vmap(ops))
     prepared = prepare(static, ops)
+    if extra is not None and not ops.with_lora:
+        return _forward_of_extra(prepared, extra)
     s, bits = input_pass(prepared) if ops.with_lora else (None, None)
     ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
     if extra is None:
@@ -81,10 +84,22 @@ def forward(static: Static, ops: Operands):
     return tuple(extra.up(i, y, s_extra) for i, y in enumerate(ys)), (s, s_extra), bits
 
 
+def _forward_of_extra(prepared: Prepared, extra: ExtraRanks):
+    """The same where the fused kernels take no ranks: plain products that add to the low-rank part."""
+    ops = prepared.ops
+    bits = named_bits(split_graph.keep_bits(prepared))
+    s = named_s(extra.down(ops.x, bits))
+    ys = [extra.matmul(i, ops.x, w.astype(ops.x.dtype), s) for i, w in enumerate(ops.arrays)]
+    return tuple(map(add_bias, ys, ops.biases)), (s,), bits
+
+
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
     """Returns dx, and dA and dB (float32) by projection number."""
     ops, extra = first_and_extra(static, ops)
     prepared = prepare(static, ops)
+    if extra is not None and not ops.with_lora:
+        ds, das, dbs = extra.gradients(ss[0], bits, dys)
+        return add_products(prepared, dys, extra.add_dx(None, ds, bits)), das, dbs
     partials, dbs = output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
     das, dx = gradients_from_ds(prepared, partials, bits, dys)
     return (dx, das, dbs) if extra is None else add_extra(extra, ss[1], bits, dys, dx, das, dbs)
@@ -92,11 +107,8 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
 
 def add_extra(extra: ExtraRanks, s: jax.Array, bits: jax.Array | None, dys, dx: jax.Array, das, dbs):
     """dx, dA and dB of all ranks, from those of the first ones."""
-    sides = {i: extra.output_side(i, s, dys[i]) for i in extra.numbers}
-    ds = extra.join([ds for ds, _ in sides.values()])
-    extra_das = extra.input_side(extra.ops.x, ds, bits)
-    das, dbs = extra.with_first(das, dbs, extra_das, {i: db for i, (_, db) in sides.items()})
-    return extra.add_dx(dx, ds, bits), das, dbs
+    ds, extra_das, extra_dbs = extra.gradients(s, bits, dys)
+    return extra.add_dx(dx, ds, bits), *extra.with_first(das, dbs, extra_das, extra_dbs)
 
 
 def output_passes(prepared: Prepared, s: jax.Array, dys) -> tuple[list[jax.Array], dict[int, jax.Array]]:
@@ -122,11 +134,16 @@ def gradients_from_ds(prepared: Prepared, ds_partials: Sequence[jax.Array], bits
                 prepared, dys[fused], ops.arrays[fused], ds, prepared.bank_a(), _dx_config(prepared, fused),
                 transposed=True, bits=bits,
             )  # fmt: skip
-    for i, (dy, w) in enumerate(zip(dys, ops.arrays, strict=True)):
-        if i != fused:
+    return das, add_products(prepared, dys, dx, without=fused)
+
+
+def add_products(prepared: Prepared, dys, dx: jax.Array | float, *, without: int | None = None) -> jax.Array:
+    """dx with dY W^T of all projections but one added."""
+    for i, (dy, w) in enumerate(zip(dys, prepared.ops.arrays, strict=True)):
+        if i != without:
             # product first: only there does XLA let cuBLAS add to what comes second (see `device.compiler_options`)
             dx = jnp.matmul(dy, w.astype(dy.dtype).T) + dx
-    return das, dx
+    return cast(jax.Array, dx)
 
 
 def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:
@@ -201,7 +218,10 @@ def project(prepared: Prepared, i: int, s: jax.Array | None) -> jax.Array:
             prepared, ops.x, ops.arrays[i], s, prepared.bank_b(i), _forward_config(prepared, i),
             transposed=False, low_offset=layout.offsets[i],
         )  # fmt: skip
-    bias = ops.biases[i]
+    return add_bias(y, ops.biases[i])
+
+
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else y + bias.astype(y.dtype)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import product
+from typing import Literal
 
 from pallas_kernels.device import shared_memory_bytes
 from pallas_kernels.dropout import WORDS
@@ -68,6 +69,9 @@ class DsdbConfig:
         return item * (operands + self.chunk * rank) + 4 * self.block_n * rank
 
 
+type ExtraKind = Literal["down", "up", "sums"]  # S and dS; parts of y and dx; dA and dB
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraConfig:
     """Of the three products with extra ranks.
@@ -87,24 +91,28 @@ class ExtraConfig:
     num_stages: int = 3
 
 
-def extra_config(num_rows: int, num_features: int, rank: int, tile: int, *, wide: bool) -> ExtraConfig:
+def extra_config(
+    num_rows: int, num_features: int, rank: int, tile: int, *, kind: ExtraKind, masked: bool
+) -> ExtraConfig:
     """Tiles of one of the products.
 
     Args:
-        wide: its result is as wide as a layer, or a sum over rows; otherwise it is S or dS.
+        masked: whether x or dx has a dropout mask. Where a tile is masked before it is multiplied, half as many warps
+            were up to 1.6 times as fast (`benchmarks/results/ranks_h200_2026-11-24`).
     """
-    block_t = row_block(tile, 128)
     ranks = min(rank & -rank, 128)
-    if wide:
-        size = max(1, min(num_rows // 8, 512 if num_features <= 2048 else 1024) // min(block_t, 64))
-        return ExtraConfig(
-            block_t=block_t, block_m=row_block(num_features, 128), ranks=ranks, sum_rows=min(block_t, 64),
-            blocks_per_chunk=size,
-        )  # fmt: skip
-    block_m = row_block(num_features, 64)
-    programs = num_rows // block_t * (rank // ranks)
-    split = split_loop(programs, num_features // block_m, wanted=2 * HOPPER_SMS)
-    return ExtraConfig(block_t=block_t, block_m=block_m, ranks=ranks, split=split)
+    if kind == "down":
+        rows, warps = (64, 4) if masked else (128, 8)
+        block_t, block_m = row_block(tile, rows), row_block(num_features, 64)
+        programs = num_rows // row_block(tile, 128) * (rank // ranks)
+        split = split_loop(programs, num_features // block_m, wanted=2 * HOPPER_SMS)
+        return ExtraConfig(block_t=block_t, block_m=block_m, ranks=ranks, split=split, num_warps=warps)
+    block_t, block_m = row_block(tile, 128), row_block(num_features, 128)
+    if kind == "up":
+        return ExtraConfig(block_t=block_t, block_m=block_m)
+    sum_rows = min(block_t, 64)
+    size = max(1, min(num_rows // 8, 512 if num_features <= 2048 else 1024) // sum_rows)
+    return ExtraConfig(block_m=block_m, ranks=ranks, sum_rows=sum_rows, blocks_per_chunk=size, num_warps=4)
 
 
 def down_config(num_rows: int, num_in: int, rank: int, tile: int) -> DownConfig:

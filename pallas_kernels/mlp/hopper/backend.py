@@ -100,7 +100,7 @@ def forward(static: Static, ops: Operands, down: Operands) -> tuple[jax.Array, R
         ss = (s, named_s(extra.down(ops.x, bits)))
         wide = _with_extra_ranks(prepared, extra, ss[1])
     gate, up = (
-        checkpoint_name(_add_bias(y, bias), name)
+        checkpoint_name(backend.add_bias(y, bias), name)
         for y, bias, name in zip(wide, ops.biases, ("gate", "up"), strict=True)
     )
     down, extra_down = backend.first_and_extra(static, dataclasses.replace(down, x=gate))
@@ -255,7 +255,3 @@ def _wide_config(prepared: Prepared, prepared_down: Prepared) -> WideGateConfig 
 def _places(prepared: Prepared) -> Places:
     layout = prepared.layout
     return (layout.offsets[GATE], layout.ranks[GATE]), (layout.offsets[UP], layout.ranks[UP])
-
-
-def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return y if bias is None else y + bias.astype(y.dtype)

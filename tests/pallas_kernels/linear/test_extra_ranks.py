@@ -3,6 +3,7 @@
 The passes are interpreted, and compared with sums in float64.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from more_cases import nightly
 from pallas_kernels.dropout import Dropout, inverse_keep, keep_mask, keep_words
 from pallas_kernels.linear import passes
 from pallas_kernels.linear.extra_ranks import split_ranks
+from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.passes import pallas, xla
-from pallas_kernels.problem import Operands, Static
+from pallas_kernels.policy import first_ranks
+from pallas_kernels.problem import Operands, Static, linear_shape, select_projections
 
 FIRST, TILE, K, WIDTHS = 16, 64, 128, (128, 64, 64)
 SEVERAL = (1, 16, 17, 40, 81, 130, 256)
@@ -69,7 +72,7 @@ def evaluated(name, static, ops, dys):
     return {"y": ys, "dx": dx, "da": extra.input_side(ops.x, ds, bits), "db": {i: db for i, (_, db) in sides.items()}}
 
 
-def formula(ops, dys):
+def formula(ops, dys, first=FIRST):
     """The same in float64."""
     wide = functools.partial(np.asarray, dtype=np.float64)
     rows = np.repeat(np.asarray(ops.tile_adapter), TILE)
@@ -78,7 +81,7 @@ def formula(ops, dys):
     scale, has = wide(ops.scale)[owner][:, None], (rows >= 0)[:, None]
     ys, dx, das, dbs = [np.zeros_like(dy) for dy in dys], np.zeros(ops.x.shape), {}, {}
     for i in range(2):
-        a, b, dy = wide(ops.as_[i])[:, :, FIRST:], wide(ops.bs[i])[:, FIRST:], wide(dys[i])
+        a, b, dy = wide(ops.as_[i])[:, :, first:], wide(ops.bs[i])[:, first:], wide(dys[i])
         s = has * np.einsum("tk,tkr->tr", factor * wide(ops.x), a[owner])
         ds = has * scale * np.einsum("tn,trn->tr", dy, b[owner])
         ys[i] = scale * np.einsum("tr,trn->tn", s, b[owner])
@@ -139,6 +142,31 @@ def test_rows_of_small_adapters_are_not_visited(implementation):
     }
     changed = evaluated(implementation, static, ops.__class__(**{**fields(ops), **wrong}), dys)
     jax.tree.map(np.testing.assert_array_equal, changed, evaluated(implementation, static, ops, dys))
+
+
+def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(implementation):
+    ranks = (70, 130, 256)
+    static, ops, dys = drawn(ranks)
+    static, dys = dataclasses.replace(static, ranks=ranks), dys[:2]
+    random = np.random.default_rng(1)
+    ws = tuple(jnp.asarray(random.normal(size=(K, n)), jnp.float32) for n in WIDTHS)
+    biases = (jnp.asarray(random.normal(size=WIDTHS[0]), jnp.float32), None, None)
+    ops = select_projections(dataclasses.replace(ops, ws=ws, biases=biases), (0, 1))
+    assert first_ranks(linear_shape(static, ops)) == (0, 0)
+
+    @jax.jit
+    def run(ops, dys):
+        ys, ss, bits = backend.forward(static, ops)
+        dx, das, dbs = backend.backward(static, ops, ss, bits, dys)
+        return {"y": list(ys), "dx": dx, "da": das, "db": dbs}
+
+    want = formula(ops, dys, first=0)
+    wide = functools.partial(np.asarray, dtype=np.float64)
+    want["y"] = [low + wide(ops.x) @ wide(w) for low, w in zip(want["y"], ops.ws, strict=True)]
+    want["y"][0] += wide(biases[0])
+    want["dx"] += sum(wide(dy) @ wide(w).T for dy, w in zip(dys, ops.ws, strict=True))
+    for path, each in jax.tree_util.tree_leaves_with_path(jax.tree.map(relative, run(ops, dys), want)):
+        assert each < 1e-5, (jax.tree_util.keystr(path), each)
 
 
 def relative(got, want) -> float:

@@ -13,7 +13,8 @@ SIZES = {"rows": 2048, "num_in": 1024, "tile": 128, "adapters": 2, "ranks": (16,
 PLAIN = {"rate": 0.0}
 ONE = {"adapters": 1, "single": True}
 ODD = {"num_in": 1000, "widths": (300,)}
-LARGE = {"ranks": (256,), "tile": 64}  # the first ranks in the products, the others in passes of their own
+LARGE = {"ranks": (256,), "tile": 64}  # plain products, and passes of all ranks
+MIXED = LARGE | {"own": (16, 256)}  # the first ranks in the products, the others in passes of their own
 QKV = {"ranks": (16, 16, 16), "widths": (1024, 256, 256)}
 
 # what differs from SIZES, Triton's kernels, and Hopper's (Triton's, Mosaic's) or words of its unsupported_reason
@@ -21,9 +22,11 @@ CASES = {
     "float16": ({"dtype": "float16"}, 9, (5, 4)),
     "float32": ({"dtype": "float32"}, 9, "x is float32"),
     "float32, rank 256": ({"dtype": "float32", "ranks": (256,)}, 9, "x is float32"),
-    "rank 256": (LARGE, 9, (13, 4)),
-    "rank 256, plain": (LARGE | PLAIN, 8, (14, 2)),
-    "rank 256, tall tiles": (LARGE | {"tile": 128}, 9, (13, 4)),
+    "rank 256": (LARGE, 9, (9, 0)),
+    "rank 256, plain": (LARGE | PLAIN, 8, (8, 0)),
+    "ranks 16 and 256": (MIXED, 9, (13, 4)),
+    "ranks 16 and 256, plain": (MIXED | PLAIN, 8, (14, 2)),
+    "ranks 16 and 256, tall tiles": (MIXED | {"tile": 128}, 9, (13, 4)),
     "bias": ({"bias": True}, 9, (5, 4)),
     "odd features": (ODD, 9, "1000 in features: it needs a multiple of 128"),
     "odd features, plain": (ODD | PLAIN, 8, "1000 in features"),
@@ -46,7 +49,7 @@ def lower(device, backend, changes) -> tuple[int, int]:
 
 
 # other cases combine the same parts, and Hopper has a backend of its own
-TRITON_PARTS = {"float16", "rank 256, plain", "rank 256, tall tiles", "odd features", "siblings"}
+TRITON_PARTS = {"float16", "rank 256, plain", "ranks 16 and 256, tall tiles", "odd features", "siblings"}
 TRITON_PARTS |= {"one adapter", "one adapter, bias", "one adapter, odd rows"}
 
 
@@ -57,7 +60,16 @@ def test_triton_kernels(device, case):
     assert lower(device, "pallas_triton", changes) == (kernels, 0)
 
 
-PARTS = {"float16", "rank 256", "bias", "one adapter", "one adapter, plain", "siblings", "siblings, plain"}
+PARTS = {
+    "float16",
+    "rank 256, plain",
+    "ranks 16 and 256",
+    "bias",
+    "one adapter",
+    "one adapter, plain",
+    "siblings",
+    "siblings, plain",
+}
 
 
 @pytest.mark.parametrize("case", mostly_nightly(CASES, CASES.keys() - PARTS))  # other cases combine the same parts
