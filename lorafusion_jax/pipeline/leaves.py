@@ -24,6 +24,9 @@ from lorafusion_jax.modules.spec import AdapterSpec
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
 LAYERS = "layers."  # prefix of the names of leaves
+# Windows from this size on are added one by one, each by a kernel that moves its bytes once. Smaller ones are added by
+# one kernel with atomic sums: a launch takes about as long as moving a megabyte.
+LARGE_WINDOW = 2**20
 WEIGHTS, SUMS = 1, 2  # number of axes before those of one layer: weights are [L, ...], sums [R, L, ...]
 
 
@@ -163,6 +166,11 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Ar
     first, width = window
     own = own if at.has_rank else own[:, None]
     own = jnp.where(_inside(at, width, sums.ndim - SUMS), own, 0.0)[:, None, None]
+    if own[0].nbytes >= LARGE_WINDOW:
+        for start, each in zip(_starts(sums.ndim, SUMS, at, layer, first), own, strict=True):
+            before = lax.dynamic_slice(sums, start, each.shape)
+            sums = lax.dynamic_update_slice(sums, before + each, start)
+        return sums
     axes = tuple(range(sums.ndim))
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(axis + 1 for axis in axes), inserted_window_dims=(), scatter_dims_to_operand_dims=axes

@@ -23,6 +23,7 @@ from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.pipeline import leaves
 from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
@@ -160,9 +161,11 @@ SPECS = (
 Q = f"{LAYERS}self_attn.q_proj."
 
 
+@pytest.mark.parametrize("large_window", [0, 2**20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("leaf", ["lora_a", "lora_b"])
-def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(leaf):
+def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf, large_window):
     """Thin and wide are in it, in places 0 and 2; place 1 is empty. Middle's numbers are not finite."""
+    monkeypatch.setattr(leaves, "LARGE_WINDOW", large_window)
     columns, rng = all_columns(SPECS), np.random.default_rng(0)
     at, inside = columns[Q + leaf], (lambda rank: (5, rank)) if leaf == "lora_a" else (lambda rank: (rank, 5))
     own = [{Q + leaf: rng.normal(size=(2, *inside(spec.rank))).astype(np.float32)} for spec in SPECS]
@@ -180,7 +183,8 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(leaf):
     gradient[1] = np.nan
     if leaf == "lora_a":
         gradient[0, :, 1:] = np.nan  # beyond its own rank
-    added = jax.jit(add, static_argnums=1)(arrays[Q + leaf][None], at, jnp.int32(1), window, gradient)
+    program = jax.jit(lambda sums, *given: add(sums, at, *given))
+    added = program(arrays[Q + leaf][None], jnp.int32(1), window, gradient)
     after = [
         take_adapter({Q + leaf: at}, {Q + leaf: np.asarray(added)}, index, lead=2)[Q + leaf][0] for index in range(3)
     ]
