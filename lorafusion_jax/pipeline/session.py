@@ -194,14 +194,14 @@ class Session:
         """Evaluates an adapter on its held-out data."""
         return self._evaluator(name)
 
-    def snapshot(self, names: Sequence[str]) -> Snapshot:
-        """Copies the current trainable state, and the weights of some adapters. Collective over processes.
+    def snapshot(self) -> Snapshot:
+        """Copies the current trainable state. Collective over processes.
 
         Training may continue at once: arrays that it overwrites or donates are copied.
         """
         self.executor.wait_dispatched()
         with self.executor.blaming(None, None):
-            return self._snapshots.take({name: self._places[name] for name in names})
+            return self._snapshots.take()
 
     def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool = False) -> None:
         """Continues from the state of a `snapshot`, on this or another layout.

@@ -2,42 +2,69 @@
 
 The devices copy the state, which takes milliseconds, and the copy is transferred to the host later. If a device lacks
 memory for the copy, the state is transferred while training waits.
+
+The copy is made of parts, which are transferred in turn. XLA transfers an array through pinned memory of its size, from
+which a callback of CUDA copies it. Other callbacks, without which no microbatch gets to the device, wait meanwhile.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lorafusion_jax.pipeline.move import to_host
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
-from lorafusion_jax.pipeline.state import adapter_arrays, gather
+from lorafusion_jax.pipeline.state import gather
 
 CHANGING = ("lora", "sums", "optimizers", "totals", "alive")  # attributes of a stage
 SPARE = 0.03  # share of a device's memory to leave free, because of fragmentation
+PART = 64 * 2**20  # bytes of a part on one device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Functions that wait for the copy and return it on the host. Any thread may call them, in any order.
+    """The trainable state at one moment.
 
-    Attributes:
-        state: see `state.gather`. Call it once: it frees the copies of sums and optimizers.
-        adapters: weights by adapter, see `state.adapter_arrays`.
+    Args:
+        read: waits for the copy and returns it on the host, see `state.gather`.
         on_devices: whether the copy is on the devices; otherwise it is on the host.
     """
 
-    state: Callable[[], dict[str, Any]]
-    adapters: Mapping[str, Callable[[], dict[str, np.ndarray]]]
-    on_devices: bool
+    def __init__(self, read: Callable[[], dict[str, Any]], *, on_devices: bool):
+        self._read: Callable[[], dict[str, Any]] | None = read
+        self._weights: dict[str, dict[str, np.ndarray]] = {}
+        self.on_devices = on_devices
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state. Call it once: it frees the copy, and keeps only the weights."""
+        assert self._read is not None, "a snapshot is read once"
+        arrays, self._read = self._read(), None
+        self._weights = arrays["lora"]
+        return arrays
+
+    def adapter(self, name: str) -> dict[str, np.ndarray]:
+        """Returns an adapter's weights after `state` was called: "layers.self_attn.q_proj.lora_a" → [L, K, r]."""
+        return self._weights[name]
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """An array that was cut along an axis. Not a pytree."""
+
+    parts: list[jax.Array]
+    axis: int
+
+    def read(self) -> np.ndarray:
+        held = [to_host(part) for part in self.parts]  # each is here before the next one is transferred
+        return held[0] if len(held) == 1 else np.concatenate(held, self.axis)
 
 
 class Snapshots:
@@ -56,25 +83,17 @@ class Snapshots:
         for stage in self._stages:
             self._program(_trainable_state(stage))
 
-    def take(self, places: Mapping[str, int]) -> Snapshot:
-        """Copies the state. The weights of the adapters in `places` (name → place) can be read separately.
+    def take(self) -> Snapshot:
+        """Copies the state.
 
-        With several processes, reading an array may be a collective, which needs one order. Then the copy is read
+        With several processes, reading an array may be a collective, which needs one order. Then the state is read
         before this returns, and all processes must call it.
         """
-        has_room = self._has_room()
-        stages = [self._copy_stage(stage) for stage in self._stages] if has_room else self._stages
-        state = partial(_state_once, stages) if has_room else partial(gather, stages)
-        adapters = {name: partial(_adapter, stages, place) for name, place in places.items()}
-        if has_room and jax.process_count() == 1:
-            return Snapshot(state=state, adapters=adapters, on_devices=True)
-        own = {name: read() for name, read in adapters.items()}  # before `state`, which frees the copy
-        held = state()
-        return Snapshot(
-            state=lambda: held,
-            adapters={name: partial(own.__getitem__, name) for name in own},
-            on_devices=False,
-        )
+        if jax.process_count() == 1 and self._has_room():
+            copies = [self._copy_stage(stage) for stage in self._stages]
+            return Snapshot(partial(gather, copies, read=InParts.read), on_devices=True)
+        held = gather(self._stages)
+        return Snapshot(lambda: held, on_devices=False)
 
     def _has_room(self) -> bool:
         if self._free is None:
@@ -84,19 +103,27 @@ class Snapshots:
 
     def _copy_stage(self, stage: Stage) -> Stage:
         arrays = _trainable_state(stage)
-        view = copy.copy(stage)
-        for name, array in self._program(arrays)(arrays).items():
-            setattr(view, name, array)
+        view, parts = copy.copy(stage), self._program(arrays)(arrays)
+        in_parts = jax.tree.map(lambda leaf, own: InParts(own, _cuts(leaf)[0]), arrays, parts)
+        for name, tree in in_parts.items():
+            setattr(view, name, tree)
         return view
 
     def _program(self, arrays: dict[str, Any]) -> Callable[[Any], Any]:
+        """Returns the program that copies arrays, each to a list of parts."""
         leaves, structure = jax.tree.flatten(arrays)
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
-            places = jax.tree.map(lambda leaf: leaf.sharding, arrays)
+            cuts = [_cuts(leaf) for leaf in leaves]
+            places = [[leaf.sharding] * count for leaf, (_, count) in zip(leaves, cuts, strict=True)]
+
             # A function of its own: jax keeps programs of a function for as long as the function lives.
-            copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)
-            self._programs[key] = copies.lower(arrays).compile()
+            def copies(tree: Any) -> Any:
+                own = zip(jax.tree.leaves(tree), cuts, strict=True)
+                return structure.unflatten([_cut(leaf, axis, count) for leaf, (axis, count) in own])
+
+            program = jax.jit(copies, out_shardings=structure.unflatten(places))
+            self._programs[key] = program.lower(arrays).compile()
         return self._programs[key]
 
 
@@ -104,16 +131,18 @@ def _trainable_state(stage: Stage) -> dict[str, Any]:
     return {name: getattr(stage, name) for name in CHANGING}
 
 
-def _state_once(stages: Sequence[Stage]) -> dict[str, Any]:
-    # One array at a time: XLA pins host memory for all that is under way, which seems to hold up the devices.
-    state = gather(stages)
-    for stage in stages:
-        stage.sums, stage.optimizers, stage.totals = {}, {}, None
-    return state
+def _cuts(leaf: jax.Array) -> tuple[int, int]:
+    """Returns along which axis, and into how many parts, an array is cut: the longest that each device has whole."""
+    here = leaf.sharding.shard_shape(leaf.shape)
+    whole = [axis for axis in range(leaf.ndim) if here[axis] == leaf.shape[axis]]
+    if not whole:
+        return 0, 1
+    axis = max(whole, key=lambda axis: here[axis])
+    return axis, max(1, min(here[axis], ceil(prod(here) * leaf.dtype.itemsize / PART)))
 
 
-def _adapter(stages: Sequence[Stage], place: int) -> dict[str, np.ndarray]:
-    return adapter_arrays([stage.adapter(place) for stage in stages])
+def _cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
+    return jnp.array_split(leaf, count, axis) if count > 1 else [jnp.copy(leaf)]
 
 
 def _device_bytes(arrays: Any) -> int:

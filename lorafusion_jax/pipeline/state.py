@@ -7,7 +7,7 @@ L layers · A adapters · R replicas · r an adapter's rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,15 @@ from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.move import replicate, to_host, to_stage
 from lorafusion_jax.pipeline.stage import Stage
 
+type Read = Callable[[Any], np.ndarray]
 type Own = dict[str, dict[str, np.ndarray]]  # adapter -> leaf -> array
 
 
-def gather(stages: Sequence[Stage]) -> dict[str, Any]:
+def gather(stages: Sequence[Stage], *, read: Read = to_host) -> dict[str, Any]:
     """Collects weights, sums and optimizers of all stages. Collective over processes.
+
+    Args:
+        read: returns an array of a stage on the host. Called for one array after another.
 
     Returns:
         By adapter: lora [L, K, r] and sums [R, L, K, r] by leaf, and optimizers; loss [R, A], alive [A]; metrics [R, A]
@@ -34,13 +38,13 @@ def gather(stages: Sequence[Stage]) -> dict[str, Any]:
     assert last.totals is not None
     loss, metrics = _split_loss(last.totals)
     arrays = {
-        "lora": _own_arrays(stages, [stage.lora for stage in stages], lead=lv.WEIGHTS),
-        "sums": _own_arrays(stages, [stage.sums for stage in stages], lead=lv.SUMS),
-        "loss": to_host(loss),
-        "alive": to_host(stages[0].alive),
-        "optimizers": _concatenate([stage.optimizers for stage in stages]),
+        "lora": _own_arrays(stages, [stage.lora for stage in stages], lv.WEIGHTS, read),
+        "sums": _own_arrays(stages, [stage.sums for stage in stages], lv.SUMS, read),
+        "loss": read(loss),
+        "alive": read(stages[0].alive),
+        "optimizers": _concatenate([stage.optimizers for stage in stages], read),
     }
-    return arrays | ({"metrics": jax.tree.map(to_host, metrics)} if metrics else {})
+    return arrays | ({"metrics": jax.tree.map(read, metrics)} if metrics else {})
 
 
 def scatter(stages: Sequence[Stage], arrays: dict[str, Any]) -> None:
@@ -98,8 +102,8 @@ def adapter_arrays(parts: Sequence[lv.Leaves]) -> dict[str, np.ndarray]:
     return _concatenate(list(parts))
 
 
-def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], *, lead: int) -> Own:
-    columns, hosts = stages[0].parts.columns, [jax.tree.map(to_host, tree) for tree in trees]
+def _own_arrays(stages: Sequence[Stage], trees: Sequence[lv.Leaves], lead: int, read: Read) -> Own:
+    columns, hosts = stages[0].parts.columns, [jax.tree.map(read, tree) for tree in trees]
 
     def own(index: int) -> dict[str, np.ndarray]:
         parts = [lv.take_adapter(columns, host, index, lead=lead) for host in hosts]
@@ -132,9 +136,9 @@ def _of_stage(extent: Extent, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _concatenate(trees: list[Any]) -> Any:
-    def join(*leaves: jax.Array) -> np.ndarray:
-        held = [to_host(leaf) for leaf in leaves]
+def _concatenate(trees: list[Any], read: Read = to_host) -> Any:
+    def join(*leaves: Any) -> np.ndarray:
+        held = [read(leaf) for leaf in leaves]
         return np.concatenate(held) if held[0].ndim and len(held) > 1 else held[0]
 
     return jax.tree.map(join, *trees)

@@ -7,6 +7,7 @@ written and its folder is renamed, when orbax is done, and the adapters' folders
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from lorafusion_jax.checkpoint.store import StateStore
@@ -64,7 +65,7 @@ class Saver:
 
     def _start_save(self, progress: Progress, began: float) -> None:
         running = {own.name: own for own in progress.adapters.values() if own.status == "running" and own.step}
-        snapshot = self._session.snapshot(list(running))
+        snapshot = self._session.snapshot()
         slot, position, state, paused = progress.slot, progress.position(), snapshot.state, time.perf_counter() - began
 
         def write() -> None:
@@ -83,4 +84,4 @@ class Saver:
 
         self._queue.submit(write, on_done)
         for name, own in running.items():
-            self._exports.submit_running(own, slot, snapshot.adapters[name])
+            self._exports.submit_running(own, slot, partial(snapshot.adapter, name))
