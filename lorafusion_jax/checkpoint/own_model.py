@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save
 
 from lorafusion_jax.adapters.kind import adapter_kind
 from lorafusion_jax.checkpoint.new_folder import new_folder
@@ -23,6 +22,7 @@ from lorafusion_jax.config.peft_config import CONFIG_FILE, config_of, describe, 
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.weights import adapter_arrays, adapter_names, adapter_spec, put_adapter_arrays
+from lorafusion_jax.tensor_file import write_tensors
 
 type Keys = Mapping[str, str] | Callable[[str], str] | None
 PREFIX = "base_model.model."  # of PEFT's names
@@ -80,7 +80,7 @@ def save_peft(
     described = config_of(dataclasses.replace(spec, targets=targets), base_name) | {"task_type": task_type}
     with new_folder(folder) as draft:
         (draft / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        (draft / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+        write_tensors(draft / TENSOR_FILE, tensors)
     return Path(folder)
 
 

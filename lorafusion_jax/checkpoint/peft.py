@@ -13,7 +13,6 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
@@ -26,6 +25,7 @@ from lorafusion_jax.config.peft_folder import KEY, PREFIX, TENSOR_FILE
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 
 
@@ -66,12 +66,11 @@ def export_adapter(
     arrays = take_adapter(lora_leaves, spec, index)
     check_finite(arrays, spec)
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    tensors = {key: array.astype(kept) for key, array in peft_tensors(arrays).items()}
+    tensors = {key: array.astype(kept, copy=False) for key, array in peft_tensors(arrays).items()}
     with new_folder(to_dir, replace=replace) as folder:
         said = json.dumps(config_of(spec, base_name, base_quantize, base_revision), indent=2)
         (folder / CONFIG_FILE).write_text(said + "\n", encoding="utf-8")
-        # save_file would make the file readable by its owner only, and would hide the system's error
-        (folder / TENSOR_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+        write_tensors(folder / TENSOR_FILE, tensors)
         _check_copy(folder, spec, tensors)
         if finish is not None:
             finish(folder)

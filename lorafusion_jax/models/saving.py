@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from ..errors import CheckpointError, RunError
+from ..tensor_file import bytes_of, header_of
 from .checkpoint import INDEX, SINGLE
 from .decoder import Decoder
 from .naming import Tensor, frozen_tensors
@@ -27,7 +27,6 @@ COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
-_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 Edit = Callable[[str, jax.Array], jax.Array]
 
 
@@ -111,7 +110,7 @@ class _Writer:
         x = np.asarray((x.T if tensor.transposed else x).astype(self.dtype_of(tensor)))
         if x.shape != tensor.shape:
             raise ValueError(f"edit gave {tensor.name} the shape {x.shape}, not {tensor.shape}")
-        file.write(np.ascontiguousarray(x).view(np.uint8).data)
+        file.write(bytes_of(x))
 
 
 def _write_companions(model: Decoder, draft: Path, source: Path | None, dtype: Any) -> None:
@@ -154,16 +153,8 @@ def _shards(tensors: Sequence[Tensor], writer: _Writer, shard_bytes: int) -> lis
 
 def _write_file(path: Path, tensors: Sequence[Tensor], writer: _Writer) -> None:
     """Writes a safetensors file: length of the header, header as JSON, tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + writer.num_bytes(tensor)
-        code = _CODES[writer.dtype_of(tensor).name]
-        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header_of((tensor.name, writer.dtype_of(tensor), tensor.shape) for tensor in tensors))
         for tensor in tensors:
             writer.write(tensor, file)
         file.flush()

@@ -1,0 +1,55 @@
+"""Writes safetensors files tensor by tensor.
+
+The library's own `save` copies all tensors twice without letting other threads run: 0.6 s for an adapter of 1 GB, and a
+run that saves does not dispatch meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes the file that PyTorch's libraries read, with the bytes of the library's `save`.
+
+    >>> import tempfile
+    >>> from safetensors.numpy import load_file
+    >>> file = Path(tempfile.mkdtemp()) / "two.safetensors"
+    >>> write_tensors(file, {"b": np.ones(2, np.float32), "a": np.zeros((1, 3), np.float32)})
+    >>> {name: tensor.shape for name, tensor in load_file(file).items()}
+    {'a': (1, 3), 'b': (2,)}
+    """
+    in_order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    with path.open("wb") as file:
+        file.write(header_of((name, tensor.dtype, tensor.shape) for name, tensor in in_order))
+        for _, tensor in in_order:
+            file.write(bytes_of(tensor))
+
+
+def header_of(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
+    """Returns the start of a file: the length of the header, and the header as JSON.
+
+    Args:
+        tensors: name, dtype and shape, in the order in which they follow.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + int(np.prod(shape)) * dtype.itemsize
+        entries[name] = {"dtype": CODES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: np.ndarray) -> memoryview:
+    """Returns the bytes of a tensor in C order, without a copy where it has that order."""
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
