@@ -6,8 +6,9 @@
 
 Six layers of Llama-3.1-8B's shape with random weights, four adapters of rank 512. First a short run is resumed from its
 first checkpoint and has to end in the same bytes. Then a run saves every minute: wall time between the first slots and
-the last, pauses, and microbatches while a checkpoint is written beside those while none is. Rows are written as they
-come; a case that fails leaves its error.
+the last, pauses, and microbatches while a checkpoint is written beside those while none is. `lost_share` is the time
+beyond that of usual microbatches: pauses, and whatever a save delays. Rows are written as they come; a case that fails
+leaves its error.
 """
 
 from __future__ import annotations
@@ -109,16 +110,21 @@ def measure(work: Path, every_minutes: float, stop_after: float | None) -> dict:
     run = work / "run"
     settings = f"save.every_minutes={every_minutes}", "save.keep=1", "train.log_every_s=0"
     train(work, "run", *settings, stop_after=stop_after)
-    saved = rows_of(run, "events.jsonl", "saved")
+    return summary(run, rows_of(run, "events.jsonl", "saved")[:-1])  # without the save at the end
+
+
+def summary(run: Path, saved: list[dict]) -> dict:
+    """What the slots of a run say about these saves."""
     slots = slots_of(run)[WARM_SLOTS:]
     wall_s = slots[-1]["time"] - slots[0]["time"]
-    writing = [(row["time"] - row["seconds"], row["time"]) for row in saved[:-1]]
+    writing = [(row["time"] - row["seconds"], row["time"]) for row in saved]
     pairs = [(b["time"], b["time"] - a["time"], b["slot"] - a["slot"]) for a, b in pairwise(slots)]
     each = {True: [], False: []}
     for at, seconds, count in pairs:
         if count:
             each[any(begin < at < end for begin, end in writing)].append(seconds / count)
-    paused_s = sum(row["paused_s"] for row in saved[:-1])
+    paused_s = sum(row["paused_s"] for row in saved)
+    usual_s = statistics.median(each[False])
     return {
         "trainable": rows_of(run, "events.jsonl", "started")[0]["trainable"],
         "wall_s": round(wall_s, 2),
@@ -126,7 +132,9 @@ def measure(work: Path, every_minutes: float, stop_after: float | None) -> dict:
         "paused_share": round(paused_s / wall_s, 5),
         "saves": [{key: row[key] for key in ("slot", "seconds", "paused_s")} for row in saved],
         "slot_s_writing": statistics.median(each[True]) if each[True] else None,
-        "slot_s_otherwise": statistics.median(each[False]) if each[False] else None,
+        "slot_s_otherwise": usual_s,
+        "longest_slot_s": round(max(each[True] + each[False]), 3),
+        "lost_share": round(1 - usual_s * (slots[-1]["slot"] - slots[0]["slot"]) / wall_s, 4),  # of all time
         "shown": {key: slots[-1][key] for key in ("useful_tokens_per_s", "processed_tokens_per_s", "paused_s")},
         "processed_per_wall_s": round((slots[-1]["slot"] - slots[0]["slot"]) / wall_s, 4),
     }

@@ -75,17 +75,23 @@ def select_backend(shape: LinearShape, implementation: str | None = None) -> str
 
 
 def norm_case(*, rows: int, width: int, dtype: str) -> OpCase:
-    """A call of `add_rms_norm`."""
+    """A call of `add_rms_norm`.
+
+    Its gradients are arguments, as in a model: XLA would fuse the two passes if the first computed them. And of the
+    gradients of x and delta one is returned, since they are one array: a program that returns both has to copy it.
+    """
 
     def draw() -> tuple[jax.Array, ...]:
-        x, delta = jax.random.normal(jax.random.key(0), (2, rows, width), jnp.dtype(dtype))
-        return x, delta, jnp.ones(width, x.dtype)
+        arrays = (
+            jax.random.normal(key, (rows, width), jnp.dtype(dtype)) for key in jax.random.split(jax.random.key(0), 4)
+        )
+        return *arrays, jnp.ones(width, jnp.dtype(dtype))
 
     def step(name: str) -> Callable[..., Any]:
-        def both_passes(x, delta, weight):
+        def both_passes(x, delta, ds, dy, weight):
             run = functools.partial(add_rms_norm, weight=weight, eps=1e-5, implementation=cast(Any, name))
             outs, pullback = jax.vjp(run, x, delta)
-            return outs, pullback(outs)
+            return outs, pullback((ds, dy))[0]
 
         return jax.jit(both_passes)
 

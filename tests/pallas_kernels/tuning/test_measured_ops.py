@@ -14,7 +14,7 @@ from pallas_kernels.measured import OpRow, nearest, winner
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.policy import LinearShape, norm_call
 from pallas_kernels.tuning import store
-from pallas_kernels.tuning.op_cases import linear_case, select_backend
+from pallas_kernels.tuning.op_cases import linear_case, norm_case, select_backend
 from pallas_kernels.tuning.ops import OpCase, measure, reason, tune_ops
 from pallas_kernels.tuning.timing import Timing
 
@@ -248,3 +248,13 @@ def test_a_real_call_is_measured_by_its_backends_and_taken_from_then_on(tmp_path
     table = tune_ops([case], tmp_path / "cpu.json", timer=timed({"xla": 10.0, "pallas_triton": 5.0}))
     assert table.ops[0].failed.keys() == {"pallas_mosaic_gpu"}
     assert select_backend(shape) == "pallas_triton"
+
+
+def test_a_norm_is_timed_as_a_model_calls_it():
+    """Its gradients come from elsewhere, and nothing is copied to be returned twice."""
+    case = norm_case(rows=8, width=16, dtype="float32")
+    x, delta, ds, dy, weight = arguments = case.draw()
+    (s, y), gradient = case.step("xla")(*arguments)
+    outs, pullback = jax.vjp(lambda x, delta: add_rms_norm(x, delta, weight, eps=1e-5), x, delta)
+    found, expected = (s, y, gradient), (*outs, pullback((ds, dy))[0])
+    assert all(jnp.allclose(a, b, rtol=1e-5) for a, b in zip(found, expected, strict=True))
