@@ -1,6 +1,6 @@
 """How to copy trainable state to the host while training goes on: what each way costs the steps meanwhile.
 
-    python -m benchmarks.state_reads --out results/reads            # one GPU with 40 GB, about a minute
+    python -m benchmarks.state_reads --out results/reads            # one GPU with 40 GB, two minutes
     python -m benchmarks.state_reads --out /tmp/try --small         # in miniature on a CPU, to try the script
 
 Steps of 0.3 s are dispatched one ahead, each with a small array from the host and a number back, as the trainer does.
@@ -32,7 +32,7 @@ from benchmarks.conditions import conditions
 
 WIDTHS = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
 LAYERS, RANKS, MB = 6, 2048, 2**20
-PARTS = (64, 128, 256)  # MB
+PARTS = (16, 64, 128, 256)  # MB
 QUIET = 5  # steps before and after a read
 
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--budget", type=float, default=85, help="seconds; nothing new starts after them")
+    parser.add_argument("--budget", type=float, default=110, help="seconds; nothing new starts after them")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     stop = time.monotonic() + options.budget
@@ -165,7 +165,9 @@ def main() -> None:
     whole = copy_program(arrays, None)
     parts = {size: copy_program(arrays, size * unit) for size in PARTS}
     ways = [
+        ("parts of 16 MB, joined", parts[16], read_and_join),
         ("parts of 64 MB in turn", parts[64], read_in_turn),
+        ("parts of 64 MB through pinned_host", parts[64], read_pinned),
         ("parts of 128 MB, joined", parts[128], read_and_join),
         ("parts of 256 MB in turn", parts[256], read_in_turn),
         ("arrays in turn", whole, read_in_turn),
