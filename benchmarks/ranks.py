@@ -1,11 +1,11 @@
 """Adapters of different ranks in one call: is it right, what does a layer cost, and where does the time go?
 
-    python -m benchmarks.ranks --out benchmarks/results/ranks_h200_2026-11-23      # one Hopper GPU, 190 s
+    python -m benchmarks.ranks --out benchmarks/results/ranks_h200_2026-11-25      # one Hopper GPU, 6 minutes
     python -m benchmarks.ranks --out /tmp/ranks --small                            # any machine: does it run?
 
-The linears of a decoder layer of Qwen3-8B's shape, 8192 tokens, forward and backward, dropout 0.1, four adapters.
-"first 16" is the same call when the fused kernels take the first 16 of large ranks. Then results are compared with
-those of the XLA form in float32: ranks 1 to 256 in one call, and 300 adapters.
+Microbatches of the trainer, and the linears of a decoder layer, of Qwen3-8B's shape, 8192 tokens, forward and backward,
+dropout 0.1, four adapters. "first 16" is the same call when the fused kernels take the first 16 of large ranks. Then
+results are compared with those of the XLA form in float32: ranks 1 to 256 in one call, and 300 adapters.
 """
 
 from __future__ import annotations

@@ -164,18 +164,19 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Ar
     Windows of narrow adapters overlap columns of others. `own` is masked, so that they add zeros there.
     """
     first, width = window
-    own = own if at.has_rank else own[:, None]
-    own = jnp.where(_inside(at, width, sums.ndim - SUMS), own, 0.0)[:, None, None]
+    own = (own if at.has_rank else own[:, None])[:, None, None]
+    starts, inside = _starts(sums.ndim, SUMS, at, layer, first), _inside(at, width, sums.ndim - SUMS)[:, None, None]
     if own[0].nbytes >= LARGE_WINDOW:
-        for start, each in zip(_starts(sums.ndim, SUMS, at, layer, first), own, strict=True):
+        for start, mask, each in zip(starts, inside, own, strict=True):  # masked one by one, or XLA masks in a pass
             before = lax.dynamic_slice(sums, start, each.shape)
-            sums = lax.dynamic_update_slice(sums, before + each, start)
+            sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, each, 0.0), start)
         return sums
     axes = tuple(range(sums.ndim))
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(axis + 1 for axis in axes), inserted_window_dims=(), scatter_dims_to_operand_dims=axes
     )
-    return lax.scatter_add(sums, _starts(sums.ndim, SUMS, at, layer, first), own, numbers, mode="promise_in_bounds")
+    own = jnp.where(inside, own, 0.0)
+    return lax.scatter_add(sums, starts, own, numbers, mode="promise_in_bounds")
 
 
 def stack_adapters(columns: Mapping[str, Columns], own: Sequence[Mapping[str, np.ndarray]], *, lead: int = WEIGHTS):

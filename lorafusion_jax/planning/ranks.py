@@ -1,7 +1,8 @@
 """What ranks above 16 add to the predicted time of a layer on Hopper GPUs. Default rates are those of rank 16.
 
 The fused kernels serve up to 64 ranks of a call; of larger ones they take the first 16, and passes of their own visit
-the rows of adapters that have more, in blocks of 64 ranks (`pallas_kernels.linear.extra_ranks`).
+the rows of adapters that have more, in blocks of 64 ranks (`pallas_kernels.linear.extra_ranks`). If all adapters have
+the same large rank, the passes take all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RankRates(NamedTuple):
 
     Args:
         rank: per token and rank from 16 to 64, inside the fused kernels.
-        token: per token of a microbatch in which any adapter has extra ranks.
+        token: per token where some adapters have extra ranks, beside the fused kernels.
         row: per row of an adapter that has some.
         block: per such row and block of its ranks.
     """
@@ -33,10 +34,10 @@ class RankRates(NamedTuple):
     block: float
 
 
-# H200, four adapters on the seven linears of Qwen3-8B's shape, 8192 tokens, p 0.1: 64 ranks 36 ms over 16 ranks in 36
-# layers; a layer with one adapter of 128 ranks, four of 128 and four of 256 1.03, 2.75 and 4.09 ms over four of 16
-# (`benchmarks/results/ranks_h200_2026-11-23`). An H100 is the same chip.
-_HOPPER = RankRates(rank=3.4e-14, token=7.3e-13, row=1.54e-12, block=1.08e-12)
+# H200, four adapters on Qwen3-8B's shape, 8192 tokens, p 0.1: 64 ranks 36 ms over 16 ranks in 36 layers; in the
+# trainer, a layer with one adapter of 128 ranks, four of 128 and four of 256 1.80, 2.60 and 4.13 ms over four of 16
+# (`benchmarks/results/ranks_h200_2026-11-24`). An H100 is the same chip.
+_HOPPER = RankRates(rank=3.4e-14, token=1.85e-12, row=1.73e-12, block=1.23e-12)
 RATES: Mapping[str, RankRates] = {"h200": _HOPPER, "h100": _HOPPER}
 
 
@@ -65,10 +66,12 @@ def _site_s(
     features = {linear: linear.in_features(model) + linear.out_features(model) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
         return sum(rates.rank * max(0, ranks[each] - MIN_RANK) * features[each] for each in linears)
+    mixed = len({spec.rank for spec in adapters}) > 1
+    first, token = (MIN_RANK, rates.token) if mixed else (0, 0.0)
     seconds = 0.0
     for linear in linears:
-        blocks = {spec.name: extra_blocks((spec.rank,), MIN_RANK) for spec in adapters if linear.name in spec.targets}
+        blocks = {spec.name: extra_blocks((spec.rank,), first) for spec in adapters if linear.name in spec.targets}
         if any(blocks.values()):
             rows = sum(shares[name] * (rates.row + rates.block * count) for name, count in blocks.items() if count)
-            seconds += features[linear] * (rates.token + rows)
+            seconds += features[linear] * (token + rows)
     return seconds

@@ -188,9 +188,7 @@ class ExtraRanks:
 
     def _config(self, num_features: int, projections: int, *, kind: ExtraKind, masked: bool) -> ExtraConfig:
         rank = self.blocks * projections * RANK_BLOCK
-        return extra_config(
-            self.ops.x.shape[0], num_features, rank, self.static.tile, kind=kind, masked=masked, of_most=self.of_most
-        )
+        return extra_config(self.ops.x.shape[0], num_features, rank, self.static.tile, kind=kind, masked=masked)
 
     def _width(self, i: int) -> int:
         return self.ops.lora(i)[0].shape[2] - self.first

@@ -92,12 +92,11 @@ class ExtraConfig:
 
 
 def extra_config(
-    num_rows: int, num_features: int, rank: int, tile: int, *, kind: ExtraKind, masked: bool, of_most: bool = True
+    num_rows: int, num_features: int, rank: int, tile: int, *, kind: ExtraKind, masked: bool
 ) -> ExtraConfig:
     """Tiles of one of the products.
 
     Args:
-        of_most: whether most rows take part. Otherwise work is cut into more programs, most of which have none.
         masked: whether x or dx has a dropout mask. Where a tile is masked before it is multiplied, half as many warps
             were up to 1.6 times as fast (`benchmarks/results/ranks_h200_2026-11-24`).
     """
@@ -106,14 +105,13 @@ def extra_config(
         rows, warps = (64, 4) if masked else (128, 8)
         block_t, block_m = row_block(tile, rows), row_block(num_features, 64)
         programs = num_rows // row_block(tile, 128) * (rank // ranks)
-        split = split_loop(programs, num_features // block_m, wanted=(2 if of_most else 8) * HOPPER_SMS)
+        split = split_loop(programs, num_features // block_m, wanted=2 * HOPPER_SMS)
         return ExtraConfig(block_t=block_t, block_m=block_m, ranks=ranks, split=split, num_warps=warps)
     block_t, block_m = row_block(tile, 128), row_block(num_features, 128)
     if kind == "up":
         return ExtraConfig(block_t=block_t, block_m=block_m)
     sum_rows = min(block_t, 64)
-    rows = min(num_rows // 8, 512 if num_features <= 2048 else 1024)
-    size = max(1, (rows if of_most else rows // 2) // sum_rows)
+    size = max(1, min(num_rows // 8, 512 if num_features <= 2048 else 1024) // sum_rows)
     return ExtraConfig(block_m=block_m, ranks=ranks, sum_rows=sum_rows, blocks_per_chunk=size, num_warps=4)
 
 
