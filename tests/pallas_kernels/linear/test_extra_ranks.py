@@ -19,7 +19,7 @@ from pallas_kernels.linear.extra_ranks import split_ranks
 from pallas_kernels.linear.hopper import backend
 from pallas_kernels.linear.passes import pallas, xla
 from pallas_kernels.policy import first_ranks
-from pallas_kernels.problem import Operands, Static, linear_shape, select_projections
+from pallas_kernels.problem import Operands, Static, linear_shape
 
 FIRST, TILE, K, WIDTHS = 16, 64, 128, (128, 64, 64)
 SEVERAL = (1, 16, 17, 40, 81, 130, 256)
@@ -144,15 +144,19 @@ def test_rows_of_small_adapters_are_not_visited(implementation):
     jax.tree.map(np.testing.assert_array_equal, changed, evaluated(implementation, static, ops, dys))
 
 
-def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(implementation):
-    ranks = (70, 130, 256)
+@pytest.mark.parametrize("ranks", [(70, 130, 256), (130,)], ids=["several adapters", "one, without a table"])
+def test_a_call_of_large_ranks_alone_is_plain_products_that_add_them(implementation, ranks):
     static, ops, dys = drawn(ranks)
-    static, dys = dataclasses.replace(static, ranks=ranks), dys[:2]
+    static = dataclasses.replace(static, ranks=ranks)
+    if len(ranks) == 1:
+        static = dataclasses.replace(static, single=True, tile=len(ops.x))
+        ops = dataclasses.replace(ops, tile_adapter=jnp.zeros(len(ops.tile_adapter), jnp.int32), ranks=None)
     random = np.random.default_rng(1)
     ws = tuple(jnp.asarray(random.normal(size=(K, n)), jnp.float32) for n in WIDTHS)
     biases = (jnp.asarray(random.normal(size=WIDTHS[0]), jnp.float32), None, None)
-    ops = select_projections(dataclasses.replace(ops, ws=ws, biases=biases), (0, 1))
-    assert first_ranks(linear_shape(static, ops)) == (0, 0)
+    without = {name: (*getattr(ops, name)[:2], None) for name in ("as_", "bs")}  # the third has no LoRA
+    ops = dataclasses.replace(ops, ws=ws, biases=biases, **without)
+    assert first_ranks(linear_shape(static, ops)) == (0, 0, 0)
 
     @jax.jit
     def run(ops, dys):
