@@ -110,11 +110,12 @@ def measure(work: Path, every_minutes: float, stop_after: float | None) -> dict:
     run = work / "run"
     settings = f"save.every_minutes={every_minutes}", "save.keep=1", "train.log_every_s=0"
     train(work, "run", *settings, stop_after=stop_after)
-    return summary(run, rows_of(run, "events.jsonl", "saved")[:-1])  # without the save at the end
+    return summary(run)
 
 
-def summary(run: Path, saved: list[dict]) -> dict:
-    """What the slots of a run say about these saves."""
+def summary(run: Path) -> dict:
+    """What slots and events of a run say about its saves. A pause includes the wait for the save before."""
+    saved = rows_of(run, "events.jsonl", "saved")
     slots = slots_of(run)[WARM_SLOTS:]
     wall_s = slots[-1]["time"] - slots[0]["time"]
     writing = [(row["time"] - row["seconds"], row["time"]) for row in saved]

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lorafusion_jax.pipeline.move import to_host
 from lorafusion_jax.pipeline.processes import any_process
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather
@@ -69,7 +68,9 @@ class InParts:
         whole = np.empty(self.shape, self.parts[0].dtype)
         places = np.array_split(whole, len(self.parts), self.axis) if len(self.parts) > 1 else [whole]
         for part, place in zip(self.parts, places, strict=True):
-            place[...] = to_host(_pinned(part))  # one part after another, so that they share pinned memory
+            for shard in part.addressable_shards:
+                if shard.replica_id == 0:
+                    place[shard.index] = _transfer(shard.data)  # in turn, so that they share pinned memory
         return whole
 
 
@@ -151,12 +152,12 @@ def _cut(leaf: jax.Array, axis: int, count: int) -> list[jax.Array]:
     return jnp.array_split(leaf, count, axis) if count > 1 else [jnp.copy(leaf)]
 
 
-def _pinned(part: jax.Array) -> jax.Array:
-    """Moves a part to pinned memory of the host, if its devices have some."""
-    device, sharding = next(iter(part.sharding.device_set)), part.sharding
-    if all(memory.kind != PINNED for memory in device.addressable_memories()):
-        return part
-    return jax.device_put(part, sharding.with_memory_kind(PINNED))
+def _transfer(data: jax.Array) -> np.ndarray:
+    """Reads an array of one device, through pinned memory if the device can."""
+    (device,) = data.sharding.device_set
+    if any(memory.kind == PINNED for memory in device.addressable_memories()):
+        data = jax.device_put(data, data.sharding.with_memory_kind(PINNED))
+    return np.asarray(data)
 
 
 def _device_bytes(arrays: Any) -> int:

@@ -9,7 +9,7 @@ add their part to what those return, visiting only the row tiles whose adapter h
                dB, dA                  sums over the rows of an adapter
                dx += mask * (dS A^T)
 
-One large adapter among small ones costs what its own rows cost.
+The passes of one large adapter among small ones cost what its own rows cost.
 
 T packed tokens · K in features · N out features · R extra ranks · P projections · A adapters
 """
