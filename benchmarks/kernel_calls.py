@@ -73,7 +73,7 @@ def draw_case(
     Args:
         rate: adapters have this rate, half of it, or none; 0: no dropout.
         single: uses the op of one adapter, without a table.
-        own: rank of each adapter; None: all have the largest.
+        own: rank of each adapter, beyond which its banks are zero; None: all have the largest.
     """
     random = np.random.default_rng(0)
     normal = partial(_normal, random, dtype=dtype)
@@ -87,11 +87,18 @@ def draw_case(
             row_key=jnp.asarray(random.integers(0, 2**32, rows), jnp.uint32),
         )
     sizes = list(zip(ranks, widths, strict=True))
+    inside = [None if r is None else np.arange(r) < np.array([own or (r,) * adapters]).T for r in ranks]  # [A, R]
     arguments = {
         "x": normal(rows, num_in),
         "ws": [normal(num_in, n, scale=num_in**-0.5) for n in widths],
-        "as_": [None if r is None else normal(adapters, num_in, r, scale=num_in**-0.5) for r in ranks],
-        "bs": [None if r is None else normal(adapters, r, n, scale=r**-0.5) for r, n in sizes],
+        "as_": [
+            None if r is None else normal(adapters, num_in, r, scale=num_in**-0.5) * used[:, None]
+            for r, used in zip(ranks, inside, strict=True)
+        ],
+        "bs": [
+            None if r is None else normal(adapters, r, n, scale=r**-0.5) * used[:, :, None]
+            for (r, n), used in zip(sizes, inside, strict=True)
+        ],
         "biases": [normal(n) if bias else None for n in widths],
         "tile_adapter": None if single else jnp.asarray(table, jnp.int32),
         "scale": jnp.linspace(0.5, 2.0, adapters),

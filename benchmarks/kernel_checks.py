@@ -40,6 +40,8 @@ CASES = {  # differences from LORA
     "bf16 r160": {"adapters": 2, "ranks": (160,)},
     "bf16 r256 p0": {"adapters": 2, "ranks": (256,), "rate": 0.0, "tile": 64},
     "bf16 r256 p.1": {"adapters": 2, "ranks": (256,), "tile": 64},
+    "bf16 r16,256 p0": {"adapters": 2, "ranks": (256,), "own": (16, 256), "rate": 0.0},
+    "bf16 r16,40,160 p.1": {"adapters": 3, "ranks": (160,), "own": (16, 40, 160), "tile": 64},
 }
 # Unsupported cases, with a part of the expected reason.
 REFUSED = {
