@@ -27,6 +27,8 @@ LAYERS = "layers."  # prefix of the names of leaves
 # Windows from this size on are added one by one, each by a kernel that moves its bytes once. Smaller ones are added by
 # one kernel with atomic sums: a launch takes about as long as moving a megabyte.
 LARGE_WINDOW = 2**20
+# Each is a kernel of its own in the program of every leaf and layer: 64 took three times as long to compile.
+ONE_BY_ONE = 8  # places at most; more are added by the one kernel
 WEIGHTS, SUMS = 1, 2  # number of axes before those of one layer: weights are [L, ...], sums [R, L, ...]
 
 
@@ -166,7 +168,7 @@ def add(sums: Array, at: Columns, layer: Array, window: Array, own: Array) -> Ar
     first, width = window
     own = (own if at.has_rank else own[:, None])[:, None, None]
     starts, inside = _starts(sums.ndim, SUMS, at, layer, first), _inside(at, width, sums.ndim - SUMS)[:, None, None]
-    if own[0].nbytes >= LARGE_WINDOW:
+    if own[0].nbytes >= LARGE_WINDOW and len(own) <= ONE_BY_ONE:
         for start, mask, each in zip(starts, inside, own, strict=True):  # masked one by one, or XLA masks in a pass
             before = lax.dynamic_slice(sums, start, each.shape)
             sums = lax.dynamic_update_slice(sums, before + jnp.where(mask, each, 0.0), start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,24 @@ def test_a_microbatch_sees_its_adapters_and_adds_to_them_alone(monkeypatch, leaf
         rank = SPECS[index].rank
         mine = gradient[place][:, :rank] if leaf == "lora_a" else gradient[place][:rank]
         np.testing.assert_array_equal(after[index], own[index][Q + leaf] + np.stack([np.zeros_like(mine), mine]))
+
+
+@pytest.mark.parametrize(
+    ("places", "large_window", "kernels"),
+    [(8, 0, {"dynamic_update_slice": 8}), (9, 0, {"scatter-add": 1}), (1, 2**20, {"scatter-add": 1})],
+    ids=["few large windows", "many large windows", "a small window"],
+)
+def test_only_few_large_windows_are_added_one_by_one(monkeypatch, places, large_window, kernels):
+    """More would make programs long: one kernel adds them all."""
+    monkeypatch.setattr(leaves, "LARGE_WINDOW", large_window)
+    name, at = next(iter(all_columns(SPECS).items()))
+    whole = jax.ShapeDtypeStruct
+    sums, window = whole((1, 2, 5, sum(at.width)), np.float32), whole((2, places), np.int32)
+    own = whole((places, 5, at.widest), np.float32)
+    assert name.endswith("lora_a")
+    program = jax.make_jaxpr(lambda *given: add(given[0], at, *given[1:]))(sums, whole((), np.int32), window, own)
+    found = Counter(equation.primitive.name for equation in program.eqns)
+    assert {kind: found[kind] for kind in ("dynamic_update_slice", "scatter-add") if found[kind]} == kernels
 
 
 def test_a_pass_costs_what_the_adapters_in_it_cost():
