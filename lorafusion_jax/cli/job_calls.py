@@ -72,6 +72,7 @@ def typical_calls(*, rows: int = TYPICAL_TOKENS, rank: int = TYPICAL_RANK, adapt
             ranks=(rank,) * len(own),
             tile=128,
             adapters=adapters,
+            least_rank=rank,
             dropout=dropout,
         )
         for site, own in LAYER.sites.items()

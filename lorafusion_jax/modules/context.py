@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Integer, UInt32
 
 from lorafusion_jax.errors import ConfigError, RunError, raise_all
-from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.modules.spec import AdapterSpec, common_rank
 from pallas_kernels import Dropout, Implementation, fold_key
 from pallas_kernels.dropout import mix32
 
@@ -167,11 +167,11 @@ class LoRAContext:
         if dropout is not None:
             dropout = replace(dropout, rate=dropout.rate[number], key=dropout.key[number])
         ranks = self.known_ranks
-        mixed = ranks is not None and len(set(ranks)) > 1
+        rank = ranks and common_rank(ranks)
         return replace(
             self,
-            known_ranks=None if mixed else ranks and (ranks[0],) * len(adapters),
-            traced_ranks=jnp.asarray(ranks, jnp.int32)[number] if mixed else None,
+            known_ranks=rank and (rank,) * len(adapters),
+            traced_ranks=None if not ranks or rank else jnp.asarray(ranks, jnp.int32)[number],
             tile_adapter=jnp.where(here.any(1), jnp.argmax(here, 1), -1).astype(jnp.int32),
             scale=self.scale[number],
             dropout=dropout,

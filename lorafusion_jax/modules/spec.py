@@ -99,6 +99,15 @@ def bank_rank(adapters: Sequence[AdapterSpec], target: str) -> int:
     return max((spec.rank for spec in adapters if target in spec.targets), default=0)
 
 
+def common_rank(ranks: Sequence[int]) -> int | None:
+    """Returns the rank of all adapters, which a program then knows; None if they differ: it gets them as numbers.
+
+    >>> common_rank([16, 16]), common_rank([16, 8])
+    (16, None)
+    """
+    return ranks[0] if len(set(ranks)) == 1 else None
+
+
 def _unknown(name: str, available: Sequence[str]) -> ConfigError:
     near = did_you_mean(name, [*available, ALL_LINEAR])
     return ConfigError(

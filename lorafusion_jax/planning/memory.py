@@ -18,7 +18,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.blocks import block_layers
@@ -432,16 +432,10 @@ def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
         ranks=tuple(bank_rank(problem.adapters, linear.name) for linear in linears),
         tile=problem.tile_tokens,
         adapters=len(problem.adapters),
-        least_rank=_least_rank(problem),
+        least_rank=common_rank([spec.rank for spec in problem.adapters]) or 0,
         dropout=any(spec.dropout for spec in problem.adapters),
         dtype=_dtype(problem),
     )
-
-
-def _least_rank(problem: MemoryProblem) -> int:
-    """What programs know of the ranks in a microbatch: those of other adapters of the job differ only as numbers."""
-    ranks = {spec.rank for spec in problem.adapters}
-    return min(ranks) if len(ranks) == 1 else 0
 
 
 def _dtype(problem: MemoryProblem) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.layout.layer import LAYER, Linear
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, common_rank
 from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
 
 FORWARD_SHARE = 1 / 3  # down and up; backward has dS, dA, dB and dx
@@ -66,7 +66,7 @@ def _site_s(
     features = {linear: linear.in_features(model) + linear.out_features(model) for linear in linears}
     if padded_rank(max(ranks.values())) <= MAX_RANK:
         return sum(rates.rank * max(0, ranks[each] - MIN_RANK) * features[each] for each in linears)
-    mixed = len({spec.rank for spec in adapters}) > 1
+    mixed = common_rank([spec.rank for spec in adapters]) is None
     first, token = (MIN_RANK, rates.token) if mixed else (0, 0.0)
     seconds = 0.0
     for linear in linears:

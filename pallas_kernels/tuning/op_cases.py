@@ -31,7 +31,8 @@ def linear_case(shape: LinearShape) -> OpCase:
         def both_passes(arrays):
             def run(x, as_, bs):
                 rest = {key: arrays[key] for key in ("tile_adapter", "scale", "dropout")}
-                return multi_lora_linears(x, arrays["ws"], as_, bs, implementation=name, **rest)
+                ranks = _ranks(shape, arrays)
+                return multi_lora_linears(x, arrays["ws"], as_, bs, ranks=ranks, implementation=name, **rest)
 
             ys, pullback = jax.vjp(run, arrays["x"], arrays["as_"], arrays["bs"])
             return ys, pullback(ys)
@@ -66,7 +67,7 @@ def select_backend(shape: LinearShape, implementation: str | None = None) -> str
     def look(arrays):
         described = describe(
             arrays["x"], tuple(arrays["ws"]), tuple(arrays["as_"]), tuple(arrays["bs"]), (None,) * len(shape.ranks),
-            arrays["tile_adapter"], arrays["scale"], arrays["dropout"], None,
+            arrays["tile_adapter"], arrays["scale"], arrays["dropout"], _ranks(shape, arrays),
         )  # fmt: skip
         found.append(backend.select_name(*described, implementation))
 
@@ -105,8 +106,15 @@ def norm_case(*, rows: int, width: int, dtype: str) -> OpCase:
     )
 
 
+def _ranks(shape: LinearShape, arrays: dict[str, Any]) -> tuple[int, ...] | jax.Array:
+    """The adapters' ranks as the described call has them: known while tracing, or numbers of the program."""
+    if not shape.least_rank:
+        return arrays["ranks"]
+    return (shape.least_rank, *(max(shape.ranks),) * (shape.adapters - 1))
+
+
 def _linear_arrays(shape: LinearShape) -> dict[str, Any]:
-    """Draws normal inputs; tiles of an adapter are contiguous."""
+    """Draws normal inputs; tiles of an adapter are contiguous, and all adapters have the largest rank."""
     dtype, tiles = jnp.dtype(shape.dtype), shape.rows // shape.tile
     keys = iter(jax.random.split(jax.random.key(0), 2 + 3 * len(shape.ranks)))
 
@@ -129,5 +137,6 @@ def _linear_arrays(shape: LinearShape) -> dict[str, Any]:
         "bs": [normal(a, r, n, scale=r**-0.5) if r else None for n, r in projections],
         "tile_adapter": (jnp.arange(tiles) * a // tiles).astype(jnp.int32),
         "scale": jnp.ones(a, jnp.float32),
+        "ranks": jnp.full(a, max(shape.ranks), jnp.int32),
         "dropout": dropout,
     }

@@ -26,6 +26,7 @@ from pallas_kernels.tuning import store
 
 KIND = "NVIDIA L40S"
 L40S = AbstractDevice(device_kind=KIND, num_cores=142, platform="gpu")
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,21 @@ def test_doctor_of_a_job_looks_at_its_calls_and_its_wishes(lorafusion, job):
         "defaults"
     ]
     assert told["linear q, k and v"].startswith("refused: implementation='pallas_mosaic_gpu' cannot serve this call")
+
+
+@pytest.mark.parametrize(("other", "expected"), [(128, "pallas_mosaic_gpu"), (16, "xla")])
+def test_doctor_knows_the_ranks_that_the_trainer_knows(job, other, expected):
+    """Equal ranks are known when programs are compiled, different ones are their inputs: another form of a call."""
+    for adapter, rank in zip(job.values["adapters"], (128, other), strict=True):
+        adapter["lora"] = {"rank": rank, "dropout": 0.0, "targets": ["o_proj"]}
+    job.values["batch"] = {"capacity_tokens": 2048, "tile_tokens": 128}
+    model = ModelConfig(
+        family="llama", vocab_size=64, hidden_size=5120, intermediate_size=256, num_layers=1, num_heads=40,
+        num_kv_heads=40, head_dim=128,
+    )  # fmt: skip
+    (calls,) = calls_of_job(load_config(job.write(), ["base.dtype=bfloat16"]), model)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        assert defaults(calls, None, "lorafusion tune")["linear o"].split(":")[0] == expected
 
 
 def test_memory_is_planned_for_the_implementations_of_the_table(wide_config):

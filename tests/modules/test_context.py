@@ -156,3 +156,15 @@ def test_options_beside_a_complete_context_are_refused():
         use_adapters(LoRAContext.of(PLAIN, [0]), step=1),
     ):
         pass
+
+
+def test_ranks_of_a_microbatch_are_known_where_all_adapters_have_the_same():
+    equal = [AdapterSpec(name=name, rank=100, alpha=4) for name in ("law", "med", "tax")]
+
+    @jax.jit
+    def ranks(places):
+        known = LoRAContext.of(equal, [0, 2, 2]).in_places(places).ranks
+        assert known == (100, 100)
+        return LoRAContext.of(PLAIN, [0, 1, 1]).in_places(places).ranks
+
+    assert ranks(jnp.array([1, 0])).tolist() == [3, 2]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 from cuda_lowering import A100, H200, lowered, num_kernels
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import config_store, policy
+from pallas_kernels import backend, config_store, policy
+from pallas_kernels.linear import xla
 from pallas_kernels.measured import OpRow, nearest, winner
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.policy import LinearShape, norm_call
+from pallas_kernels.problem import linear_shape
 from pallas_kernels.tuning import store
 from pallas_kernels.tuning.op_cases import linear_case, norm_case, select_backend
 from pallas_kernels.tuning.ops import OpCase, measure, reason, tune_ops
@@ -248,6 +251,32 @@ def test_a_real_call_is_measured_by_its_backends_and_taken_from_then_on(tmp_path
     table = tune_ops([case], tmp_path / "cpu.json", timer=timed({"xla": 10.0, "pallas_triton": 5.0}))
     assert table.ops[0].failed.keys() == {"pallas_mosaic_gpu"}
     assert select_backend(shape) == "pallas_triton"
+
+
+@pytest.mark.parametrize("least_rank", [0, 100, 128], ids=["ranks not known", "different ranks", "equal ranks"])
+def test_a_timed_call_knows_the_ranks_that_the_job_knows(least_rank):
+    shape = dataclasses.replace(LAYER, rows=64, in_features=64, out_features=(64,), ranks=(128,), tile=16)
+    shape, seen = dataclasses.replace(shape, least_rank=least_rank), []
+
+    def look(static, ops):
+        seen.append(linear_shape(static, ops))
+        return "it only looks"
+
+    backend.register("looking", SimpleNamespace(unsupported_reason=look, forward=xla.forward, backward=xla.backward))
+    try:
+        case = linear_case(shape)
+        with pytest.raises(NotImplementedError, match="it only looks"):
+            jax.eval_shape(case.step("looking"), *jax.eval_shape(case.draw))
+    finally:
+        backend.unregister("looking")
+    assert seen == [shape]
+
+
+@pytest.mark.parametrize(("least_rank", "expected"), [(0, "xla"), (128, "pallas_mosaic_gpu")])
+def test_a_described_call_knows_the_ranks_that_the_job_knows(least_rank, expected):
+    """Large ranks alone are plain products; the fused ones of few ranks leave too many multiprocessors idle here."""
+    shape = LinearShape(rows=2048, in_features=5120, out_features=(5120,), ranks=(128,), tile=128, adapters=2)
+    assert chosen(dataclasses.replace(shape, least_rank=least_rank), H200) == expected
 
 
 def test_a_norm_is_timed_as_a_model_calls_it():
