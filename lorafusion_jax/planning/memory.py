@@ -192,7 +192,7 @@ def working_memory(problem: MemoryProblem, stage: int) -> dict[str, int]:
     if _mlp_is_one_op(problem):
         made_again += item * T * F  # silu(gate) · up: down reads it, nobody keeps it
     mlp = item * T * (3 * F + 2 * D)  # gradients of down's input, gate, up, and of x on both sides
-    if problem.packed_bits and policy.has_extra_ranks(site_shape(problem, "down")):
+    if _is_hoppers(problem, down := site_shape(problem, "down")) and policy.has_extra_ranks(down):
         mlp += item * T * F  # silu(gate) · up once more, for their gradient; or their part of the gradient of it
     attention = (
         item * T * (2 * query + 2 * key + 2 * D) + FLOAT32 * T * query
@@ -438,13 +438,22 @@ def site_shape(problem: MemoryProblem, site: str) -> policy.LinearShape:
     )
 
 
+def _is_hoppers(problem: MemoryProblem, shape: policy.LinearShape) -> bool:
+    """Whether Hopper's backend serves a call. No other one splits ranks."""
+    device = {"hopper": problem.hopper, "measured": problem.measured}
+    return (problem.implementation or policy.preferred(shape, **device)[0]) == policy.HOPPER
+
+
 def _dtype(problem: MemoryProblem) -> str:
     return "bfloat16" if problem.item == 2 else "float32"
 
 
 def _columns_of_s(problem: MemoryProblem, site: str) -> int:
-    """Of all projections of a site together: the kernels pad them."""
-    return policy.columns_of_s(site_shape(problem, site)) if problem.packed_bits else _site_ranks(problem)[site]
+    """Of all projections of a site together: the kernels pad them, and Hopper's have the extra ranks in blocks."""
+    if not problem.packed_bits:
+        return _site_ranks(problem)[site]
+    shape = site_shape(problem, site)
+    return policy.columns_of_s(shape) if _is_hoppers(problem, shape) else shape.joint_rank
 
 
 def _bits(problem: MemoryProblem) -> dict[str, int]:

@@ -255,13 +255,24 @@ def test_gated_array_is_saved_unless_the_mlp_is_one_op():
         assert gated(adapters=adapters) == size
 
 
-def test_extra_ranks_make_the_gated_array_again_for_their_gradient():
+@pytest.mark.parametrize(("implementation", "arrays"), [(None, 1), ("pallas_triton", 0)])
+def test_extra_ranks_make_the_gated_array_again_for_their_gradient(implementation, arrays):
+    """Triton's kernels take all ranks: they have no extra ones."""
+
     def backward(rank):
         specs = tuple(AdapterSpec(name=f"a{each}", rank=each, alpha=8) for each in (16, rank))
-        return working_memory(problem(LLAMA_8B, tokens=8192, adapters=specs), 0)["backward"]
+        given = problem(LLAMA_8B, tokens=8192, adapters=specs, implementation=implementation)
+        return working_memory(given, 0)["backward"]
 
     own = (backward(256) - backward(128)) / 128  # of a rank: its gradients
-    assert backward(128) - backward(32) - 96 * own == 2 * 8192 * LLAMA_8B.intermediate_size
+    assert backward(128) - backward(32) - 96 * own == arrays * 2 * 8192 * LLAMA_8B.intermediate_size
+
+
+@pytest.mark.parametrize(("implementation", "columns"), [(None, 16 + 64), ("pallas_triton", 128)])
+def test_saved_s_has_the_columns_of_its_kernels(implementation, columns):
+    specs = tuple(AdapterSpec(name=f"a{rank}", rank=rank, alpha=8) for rank in (16, 80))
+    given = problem(LLAMA_8B, tokens=8192, adapters=specs, implementation=implementation, remat="everything")
+    assert kept_per_layer(given)["S of down"] == 2 * 8192 * columns
 
 
 def test_the_gated_array_is_working_memory_where_it_is_not_kept():

@@ -97,8 +97,9 @@ def extra_config(
     """Tiles of one of the products.
 
     Args:
-        masked: whether x or dx has a dropout mask. Where a tile is masked before it is multiplied, half as many warps
-            were up to 1.6 times as fast (`benchmarks/results/ranks_h200_2026-11-24`).
+        masked: whether x or dx has a dropout mask. Only "down" depends on it: it takes half the rows and warps then.
+            "sums" always has 4 warps, which made masked sums up to 1.6 times as fast as 8, and "up" always 8
+            (`benchmarks/results/ranks_h200_2026-11-24`).
     """
     ranks = min(rank & -rank, 128)
     if kind == "down":
