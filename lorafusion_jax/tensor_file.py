@@ -14,11 +14,17 @@ from typing import Any
 
 import numpy as np
 
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CODES = {"bool": "BOOL", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CODES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)} | {
+    f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)
+}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes the file that PyTorch's libraries read, with the bytes of the library's `save`.
+    """Writes the file that PyTorch's libraries read; tensors of one dtype as the library's `save` orders them.
+
+    Raises:
+        TypeError: the format has no code for a tensor's dtype. Nothing is written.
 
     >>> import tempfile
     >>> from safetensors.numpy import load_file
@@ -28,8 +34,9 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     {'a': (1, 3), 'b': (2,)}
     """
     in_order = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header = header_of((name, tensor.dtype, tensor.shape) for name, tensor in in_order)
     with path.open("wb") as file:
-        file.write(header_of((name, tensor.dtype, tensor.shape) for name, tensor in in_order))
+        file.write(header)
         for _, tensor in in_order:
             file.write(bytes_of(tensor))
 
@@ -43,6 +50,8 @@ def header_of(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
+        if dtype.name not in CODES:
+            raise TypeError(f"{name} is {dtype}; a safetensors file holds {', '.join(CODES)}")
         start, end = end, end + int(np.prod(shape)) * dtype.itemsize
         entries[name] = {"dtype": CODES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -12,7 +12,9 @@ from safetensors.numpy import save
 from lorafusion_jax.tensor_file import write_tensors
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int64, np.uint8, np.bool_]
+)
 def test_the_bytes_are_those_of_the_library(tmp_path, dtype):
     draw = np.random.default_rng(0)
     tensors = {name: draw.standard_normal(shape).astype(dtype) for name, shape in (("b.10", (3, 5)), ("b.9", (7,)))}
@@ -36,3 +38,9 @@ def test_tensors_are_not_copied(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_a_dtype_that_the_format_lacks_is_refused_before_a_file_exists(tmp_path):
+    with pytest.raises(TypeError, match="phase is complex64; a safetensors file holds bool, float64"):
+        write_tensors(tmp_path / "file", {"phase": np.ones(3, np.complex64)})
+    assert not (tmp_path / "file").exists()
