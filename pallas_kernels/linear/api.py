@@ -101,7 +101,8 @@ def multi_lora_linear(
 
     Rows come in tiles that belong to one adapter, so a tile never mixes adapters.  At equal T and equal padded rank,
     which other adapters a call holds does not change the arithmetic of an adapter; another T or rank may change tile
-    sizes, and with them the order of sums, and so does company of up to 64 ranks for one of more.
+    sizes, and with them the order of sums.  On Hopper, so may an adapter of at most 64 ranks beside one of more, and
+    `ranks` that are traced.
 
     Args:
         x: [..., K]; the leading dimensions flatten to T rows.
