@@ -25,7 +25,8 @@ def call():
     rows = TILE * TILES
     ops = Operands(
         x=normal(rows, K), ws=(fp8.quantise(normal(K, N, scale=K**-0.5)),), biases=(normal(N),),
-        as_=(normal(2, K, max(RANKS), scale=K**-0.5) * used[:, None],), bs=(normal(2, max(RANKS), N) * used[:, :, None],),
+        as_=(normal(2, K, max(RANKS), scale=K**-0.5) * used[:, None],),
+        bs=(normal(2, max(RANKS), N) * used[:, :, None],),
         tile_adapter=jnp.array([1, 0, -1, 1, 0], jnp.int32), scale=jnp.array([0.5, 2.0]),
         dropout=Dropout(
             rate=jnp.array([0.1, 0.3]), key=jnp.arange(2, dtype=jnp.uint32), row_key=jnp.arange(rows, dtype=jnp.uint32)
