@@ -49,7 +49,8 @@ def test_a_pause_is_no_bubble():
     timeline = spans.close(plan)
     assert [pause.what for pause in timeline.pauses] == ["saving", "evaluating law"]  # the first came before the run
     assert all(pause.end_s - pause.start_s >= PAUSE_S for pause in timeline.pauses)
-    assert max(timeline.bubble_s) < PAUSE_S < 2 * PAUSE_S < min(timeline.paused_s)
+    # both pauses, but for what a span that is seen to end late covers of them
+    assert max(timeline.bubble_s) < PAUSE_S < 1.5 * PAUSE_S < min(timeline.paused_s)
     assert timeline.working_s < timeline.duration_s - 2 * PAUSE_S
     assert spans.bubble_share() == timeline.bubble_share
 
