@@ -24,7 +24,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the file that PyTorch's libraries read; tensors of one dtype as the library's `save` orders them.
 
     Raises:
-        TypeError: the format has no code for a tensor's dtype. Nothing is written.
+        TypeError: a tensor has a dtype that is not in `CODES`. Nothing is written.
 
     >>> import tempfile
     >>> from safetensors.numpy import load_file
@@ -51,7 +51,7 @@ def header_of(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes
     end = 0
     for name, dtype, shape in tensors:
         if dtype.name not in CODES:
-            raise TypeError(f"{name} is {dtype}; a safetensors file holds {', '.join(CODES)}")
+            raise TypeError(f"{name} is {dtype}; tensors can be written as {', '.join(CODES)}")
         start, end = end, end + int(np.prod(shape)) * dtype.itemsize
         entries[name] = {"dtype": CODES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
