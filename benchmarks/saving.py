@@ -125,7 +125,7 @@ def summary(run: Path) -> dict:
         if count:
             each[any(begin < at < end for begin, end in writing)].append(seconds / count)
     paused_s = sum(row["paused_s"] for row in saved)
-    usual_s = statistics.median(each[False])
+    usual_s = statistics.median(each[False] or each[True])
     return {
         "trainable": rows_of(run, "events.jsonl", "started")[0]["trainable"],
         "wall_s": round(wall_s, 2),

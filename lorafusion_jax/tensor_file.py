@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-CODES = {"bool": "BOOL", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-CODES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)} | {
-    f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)
-}
+CODES = {
+    "bool": "BOOL", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+}  # fmt: skip
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

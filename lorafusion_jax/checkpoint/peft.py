@@ -102,8 +102,7 @@ def read_adapter(folder: str | Path) -> tuple[AdapterSpec, Arrays]:
 def read_described(folder: Path) -> tuple[Described, Arrays]:
     """Like `read_adapter`, with the full description of the adapter."""
     described, tensors = _read(folder)
-    paths = dict.fromkeys(match[1] for key in tensors if (match := KEY.fullmatch(key)))
-    return described, {path: (_to_array(tensors, path, "A"), _to_array(tensors, path, "B")) for path in paths}
+    return described, {path: (_to_array(tensors, path, "A"), _to_array(tensors, path, "B")) for path in _paths(tensors)}
 
 
 def _read(folder: Path) -> tuple[Described, dict[str, np.ndarray]]:
@@ -111,7 +110,7 @@ def _read(folder: Path) -> tuple[Described, dict[str, np.ndarray]]:
     check_digests(folder)
     raw = read_config(folder)
     tensors = read_tensors(folder)
-    paths = list(dict.fromkeys(match[1] for key in tensors if (match := KEY.fullmatch(key))))
+    paths = _paths(tensors)
     described = describe(raw, paths, folder.resolve().name, str(folder / CONFIG_FILE))
     problems = _problems(tensors, paths, described)
     if problems:
@@ -215,11 +214,16 @@ def check_finite(arrays: Arrays, spec: AdapterSpec) -> None:
 
 
 def _check_copy(folder: Path, spec: AdapterSpec, tensors: dict[str, np.ndarray]) -> None:
-    """Reads the folder back with the public reader and compares it with what was written."""
+    """Reads the folder back, with the checks of the public reader, and compares its tensors with what was written."""
     found, again = _read(folder)
     same = (found.spec.rank, found.spec.scale, set(found.spec.targets)) == (spec.rank, spec.scale, set(spec.targets))
     if not same or again.keys() != tensors.keys() or any((again[key] != tensors[key]).any() for key in again):
         raise RunError("export.differs", f"{spec.name}: the written folder reads back differently.", where=str(folder))
+
+
+def _paths(tensors: dict[str, np.ndarray]) -> list[str]:
+    """Returns the projections that have tensors."""
+    return list(dict.fromkeys(match[1] for key in tensors if (match := KEY.fullmatch(key))))
 
 
 def _to_array(tensors: dict[str, np.ndarray], path: str, part: Literal["A", "B"]) -> np.ndarray:

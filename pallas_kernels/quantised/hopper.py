@@ -21,10 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batching import refuse_vmap
-from pallas_kernels.checkpoint_names import named_bits, named_s
 from pallas_kernels.device import num_sms
 from pallas_kernels.dropout import BLOCK
-from pallas_kernels.linear import split_graph
 from pallas_kernels.linear.hopper import backend as hopper
 from pallas_kernels.linear.hopper.gemm_config import GemmConfig, gemm_config
 from pallas_kernels.linear.split_graph import Prepared, prepare
@@ -58,16 +56,10 @@ def forward(static: Static, ops: Operands):
     """Returns every y, S (one array for all projections) and the packed keep bits."""
     ops, extra = hopper.first_and_extra(static, refuse_vmap(ops))
     prepared = prepare(static, ops)
-    s, bits = hopper.input_pass(prepared) if ops.with_lora else (None, None)
-    if extra is not None and not ops.with_lora:
-        bits = named_bits(split_graph.keep_bits(prepared))
-    rounded = _rounded(prepared, ops.x)
+    ss, bits = hopper.input_passes(prepared, extra)
+    rounded, s = _rounded(prepared, ops.x), ss[0] if ops.with_lora else None
     ys = tuple(project_rounded(prepared, i, s, rounded) for i in range(len(ops.ws)))
-    if extra is None:
-        return ys, () if s is None else (s,), bits
-    s_extra = named_s(extra.down(ops.x, bits))
-    ss = (s_extra,) if s is None else (s, s_extra)
-    return tuple(extra.up(i, y, s_extra) for i, y in enumerate(ys)), ss, bits
+    return ys if extra is None else tuple(extra.up(i, y, ss[-1]) for i, y in enumerate(ys)), ss, bits
 
 
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):

@@ -71,26 +71,18 @@ def first_and_extra(static: Static, ops: Operands) -> tuple[Operands, ExtraRanks
 
 
 def forward(static: Static, ops: Operands):
-    """Returns every y, S (one array for all projections, another one of extra ranks) and the packed keep bits."""
+    """Returns every y, S (one array for all projections, another one of extra ranks) and the packed keep bits.
+
+    Where all adapters have large ranks, there is S of extra ranks only.
+    """
     ops, extra = first_and_extra(static, refuse_vmap(ops))
     prepared = prepare(static, ops)
-    if extra is not None and not ops.with_lora:
-        return _forward_of_extra(prepared, extra)
-    s, bits = input_pass(prepared) if ops.with_lora else (None, None)
-    ys = tuple(project(prepared, i, s) for i in range(len(ops.ws)))
-    if extra is None:
-        return ys, () if s is None else (s,), bits
-    s_extra = named_s(extra.down(ops.x, bits))
-    return tuple(extra.up(i, y, s_extra) for i, y in enumerate(ys)), (s, s_extra), bits
-
-
-def _forward_of_extra(prepared: Prepared, extra: ExtraRanks):
-    """The same where the fused kernels take no ranks: plain products that add to the low-rank part."""
-    ops = prepared.ops
-    bits = named_bits(split_graph.keep_bits(prepared))
-    s = named_s(extra.down(ops.x, bits))
-    ys = [extra.matmul(i, ops.x, w.astype(ops.x.dtype), s) for i, w in enumerate(ops.arrays)]
-    return tuple(map(add_bias, ys, ops.biases)), (s,), bits
+    ss, bits = input_passes(prepared, extra)
+    if extra is not None and not ops.with_lora:  # plain products, which add to the low-rank part
+        ys = (extra.matmul(i, ops.x, w.astype(ops.x.dtype), ss[-1]) for i, w in enumerate(ops.arrays))
+        return tuple(map(add_bias, ys, ops.biases)), ss, bits
+    ys = tuple(project(prepared, i, ss[0] if ss else None) for i in range(len(ops.ws)))
+    return ys if extra is None else tuple(extra.up(i, y, ss[-1]) for i, y in enumerate(ys)), ss, bits
 
 
 def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax.Array | None, dys):
@@ -102,7 +94,7 @@ def backward(static: Static, ops: Operands, ss: tuple[jax.Array, ...], bits: jax
         return add_products(prepared, dys, extra.add_dx(None, ds, bits)), das, dbs
     partials, dbs = output_passes(prepared, ss[0], dys) if ops.with_lora else ([], {})
     das, dx = gradients_from_ds(prepared, partials, bits, dys)
-    return (dx, das, dbs) if extra is None else add_extra(extra, ss[1], bits, dys, dx, das, dbs)
+    return (dx, das, dbs) if extra is None else add_extra(extra, ss[-1], bits, dys, dx, das, dbs)
 
 
 def add_extra(extra: ExtraRanks, s: jax.Array, bits: jax.Array | None, dys, dx: jax.Array, das, dbs):
@@ -144,6 +136,17 @@ def add_products(prepared: Prepared, dys, dx: jax.Array | float, *, without: int
             # product first: only there does XLA let cuBLAS add to what comes second (see `device.compiler_options`)
             dx = jnp.matmul(dy, w.astype(dy.dtype).T) + dx
     return cast(jax.Array, dx)
+
+
+def input_passes(prepared: Prepared, extra: ExtraRanks | None) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """S of the first ranks and S of the extra ones, where there are some, and the packed keep bits."""
+    ss, bits = (), None
+    if prepared.ops.with_lora:
+        s, bits = input_pass(prepared)
+        ss = (s,)
+    elif extra is not None:
+        bits = named_bits(split_graph.keep_bits(prepared))
+    return ss if extra is None else (*ss, named_s(extra.down(prepared.ops.x, bits))), bits
 
 
 def input_pass(prepared: Prepared) -> tuple[jax.Array, jax.Array | None]:

@@ -105,7 +105,7 @@ def extra_config(
     if kind == "down":
         rows, warps = (64, 4) if masked else (128, 8)
         block_t, block_m = row_block(tile, rows), row_block(num_features, 64)
-        programs = num_rows // row_block(tile, 128) * (rank // ranks)
+        programs = num_rows // row_block(tile, 128) * (rank // ranks)  # of 128 rows: more parts write more partial sums
         split = split_loop(programs, num_features // block_m, wanted=2 * HOPPER_SMS)
         return ExtraConfig(block_t=block_t, block_m=block_m, ranks=ranks, split=split, num_warps=warps)
     block_t, block_m = row_block(tile, 128), row_block(num_features, 128)
