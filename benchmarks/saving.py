@@ -28,7 +28,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.main_job import SHAPE, SMALL, WRITE, write_data
+from benchmarks.random_job import SHAPE, SMALL, WRITE, write_data
 
 INTERRUPTED = 130
 NAMES = ("a", "b", "c", "d")

@@ -26,7 +26,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import conditions
-from benchmarks.main_job import SMALL, WRITE, write_data
+from benchmarks.random_job import SMALL, WRITE, write_data
 
 SHAPE = {
     "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_layers": 40, "num_heads": 32,

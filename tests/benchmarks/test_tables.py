@@ -10,6 +10,7 @@ from benchmarks import published, tables
 from benchmarks.published import RESULTS, pairs
 
 LOG = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
+USERS = ("benchmarks", "docs", "lorafusion_jax", "pallas_kernels", "scheduling", "tests")
 SCRIPTS = {file.stem for file in Path(tables.__file__).parent.glob("*.py")} | {"peers"}
 
 
@@ -62,7 +63,21 @@ def test_every_run_has_a_folder_that_names_its_script():
     for folder in RESULTS.iterdir():
         name = re.fullmatch(r"(\w+?)_(?:h200_|cpu_)?\d{4}-\d\d-\d\d[a-z]?(?:_\w+)?", folder.name)
         assert name, folder.name
-        assert name[1] in SCRIPTS or (name[1].startswith("scratch_") and (folder / "README.md").exists()), folder.name
+        assert name[1] in SCRIPTS, folder.name
+
+
+def test_every_folder_of_rows_is_named_where_it_is_used():
+    """By a table, a page, a test or code, or as the newest of a campaign whose figures are collected by its name."""
+    folders = sorted(folder.name for folder in RESULTS.iterdir())
+    newest = {re.sub(r"_cpu_\d{4}-.*", "", name): name for name in folders if "_cpu_" in name}
+    users = [
+        file for top in USERS for file in sorted((RESULTS.parents[1] / top).rglob("*")) if file.suffix in (".py", ".md")
+    ]
+    texts = [
+        file.read_text(encoding="utf-8") for file in users if file.name != "LOG.md" and RESULTS not in file.parents
+    ]
+    named = set(re.findall(r"\w+_\d{4}-\d\d-\d\d\w*", "\n".join(texts)))
+    assert [name for name in folders if name not in named and name not in newest.values()] == []
 
 
 def test_published_runs_exist():
