@@ -12,8 +12,9 @@ this package imports nothing else.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lorafusion_jax.api.jobs import Job as Job
@@ -39,38 +40,4 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
     from lorafusion_jax.modules import use_adapters as use_adapters
 
-_HOMES = {  # name: module
-    "Job": "api.jobs",
-    "load_job": "api.jobs",
-    "JobPlan": "api.plans",
-    "plan": "api.plans",
-    "Run": "api.runs",
-    "open_run": "api.runs",
-    "resume": "api.runs",
-    "train": "api.runs",
-    "load_checkpoint": "checkpoint.own_model",
-    "load_peft": "checkpoint.own_model",
-    "save_checkpoint": "checkpoint.own_model",
-    "save_peft": "checkpoint.own_model",
-    "LoraFusionError": "errors",
-    "AdapterSpec": "modules",
-    "LinenLoRA": "modules",
-    "apply_lora": "modules",
-    "lora_report": "modules",
-    "merge_adapter": "modules",
-    "quantize_base": "modules",
-    "register_linear": "modules",
-    "unmerge_adapter": "modules",
-    "use_adapters": "modules",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

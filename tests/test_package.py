@@ -97,6 +97,7 @@ def test_wheel_contains_packages_types_licence_and_examples(wheel):
         "base/model.safetensors",
         "base/tokenizer.json",
     } <= set(examples)
+    assert {name.split("/")[0] for name in examples} == {"demo.yaml", "data", "base"}, "only what the demo needs"
     assert sum(size for name, size in examples.items() if name.startswith("base/")) <= MAX_BASE_BYTES
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
     assert not [name for name in sizes if "__pycache__" in name or name.startswith("tests/")]

@@ -5,8 +5,9 @@ Names are imported on first use, so that `lorafusion_jax.modules.spec` can be im
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lorafusion_jax.modules.apply import apply_lora as apply_lora
@@ -35,41 +36,4 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules.weights import save_adapter as save_adapter
     from lorafusion_jax.modules.weights import unmerge_adapter as unmerge_adapter
 
-_HOMES = {  # name: file
-    "apply_lora": "apply",
-    "LoRAContext": "context",
-    "init_adapter": "init",
-    "init_bank": "init",
-    "init_leaves": "init",
-    "register_linear": "linear",
-    "LinenLoRA": "linen",
-    "LoRALinear": "lora",
-    "lora_mlp": "lora",
-    "lora_siblings": "lora",
-    "quantize_base": "quantised_base",
-    "lora_report": "report",
-    "TARGETS": "spec",
-    "AdapterSpec": "spec",
-    "bank_rank": "spec",
-    "resolve_targets": "spec",
-    "use_adapters": "use",
-    "adapter_arrays": "weights",
-    "adapter_names": "weights",
-    "load_adapter": "weights",
-    "merge_adapter": "weights",
-    "only_adapter": "weights",
-    "put_adapter_arrays": "weights",
-    "save_adapter": "weights",
-    "unmerge_adapter": "weights",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -14,7 +14,7 @@ from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.modules.spec import AdapterSpec
-from lorafusion_jax.objective import adapter_losses
+from lorafusion_jax.objective.loss import adapter_losses
 
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorafusion_jax.objective import adapter_losses, token_losses
-from lorafusion_jax.objective.loss import chunk_rows
+from lorafusion_jax.objective.loss import adapter_losses, chunk_rows, token_losses
 
 A = 3
 
