@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from scheduling.errors import PlanError
+from scheduling.online.checked import CheckedPolicy
 from scheduling.online.policies.baselines import Fifo, Mlora, Packing, Srtf, Tlora
 from scheduling.online.policies.ours import Ours
 from scheduling.online.rates import Rates
@@ -41,7 +42,8 @@ def simulate_cluster(
     """Simulates jobs that arrive over time on a cluster until all are done. The result is deterministic.
 
     Args:
-        policy: a name from `POLICIES`, or an object with `decide(state, now)`.
+        policy: a name from `POLICIES`, or an object with `decide(state, now)`. A refused decision of a named policy, or
+            of a `CheckedPolicy`, changes nothing and is in the result; one of another object raises.
         seed: for policies that draw random numbers; the built-in ones do not.
         faults: workers that fail for some time; tuples are (worker, start_s, duration_s).
         users: weights and quotas; other users have weight 1.
@@ -51,7 +53,7 @@ def simulate_cluster(
         PlanError: bad input, a job that no worker has the memory for, or a decision that breaks a rule.
     """
     rates = rates or Rates()
-    chosen = make_policy(policy, rates) if isinstance(policy, str) else policy
+    chosen = CheckedPolicy(make_policy(policy, rates), rates) if isinstance(policy, str) else policy
     events = [fault if isinstance(fault, Fault) else Fault(*fault) for fault in faults]
     with few_collections():
         return Simulator(jobs, workers, chosen, rates, users=users, faults=events).run()

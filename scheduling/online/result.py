@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduling.online.checked import Refusal
 from scheduling.online.ledger import Accounts, jain
 from scheduling.online.sharing import IsolatedRate
 from scheduling.online.types import Job
@@ -34,6 +35,7 @@ class ClusterResult:
         isolated: rate of every job on its best mesh.
         preemptions: number of times that a running job went back to the queue.
         decisions: (seconds, text) of every change.
+        refusals: decisions that the checker refused, which changed nothing.
         spans: periods of training of every job.
         accounts: totals of the cluster.
     """
@@ -47,6 +49,7 @@ class ClusterResult:
     isolated: dict[str, IsolatedRate]
     preemptions: int
     decisions: tuple[tuple[float, str], ...]
+    refusals: tuple[Refusal, ...]
     spans: tuple[Span, ...]
     accounts: Accounts
 
@@ -130,5 +133,6 @@ class ClusterResult:
             "finish_fairness_mean": float(finish.mean()),
             "finish_fairness_p99": float(np.percentile(finish, 99)),
             "preemptions": float(self.preemptions),
+            "refusals": float(len(self.refusals)),
             "deadlines_met": float(np.mean(deadlines)) if deadlines else 1.0,
         }

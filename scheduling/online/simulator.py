@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from scheduling.errors import PlanError
-from scheduling.online.check import check_decisions
+from scheduling.online.checked import CheckedPolicy
 from scheduling.online.ledger import Ledger
 from scheduling.online.rates import Rates
 from scheduling.online.result import ClusterResult
@@ -34,7 +34,7 @@ class Simulator:
 
     Args:
         jobs, workers, users, faults: as in `simulate_cluster`.
-        policy: makes the decisions.
+        policy: makes the decisions. A `CheckedPolicy` goes on after a refusal; any other policy's refusal is raised.
         rates: predicts the rates of groups.
     """
 
@@ -49,7 +49,8 @@ class Simulator:
         faults: Sequence[Fault] = (),
     ):
         check_input(jobs, workers, faults)
-        self.rates, self.policy, self.traits = rates, policy, Traits.of(policy)
+        self.policy = policy if isinstance(policy, CheckedPolicy) else CheckedPolicy(policy, rates, strict=True)
+        self.rates, self.traits = rates, Traits.of(policy)
         self.jobs = {job.name: job for job in sorted(jobs, key=lambda job: (job.arrival_s, job.name))}
         self.workers = {worker.name: worker for worker in workers}
         self.now = 0.0
@@ -138,7 +139,6 @@ class Simulator:
         decisions = self.policy.decide(state, self.now)
         if not decisions:
             return
-        check_decisions(state, decisions, self.rates, self.policy, self.now)
         self.running.apply(decisions, self.now)
         self.decisions += [(self.now, str(decision)) for decision in decisions]
 
@@ -159,7 +159,7 @@ class Simulator:
         moving = any(live.rate for live in self.running.groups.values()) or any(
             event.order < FINISH for event in self.events
         )
-        if self.running.unfinished and not moving:
+        if self.running.unfinished and not moving and not self.policy.refused_in_a_row:
             raise PlanError(
                 "online.stuck",
                 f"{self.traits.name} lets {len(self.running.unfinished)} jobs wait while no job runs and none comes",
@@ -176,6 +176,7 @@ class Simulator:
             isolated={name: self.ledger.isolated_rate(job) for name, job in self.jobs.items()},
             preemptions=self.running.preemptions,
             decisions=tuple(self.decisions),
+            refusals=tuple(self.policy.refusals),
             spans=tuple(self.running.spans),
             accounts=self.ledger.close(self.now),
         )

@@ -35,10 +35,10 @@ class Ours:
     """
 
     mixes = True
-    promises = frozenset({"bounds", "no starvation", "quotas"})
 
     def __init__(self, rates: Rates, settings: Settings | None = None, name: str = "ours"):
         self.rates, self.settings, self.name = rates, settings or Settings(), name
+        self.promises = frozenset({"bounds", "quotas"} | ({"no starvation"} if self.settings.urgency else set[str]()))
         self._known: dict[str, tuple[Job, Sizes, StepCost]] = {}  # cache across decisions
 
     def decide(self, state: ClusterState, now: float) -> list[Decision]:

@@ -41,7 +41,8 @@ class Search:
     Attributes:
         backlog: waiting jobs of every base, most valuable first.
         overdue: waiting jobs that no later job of their weight may overtake.
-        protected: jobs placed because they have waited long; no other move of this decision removes them.
+        protected: jobs that this decision placed and that have waited long; no other of its moves removes them, for
+            later jobs may have started since.
         packs: cache of `packing.first_pack`.
         options: cache of `moves.join`: per group, the best option for each waiting job that it looked at.
     """
@@ -101,6 +102,7 @@ class Search:
         for name in set(members) - set(group.members):
             self.backlog[group.base].remove(name)
             self._forget_packs(group.base)
+        self.protected |= {one.job.name for one in self.overdue} & set(members)
         self.overdue = [one for one in self.overdue if one.job.name not in members]
         for name in set(group.members) - set(members):
             self.release(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from scheduling.online.policies.draft import DraftGroup
 from scheduling.online.policies.ours.packing import first_pack
 from scheduling.online.policies.ours.search import Search
 
@@ -16,7 +17,7 @@ def evict(search: Search) -> bool:
     if not search.settings.preemption or not bases:
         return False
     best, most = None, 0.0
-    old = search.by_worth([group for group in search.draft.groups.values() if group.members and not group.is_new])
+    old = search.by_worth([group for group in search.draft.groups.values() if _may_go(search, group)])
     for base in bases:
         for group in islice((group for group in old if group.base != base), VICTIMS):
             pack = first_pack(search, base, search.draft.kind(group), len(group.gpus))
@@ -33,3 +34,8 @@ def evict(search: Search) -> bool:
     block = group.worker, group.gpus[0]
     search.open(base, block, pack.members, pack.rate, f"worth more here than {group.base}")
     return True
+
+
+def _may_go(search: Search, group: DraftGroup) -> bool:
+    """Whether a group may end: it trains, and this decision placed none of its members with a reason to stay."""
+    return bool(group.members) and not group.is_new and search.protected.isdisjoint(group.members)

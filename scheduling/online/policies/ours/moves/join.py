@@ -42,13 +42,14 @@ def _known_option(search: Search, group: DraftGroup) -> Option | None:
 
 
 def _best_option(search: Search, group: DraftGroup, waiting: str) -> Option | None:
-    appraiser, change_s = search.appraiser, search.rates.changes.change_s
+    appraiser = search.appraiser
+    stop_s = search.open_s(waiting) if group.is_new else search.rates.changes.change_s
     best, worth = None, appraiser.of(group)
     for members, rate in _with_one_more(search, group, waiting):
         gain = appraiser.worth(members, rate) - worth
         if gain > _least_gain(search, group, len(members)) * worth and (best is None or gain > best.gain):
-            stays = [name for name in members if name in group.members]
-            if appraiser.tolerates(stays, rate, members, change_s):
+            trained = [name for name in members if search.state.jobs[name].group is not None]
+            if appraiser.tolerates(trained, rate, members, stop_s):
                 best = Option(gain, members, rate)
     return best
 

@@ -1,0 +1,106 @@
+"""The policy never stops: no decision of it is refused on ordinary traces, and one that is refused changes nothing."""
+
+from itertools import product
+
+import pytest
+from more_cases import nightly
+
+from scheduling import PlanError
+from scheduling.online import (
+    TRACES,
+    CheckedPolicy,
+    ClusterState,
+    Decision,
+    Job,
+    JobState,
+    Mesh,
+    Ours,
+    Rates,
+    Settings,
+    Worker,
+    generate_trace,
+    simulate_cluster,
+)
+
+RATES = Rates()
+BASES = {"llama-3.1-8b": 0.5, "qwen2.5-14b": 0.3, "qwen2.5-32b": 0.2}
+RUNS = list(product((1, 2), TRACES, (0.7, 1.0, 1.2), (0, 1)))
+CHEAP = [(1, "sweeps", 1.0, 0), (1, "day-night", 1.2, 1), (2, "sweeps", 0.7, 1), (2, "steady", 1.2, 0)]
+
+
+@pytest.mark.parametrize("run", [run if run in CHEAP else nightly(run) for run in RUNS], ids=str)
+def test_no_decision_on_a_small_machine_is_refused(run):
+    gpus, trace, load, seed = run
+    workers, rates = [Worker("one", gpus)], Rates()
+    jobs = generate_trace(trace, jobs=150, workers=workers, load=load, seed=seed, bases=BASES, users=5, rates=rates)
+    result = simulate_cluster(jobs, workers, rates=rates)
+    assert len(result.finish_s) == 150
+    assert result.refusals == ()
+
+
+@pytest.mark.parametrize("switch", ["grouping", "residual", "urgency", "elasticity", "preemption"])
+def test_an_ablation_keeps_the_promises_that_it_makes(switch):
+    """A flood of one user, so that patience ends: `urgency` is what keeps later jobs from starting first."""
+    policy = Ours(RATES, Settings(**{switch: False}))
+    assert ("no starvation" in policy.promises) == (switch != "urgency")
+    flood = [Job(f"a{i}", "ann", "qwen2.5-0.5b", 0.0, [700, 300], 4, 400 + i) for i in range(60)]
+    flood += [Job(f"b{i}", "bob", "llama-3.2-1b", 60.0 * i, [900], 4, 300) for i in range(10)]
+    result = simulate_cluster(flood, [Worker("one", 1)], policy, rates=RATES)  # raises on a refusal
+    assert len(result.finish_s) == 70
+
+
+JOBS = [Job(name, "ann", "qwen2.5-0.5b", 0.0, [700, 300], 4, 400) for name in "ab"]
+STATE = ClusterState(time_s=5.0, workers={"h": Worker("h", 2)}, jobs={job.name: JobState(job) for job in JOBS})
+GOOD = Decision(
+    kind="open", group="g", base="qwen2.5-0.5b", worker="h", gpus=(1,), mesh=Mesh(1, 1, 1024), members=("b",)
+)
+BAD = Decision(kind="close", group="nothing")
+
+
+class Scripted:
+    """Decides what it was given, one after another; an exception is raised."""
+
+    name = "scripted"
+
+    def __init__(self, *answers):
+        self.answers = iter(answers)
+
+    def decide(self, state, now):
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_refused_decisions_change_nothing_and_a_simpler_policy_decides_after_three():
+    policy = CheckedPolicy(Scripted([BAD], [GOOD], [BAD], KeyError("x"), [BAD], [BAD], [GOOD], [BAD]), RATES)
+    decided = [policy.decide(STATE, now) for now in (5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0)]
+    placed = [[name for decision in decisions for name in decision.members] for decisions in decided]
+    assert placed == [[], ["b"], [], [], ["a", "b"], ["a", "b"], ["b"], []]
+    assert [refusal.time_s for refusal in policy.refusals] == [5.0, 7.0, 8.0, 9.0, 10.0, 12.0]
+    assert policy.refusals[0].why == "nothing does not exist"
+    assert policy.refusals[2].why == "KeyError: 'x'"
+    assert {refusal.policy for refusal in policy.refusals} == {"scripted"}
+
+
+def test_a_fallback_that_fails_as_well_is_counted_too():
+    policy = CheckedPolicy(Scripted(*[[BAD]] * 4), RATES, fallback=Scripted([BAD], [GOOD]))
+    assert [policy.decide(STATE, 5.0) for _ in range(4)] == [[], [], [], [GOOD]]
+    assert len(policy.refusals) == 5
+
+
+def test_errors_of_the_caller_are_raised():
+    policy = CheckedPolicy(Ours(RATES), RATES)
+    with pytest.raises(PlanError, match="stepped back"):
+        policy.decide(STATE, 4.0)
+    assert policy.refusals == []
+
+
+def test_a_run_goes_on_after_refusals():
+    """Until packing decides, no job runs and no event comes, which is no standstill."""
+    broken = CheckedPolicy(type("Broken", (), {"decide": lambda *_: [BAD]})(), RATES)
+    result = simulate_cluster(JOBS, [Worker("h", 2)], broken, rates=RATES)
+    assert len(result.finish_s) == 2
+    assert len(result.refusals) >= 3
+    with pytest.raises(PlanError, match="decided what cannot be"):
+        simulate_cluster(JOBS, [Worker("h", 2)], broken.policy, rates=RATES)
