@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.pipeline.stage import Stage
 from scheduling.pipeline import Program
 

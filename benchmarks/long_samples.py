@@ -28,12 +28,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from benchmarks.conditions import conditions
 from benchmarks.end_to_end import VARIANTS, Bench
 from benchmarks.workloads import SHAPES
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import MeshSettings, TrainSettings
 from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, Piece, assemble, num_segments, stacked
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.move import to_stage
 from lorafusion_jax.pipeline.parts import Parts

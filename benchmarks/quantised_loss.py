@@ -41,10 +41,10 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from benchmarks.csv_rows import append_row
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.weights.table import KINDS
 from pallas_kernels.quantised import fp8
 

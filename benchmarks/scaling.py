@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.planning.memory import DEVICE_BYTES, MemoryProblem, choose_remat, fits, stage_memory
 from lorafusion_jax.planning.stages import stage_layers, worth_in_layers
 from scheduling import (

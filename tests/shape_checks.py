@@ -17,8 +17,8 @@ CHECKED = (  # packages and modules whose annotated functions are checked
     "pallas_kernels.mlp.xla",
     "pallas_kernels.norm.api",
     "lorafusion_jax.modules.apply",  # not context: jax rebuilds its dataclass with leaves of other shapes
-    "lorafusion_jax.modules.bank",
-    "lorafusion_jax.modules.init",
+    "lorafusion_jax.adapters.bank",
+    "lorafusion_jax.adapters.init",
     "lorafusion_jax.modules.lora",
 )
 

@@ -30,7 +30,7 @@ NO_JAX = (
     "lorafusion_jax.errors",
     "lorafusion_jax.config",
     "lorafusion_jax.data",
-    "lorafusion_jax.modules.spec",
+    "lorafusion_jax.adapters.spec",
     "lorafusion_jax.layout.extent",
     "lorafusion_jax.planning.floor",
     "lorafusion_jax.planning.memory",

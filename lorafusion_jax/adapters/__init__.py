@@ -1,1 +1,1 @@
-"""Kinds of adapters as tables of their trainable tensors. Never imports jax."""
+"""Adapters: their specification, their kinds, initial values and low-rank pairs. Planning uses them without jax."""

@@ -15,12 +15,12 @@ from typing import BinaryIO
 import ml_dtypes
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.new_folder import new_folder
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.checkpoint.peft_leaves import Arrays
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
 from lorafusion_jax.models.checkpoint import Stored, list_tensors
-from lorafusion_jax.modules.spec import AdapterSpec
 
 _EXPORT = "export without --merge; PEFT merges the folder into the model that this base was made of"
 _COPIED = (".json", ".jinja", ".txt", ".model")  # configuration, tokenizer, chat template

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint import digests
 from lorafusion_jax.checkpoint.digests import find_damage, refuse_damage
 from lorafusion_jax.checkpoint.new_folder import new_folder
@@ -24,7 +25,6 @@ from lorafusion_jax.config.peft_config import CONFIG_FILE, Described, config_of,
 from lorafusion_jax.config.peft_folder import KEY, PREFIX, TENSOR_FILE
 from lorafusion_jax.errors import CheckpointError, RunError
 from lorafusion_jax.layout.layer import LAYER
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.tensor_file import write_tensors
 from lorafusion_jax.weights.table import NONE
 

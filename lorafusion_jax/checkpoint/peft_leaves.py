@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError, first_few
-from lorafusion_jax.modules.spec import AdapterSpec
 
 LAYERS = "layers"
 SHOWN = 8  # tensors that a message names

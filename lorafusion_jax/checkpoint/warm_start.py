@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.digests import digests_of
 from lorafusion_jax.checkpoint.peft import put_adapter, read_described
@@ -19,7 +20,6 @@ from lorafusion_jax.config.peft_folder import TENSOR_FILE
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
-from lorafusion_jax.modules.spec import AdapterSpec
 
 FIX = (
     "lora.init_from: a folder with adapter_config.json and adapter_model.safetensors, such as RUN/adapters/NAME/latest"

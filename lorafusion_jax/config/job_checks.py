@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.entries import Entry, is_own
 from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.errors import ConfigError, LoraFusionError
-from lorafusion_jax.modules.spec import resolve_targets
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorafusion_jax.adapters.spec import ALL_LINEAR, TARGETS, AdapterSpec
 from lorafusion_jax.config.hf_config import shortened
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, raise_all
-from lorafusion_jax.modules.spec import ALL_LINEAR, TARGETS, AdapterSpec
 from lorafusion_jax.weights.table import NONE
 
 CONFIG_FILE = "adapter_config.json"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
-from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 
 
 def adapter_specs(config: JobConfig) -> list[AdapterSpec]:

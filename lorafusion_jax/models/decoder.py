@@ -15,10 +15,10 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from ..adapters.init import init_leaves
+from ..adapters.spec import AdapterSpec
 from ..config.model import ModelConfig
 from ..modules import LoRAContext
-from ..modules.init import init_leaves
-from ..modules.spec import AdapterSpec
 from .attention import AttentionImplementation
 from .forward import embed, final_norm, layer_inputs, run_layer
 from .layer import DecoderLayer

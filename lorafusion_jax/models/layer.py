@@ -14,10 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from ..adapters.spec import AdapterSpec, bank_rank
 from ..config.model import ModelConfig
 from ..layout.layer import LAYER, Half
 from ..modules import LoRAContext, LoRALinear, lora_mlp, lora_siblings
-from ..modules.spec import AdapterSpec, bank_rank
 from .attention import AttentionImplementation, attention
 from .norm import RMSNorm
 from .rope import apply_rope

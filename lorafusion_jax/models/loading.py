@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from ..adapters.init import init_leaves
+from ..adapters.spec import AdapterSpec
 from ..config.model import ModelConfig
 from ..layout.layer import LAYER
-from ..modules.init import init_leaves
-from ..modules.spec import AdapterSpec
 from ..weights.checkpoint_formats import FORMATS, CheckpointFormat, check_stored_as
 from ..weights.entry import Entry
 from ..weights.table import NONE, StoredKind, check_kernels, stored_kind

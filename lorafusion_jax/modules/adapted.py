@@ -18,14 +18,14 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array
 
+from lorafusion_jax.adapters.bank import low_rank_bank
+from lorafusion_jax.adapters.init import init_bank
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import RunError
-from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.product import Product, Stored, exchange_product, unsupported_linear
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import Path, dotted
 from lorafusion_jax.modules.use import context_of
 from pallas_kernels import multi_lora_linear

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.modules.adapted import adapt
 from lorafusion_jax.modules.linear import Linear
 from lorafusion_jax.modules.match import Place, by_reason, find_targets
-from lorafusion_jax.modules.spec import AdapterSpec
 
 
 def apply_lora(

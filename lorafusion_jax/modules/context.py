@@ -17,8 +17,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Integer, UInt32
 
+from lorafusion_jax.adapters.spec import AdapterSpec, common_rank
 from lorafusion_jax.errors import ConfigError, RunError, raise_all
-from lorafusion_jax.modules.spec import AdapterSpec, common_rank
 from pallas_kernels import Dropout, Implementation, fold_key
 from pallas_kernels.dropout import mix32
 

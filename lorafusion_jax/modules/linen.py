@@ -16,12 +16,13 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array
 
+from lorafusion_jax.adapters.bank import low_rank_bank
+from lorafusion_jax.adapters.init import init_bank
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.adapters.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.adapted import lora_product
-from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.init import init_bank
 from lorafusion_jax.modules.linear import HEADS
 from lorafusion_jax.modules.linen_layers import (
     KERNELS,
@@ -36,7 +37,6 @@ from lorafusion_jax.modules.linen_quantised import check_plain, quantise_params
 from lorafusion_jax.modules.linen_tree import copy_dicts, node_at
 from lorafusion_jax.modules.match import name_matches
 from lorafusion_jax.modules.merging import merged_weight
-from lorafusion_jax.modules.spec import ALL_LINEAR, AdapterSpec
 from lorafusion_jax.modules.use import check_inside, staging, traced_anew
 
 COLLECTION = "LoRAParam"

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from lorafusion_jax.adapters.bank import low_rank_bank
 from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.modules.bank import low_rank_bank
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels import multi_lora_linear, multi_lora_linears, multi_lora_mlp
 from pallas_kernels.frozen_weight import FrozenWeight, QuantisedWeight, frozen_product, is_quantised
 from pallas_kernels.mlp.xla import silu_gate

@@ -10,10 +10,10 @@ from functools import cache
 
 from flax import nnx
 
+from lorafusion_jax.adapters.spec import ALL_LINEAR
 from lorafusion_jax.errors import ConfigError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.modules.linear import HEADS, Linear, linear_of, weight_names
 from lorafusion_jax.modules.product import unsupported_linear
-from lorafusion_jax.modules.spec import ALL_LINEAR
 from lorafusion_jax.modules.tree import Path, dotted, walk
 
 

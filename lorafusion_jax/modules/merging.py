@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lorafusion_jax.adapters.kind import adapter_kind
-from lorafusion_jax.modules.spec import AdapterSpec
+from lorafusion_jax.adapters.spec import AdapterSpec
 
 
 def merged_weight(

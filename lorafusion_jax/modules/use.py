@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import ConfigError, RunError
 from lorafusion_jax.modules.context import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save
 
 from lorafusion_jax.adapters.kind import adapter_kind
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.files import replace_bytes
 from lorafusion_jax.modules.adapted import LoRAPlan, adapted_class, own_class
 from lorafusion_jax.modules.merging import merged_weight
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.modules.tree import dotted, walk
 
 BASE = "lora_base"  # attribute of the original weight while an adapter is merged

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import OptimSettings
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, clipped, transformation
 from lorafusion_jax.pipeline import leaves as lv
 from lorafusion_jax.pipeline.leaves import Columns, Leaves, Place

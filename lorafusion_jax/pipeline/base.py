@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.model_fit import longest_texts
@@ -18,7 +19,6 @@ from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import REMAT_POLICIES, RematPolicy
 from lorafusion_jax.models import ModelConfig, open_frozen
 from lorafusion_jax.models.loading import Weight
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import check_loss
 from lorafusion_jax.pipeline.base_cache import BaseFiles, CachedBase, open_cache
 from lorafusion_jax.pipeline.mesh import StageMesh, stage_meshes

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import Arrays
 from lorafusion_jax.checkpoint.warm_start import start_from
 from lorafusion_jax.config.schema import JobConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.base import stages_for
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import gather, scatter

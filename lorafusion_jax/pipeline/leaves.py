@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 
 from lorafusion_jax.adapters.kind import Leaf, adapter_kind, leaves_of
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.layer import LAYER
-from lorafusion_jax.modules.spec import AdapterSpec
 
 Leaves = dict[str, Array]  # "layers.self_attn.q_proj.lora_a" -> [L, ...]
 LAYERS = "layers."  # prefix of the names of leaves

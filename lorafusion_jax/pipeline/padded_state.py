@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorafusion_jax.adapters.kind import leaves_of
+from lorafusion_jax.adapters.spec import bank_rank
 from lorafusion_jax.layout.layer import LAYER
-from lorafusion_jax.modules.spec import bank_rank
 from lorafusion_jax.pipeline.leaves import LAYERS, own_names
 from lorafusion_jax.pipeline.stage import Stage
 from lorafusion_jax.pipeline.state import abstract_state

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from lorafusion_jax.adapters.bank import low_rank_places
+from lorafusion_jax.adapters.init import init_layers
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER, Half
@@ -22,9 +25,6 @@ from lorafusion_jax.models.forward import final_norm, layer_inputs, run_layer
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.bank import low_rank_places
-from lorafusion_jax.modules.init import init_layers
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
 from lorafusion_jax.objective.protocol import SFT, Chosen

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import LAYER, RematPolicy
 from lorafusion_jax.models.forward import embed
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.optim.step import Hyper, transformation, zero_hyper
 from lorafusion_jax.pipeline import adapter_step
 from lorafusion_jax.pipeline import leaves as lv

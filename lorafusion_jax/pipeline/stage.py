@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import AdapterConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent, Piece
 from lorafusion_jax.layout.layer import RematPolicy
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.batch import metric_names
 from lorafusion_jax.optim.step import Hyper, hyper, unchanging_hyper
 from lorafusion_jax.pipeline import leaves as lv

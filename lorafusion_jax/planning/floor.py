@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from lorafusion_jax.adapters.spec import bank_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER, Half, Linear
-from lorafusion_jax.modules.spec import bank_rank
 from lorafusion_jax.planning.memory import MemoryProblem, memory_problem
 from pallas_kernels.cost import H200, Ceilings, product
 from pallas_kernels.cost_ops import MlpCost, SiblingsCost

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER, REMAT_POLICIES, Half, RematPolicy
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.objective.chunks import DEFAULT_CHUNK, chunk_rows
 from lorafusion_jax.optim.table import optimizer
 from lorafusion_jax.planning.blocks import block_layers

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank, common_rank
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.layout.layer import LAYER, Linear
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank, common_rank
 from pallas_kernels.policy import MAX_RANK, MIN_RANK, extra_blocks, padded_rank
 
 FORWARD_SHARE = 1 / 3  # down and up; backward has dS, dA, dB and dx

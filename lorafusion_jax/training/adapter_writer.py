@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory, base_identity
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import export_adapter
 from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.config.specs import adapter_spec
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import Progress
 from lorafusion_jax.weights.table import NONE

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.merge import merge_arrays
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.modules.spec import AdapterSpec
 
 SPEC = AdapterSpec(name="law", rank=2, alpha=3, rslora=True, targets=("q_proj",))
 NAME = "model.layers.{}.self_attn.q_proj.weight"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import export_adapter, put_adapter, read_adapter, take_adapter
 from lorafusion_jax.errors import CheckpointError, RunError
-from lorafusion_jax.modules.spec import AdapterSpec
 
 WIDE = AdapterSpec(name="wide", rank=6, alpha=12, dropout=0.1, targets=("q_proj", "down_proj"))
 THIN = AdapterSpec(name="thin", rank=2, alpha=3.5, rslora=True, targets=("q_proj",))

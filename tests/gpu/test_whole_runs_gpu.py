@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from small_jobs import write_job, write_rows
 
+from lorafusion_jax.adapters.init import init_adapter
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.config import load_config
-from lorafusion_jax.modules.init import init_adapter
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.training import RunFolder, train
 
 pytestmark = pytest.mark.gpu

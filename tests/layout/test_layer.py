@@ -6,12 +6,12 @@ import pytest
 from flax import nnx
 from shapes import LLAMA_70B
 
+from lorafusion_jax.adapters.spec import AdapterSpec, resolve_targets
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import HALVES, LAYER
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec, resolve_targets
 
 PLAIN = ModelConfig(
     family="llama", vocab_size=32, hidden_size=24, intermediate_size=40, num_layers=1, num_heads=4, num_kv_heads=2,

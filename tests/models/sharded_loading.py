@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.models import load_decoder, loading
-from lorafusion_jax.modules.spec import AdapterSpec
 
 ADAPTERS = (AdapterSpec(name="a", rank=2, alpha=4),)
 

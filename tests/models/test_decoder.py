@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.layer import DecoderLayer, LayerInputs
 from lorafusion_jax.models.rope import rope_tables
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.objective.loss import adapter_losses
 
 CONFIG = ModelConfig(

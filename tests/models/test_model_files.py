@@ -17,9 +17,9 @@ from make_golden import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 import lorafusion_jax
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.errors import CheckpointError, ErrorList, RunError
 from lorafusion_jax.models import Decoder, ModelConfig, load_decoder, save_decoder
-from lorafusion_jax.modules.spec import AdapterSpec
 
 ADAPTERS = (
     AdapterSpec(name="a", rank=2, alpha=4),

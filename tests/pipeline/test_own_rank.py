@@ -13,6 +13,7 @@ import pytest
 import small_jobs
 from mixed import assert_equal, read_trained
 
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.cli.status import run_numbers
@@ -23,7 +24,6 @@ from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
 from lorafusion_jax.pipeline import leaves
 from lorafusion_jax.pipeline.leaves import LAYERS, add, all_columns, stack_adapters, take_adapter, view, windows
 from lorafusion_jax.pipeline.mesh import stage_meshes

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.models import Decoder, ModelConfig, Segments
 from lorafusion_jax.models.forward import embed, final_norm
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.parts import Parts, cut
 
 MODEL = ModelConfig(

@@ -13,11 +13,11 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from more_cases import mostly_nightly
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.remat import Split
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from more_cases import nightly
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import TrainSettings
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.layout.layer import LAYER, REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.pipeline.mesh import stage_meshes
 from lorafusion_jax.pipeline.parts import Parts
 from lorafusion_jax.pipeline.programs import StagePrograms

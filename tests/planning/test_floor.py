@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from shapes import LLAMA_8B
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.planning.floor import stage_floors_s
 from lorafusion_jax.planning.memory import MemoryProblem
 from pallas_kernels.cost import H200, product

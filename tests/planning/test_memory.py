@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 from shapes import LLAMA_8B, LLAMA_70B
 
+from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import LAYER
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import TARGETS, AdapterSpec
 from lorafusion_jax.planning.memory import (
     ALLOCATOR_USABLE,
     DEVICE_BYTES,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.planning.memory import MemoryProblem, kept_per_layer
 
 GATED = "silu(gate) · up"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from shapes import LLAMA_8B
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.layout.extent import extents
-from lorafusion_jax.modules.spec import AdapterSpec
 from lorafusion_jax.planning.floor import stage_floors_s
 from lorafusion_jax.planning.memory import MemoryProblem
 from lorafusion_jax.planning.ranks import RATES, seconds_per_token

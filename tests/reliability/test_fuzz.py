@@ -18,6 +18,7 @@ from pyarrow import parquet
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import peft_tensors, read_adapter
@@ -32,7 +33,6 @@ from lorafusion_jax.config.peft_folder import lora_settings
 from lorafusion_jax.config.schema import DataSettings
 from lorafusion_jax.data import load_samples, load_tokenizer
 from lorafusion_jax.models.checkpoint import list_tensors
-from lorafusion_jax.modules.spec import AdapterSpec
 from scheduling import AdapterJob, Plan, PlanError, make_plan, serialize, verify_plan
 
 pytestmark = pytest.mark.wrong_types

@@ -11,11 +11,11 @@ import optax
 import pytest
 from flax import nnx
 
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.data.tokenizer import load_tokenizer
 from lorafusion_jax.examples import examples_directory
 from lorafusion_jax.models import Segments, load_decoder
 from lorafusion_jax.modules import LoRAContext
-from lorafusion_jax.modules.spec import AdapterSpec
 from pallas_kernels.quantised import fp8
 
 SPECS = [AdapterSpec(name="ask", rank=8, alpha=16, targets=("q_proj", "v_proj", "down_proj"))]  # smaller programs

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from lorafusion_jax.adapters.kind import adapter_kind, leaves_of
-from lorafusion_jax.modules.spec import AdapterSpec, bank_rank
+from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
 
 LAYERS = "layers"
 

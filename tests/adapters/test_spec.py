@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from lorafusion_jax.adapters.spec import TARGETS, AdapterSpec, bank_rank, resolve_targets
 from lorafusion_jax.errors import ConfigError, ErrorList
-from lorafusion_jax.modules.spec import TARGETS, AdapterSpec, bank_rank, resolve_targets
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
@@ -62,5 +62,5 @@ def test_rank_of_a_projection_is_the_largest_that_targets_it():
 
 
 def test_the_specification_is_importable_without_jax():
-    code = "import sys; from lorafusion_jax.modules.spec import AdapterSpec; sys.exit('jax' in sys.modules)"
+    code = "import sys; from lorafusion_jax.adapters.spec import AdapterSpec; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
