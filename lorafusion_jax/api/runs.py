@@ -13,6 +13,7 @@ from lorafusion_jax.api.curves import Curve, draw_curves
 from lorafusion_jax.api.jobs import Job, job_of
 from lorafusion_jax.api.plans import JobPlan
 from lorafusion_jax.api.progress import in_notebook, notebook_screen
+from lorafusion_jax.api.reports import ReportView
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.checkpoint.folder import RunFolder
@@ -87,6 +88,10 @@ class Run(Shown):
             CheckpointError: `run.no-timeline`, no session has ended yet.
         """
         return TimelineView(timeline=read_timeline(self.folder))
+
+    def report(self) -> ReportView:
+        """Returns the page of `lorafusion report`: curves, table, settings that differ, timeline."""
+        return ReportView((self.folder,))
 
     def _show(self, console: Console) -> None:
         console.print(status_screen(self.numbers))

@@ -330,7 +330,8 @@ def test_version(lorafusion):
 
 def test_every_command_has_help_with_an_example(lorafusion):
     names = (
-        "demo, init, check, plan, train, resume, status, timeline, export, verify, profile, tune, doctor, data preview"
+        "demo, init, check, plan, train, resume, status, timeline, report, export, verify, profile, tune, doctor, "
+        "data preview"
     )
     for command in names.split(", "):
         outcome = lorafusion(*command.split(), "--help")

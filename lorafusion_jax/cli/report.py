@@ -1,0 +1,55 @@
+"""lorafusion report: one HTML page of one or more runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.cli.common import Json, ends_in, next_command, out, say
+from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.files import replace_text
+from lorafusion_jax.report.page.build import ReportedRun, report_page
+
+NAME = "report"
+WATCH_S = 10
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders, shown over each other")],
+    to: Annotated[Path | None, typer.Option("--out", "-o", help="an .html file [default: report.html in RUN]")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="write the page every ten seconds until all runs end")] = False,
+    as_json: Json = False,
+) -> None:
+    """Writes one page with curves, a sortable table, what limits speed, settings that differ, and the timeline.
+
+    Example: lorafusion report runs/exp1 runs/exp2 -o compare.html
+    """
+    for run in runs:
+        RunFolder(run).read_record()  # raises if it is not a run folder
+    file = runs[0] / "report.html" if to is None else to
+    ends_in(file, ".html")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    running = _write(runs, file, live=watch)
+    console = out()
+    if as_json:
+        print(json.dumps({"file": str(file), "runs": [str(run) for run in runs], "running": running}))
+    else:
+        say(console, f"written to {file}" + ("  ·  it loads itself again while the run goes on" if watch else ""))
+    while watch and running:
+        time.sleep(WATCH_S)
+        running = _write(runs, file, live=True)
+    if not as_json:
+        next_command(console, f"lorafusion status {runs[0]}")
+
+
+def _write(runs: list[Path], file: Path, *, live: bool) -> bool:
+    """Writes the page. Returns whether a run still goes on."""
+    reported = [ReportedRun(folder=run, numbers=run_numbers(run)) for run in runs]
+    running = any(run.numbers["state"] == "running" for run in reported)
+    replace_text(file, report_page(reported, refresh_s=WATCH_S if live and running else None))
+    return running

@@ -1,0 +1,184 @@
+"""Builds the report page of one or more runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.checkpoint.folder import RunFolder
+from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.format import count, duration, percent
+from lorafusion_jax.report.measured import read_timeline
+from lorafusion_jax.report.page.collect import differing_settings, read_curves, thin, tokens_trained
+from scheduling import Timeline
+from scheduling.plots.colors import palette
+from scheduling.plots.svg import timeline_svg
+
+TIMELINE_SLOTS = 40  # of a session that are drawn: more would be too narrow to see
+FULL_DENSITY, LOW_WAIT, LOW_IDLE = 0.9, 0.05, 0.05  # what limits speed is said beyond these
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedRun:
+    """A run folder and the numbers of its status."""
+
+    folder: Path
+    numbers: Mapping[str, Any]
+
+
+def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) -> str:
+    """Builds one self-contained page: no network, no libraries.
+
+    Args:
+        runs: shown over each other; adapters of several runs are named run/adapter.
+        refresh_s: the page loads itself again after so many seconds (None: never).
+    """
+    page = files("lorafusion_jax.report.page")
+    names = _run_names(runs)
+    described = [_describe_run(run, name) for run, name in zip(runs, names, strict=True)]
+    adapters = [
+        adapter | {"run": name, "label": f"{name}/{adapter['name']}" if len(runs) > 1 else adapter["name"]}
+        for name, run in zip(names, described, strict=True)
+        for adapter in run.pop("adapters")
+    ]
+    for adapter, color in zip(adapters, palette(len(adapters)), strict=True):
+        adapter["color"] = color
+    _mark_best(adapters)
+    data = {"runs": described, "adapters": adapters, "several": len(runs) > 1}
+    fields = {
+        "@TITLE@": escape(" · ".join(names)),
+        "@REFRESH@": f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
+        "@STYLE@": page.joinpath("report.css").read_text("utf-8"),
+        "@SCRIPT@": page.joinpath("report.js").read_text("utf-8"),
+        "@TIMELINES@": "".join(_timeline(run.folder, name) for run, name in zip(runs, names, strict=True)),
+        "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    text = page.joinpath("report.html").read_text("utf-8")
+    for mark, content in fields.items():
+        text = text.replace(mark, content)
+    return text
+
+
+def _run_names(runs: Sequence[ReportedRun]) -> list[str]:
+    """The folders' names, or their paths where two folders have one name."""
+    short = [run.folder.resolve().name for run in runs]
+    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+
+
+def _describe_run(run: ReportedRun, name: str) -> dict[str, Any]:
+    numbers, config = run.numbers, RunFolder(run.folder).read_config()
+    curves = read_curves(run.folder, list(numbers["adapters"]))
+    tokens = tokens_trained(run.folder, numbers["slot"])
+    speed, seconds = numbers["throughput"] or {}, _trained_seconds(run)
+    settings = differing_settings(config)
+    held_out = RunFolder(run.folder).read_record().get("eval", {})
+    total = sum(tokens.values()) or 1
+    adapters = [
+        {
+            "name": adapter,
+            "status": row["status"],
+            "step": row["step"],
+            "steps": row["steps"],
+            "reason": row["reason"],
+            "held_out": held_out.get(adapter),
+            "before": row["held_out_before"],
+            "after": row["held_out_after"],
+            "best": curves[adapter].best,
+            "train": curves[adapter].train_loss,
+            "tokens": tokens.get(adapter, 0),
+            "seconds": None if seconds is None else seconds * tokens.get(adapter, 0) / total,
+            "series": {key: thin(points) for key, points in curves[adapter].series.items()},
+            "settings": {key: values.get(adapter) for key, values in settings.items()},
+        }
+        for adapter, row in numbers["adapters"].items()
+    ]
+    return {
+        "name": name,
+        "state": numbers["state"],
+        "reason": numbers["reason"],
+        "tiles": _tiles(numbers, speed, seconds),
+        "limits": _limits(run.folder, speed),
+        "adapters": adapters,
+    }
+
+
+def _tiles(numbers: Mapping[str, Any], speed: Mapping[str, Any], seconds: float | None) -> list[tuple[str, str]]:
+    mesh = {key: size for key, size in (numbers["mesh"] or {}).items() if size > 1}
+    tiles = [("state", numbers["state"]), ("microbatches", f"{numbers['slot']} of {numbers['slots']}")]
+    if speed:
+        tiles.append(("useful tokens/s", count(speed["useful_tokens_per_s"])))
+    if seconds is not None:
+        tiles.append(("training", duration(seconds)))
+    if numbers["eta_s"] is not None and numbers["state"] == "running":
+        tiles.append(("left", duration(numbers["eta_s"])))
+    if numbers["peak_bytes"]:
+        tiles.append(("peak memory", f"{numbers['peak_bytes'] / GIB:.1f} GiB"))
+    if numbers["device"]:
+        tiles.append(("device", numbers["device"]))
+    return [*tiles, ("mesh", " × ".join(f"{key} {size}" for key, size in mesh.items()) or "one device")]
+
+
+def _trained_seconds(run: ReportedRun) -> float | None:
+    """Seconds of slots: of a finished run as it says, of another from its rate."""
+    events = read_rows(run.folder / "events.jsonl")
+    finished = [event["seconds"] for event in events if event["kind"] == "finished"]
+    if finished:
+        return finished[-1]
+    slot_s = (run.numbers["throughput"] or {}).get("slot_seconds")
+    return None if slot_s is None else slot_s * run.numbers["slot"]
+
+
+def _limits(folder: Path, speed: Mapping[str, Any]) -> list[str]:
+    """Sentences on what costs the run time, the largest first."""
+    events = read_rows(folder / "events.jsonl")
+    started = next((event for event in reversed(events) if event["kind"] == "started"), {})
+    limits: list[tuple[float, str]] = []
+    if (density := started.get("density")) is not None and density < FULL_DENSITY:
+        why = "microbatches are {} full; another batch.capacity_tokens or more adapters may fill them better"
+        limits.append((1 - density, why.format(percent(density))))
+    if (paused := speed.get("paused_share")) and paused > LOW_WAIT:
+        parts = ", ".join(f"{what} {duration(s)}" for what, s in (speed.get("paused_s") or {}).items())
+        limits.append((paused, f"training waited for {percent(paused)} of the time ({parts})"))
+    try:
+        timeline = read_timeline(folder)
+    except LoraFusionError:
+        timeline = None
+    if timeline is not None and timeline.num_stages > 1 and timeline.bubble_share > LOW_IDLE:
+        limits.append((timeline.bubble_share, f"stages were idle for {percent(timeline.bubble_share)} of the time"))
+    return [text for _, text in sorted(limits, reverse=True)]
+
+
+def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
+    """Marks the lowest held-out loss among adapters with the same held-out data, such as the members of a sweep.
+
+    Adapters that were cancelled or failed are left out, and an adapter that nothing can be compared with.
+    """
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for adapter in adapters:
+        held_out = adapter.pop("held_out")
+        if adapter["best"] is not None and adapter["status"] not in ("failed", "cancelled"):
+            groups.setdefault(held_out, []).append(adapter)
+    for group in groups.values():
+        if len(group) > 1:
+            min(group, key=lambda adapter: adapter["best"][1])["is_best"] = True
+
+
+def _timeline(folder: Path, name: str) -> str:
+    """The newest slots of the last session as a drawing; empty where a run has not ended yet."""
+    try:
+        timeline: Timeline = read_timeline(folder)
+    except LoraFusionError:
+        return ""
+    slots = sorted({span.slot for span in timeline.spans})[-TIMELINE_SLOTS:]
+    if not slots:
+        return ""
+    drawing = timeline_svg(timeline.of_slots(range(slots[0], slots[-1] + 1)))
+    head = f"<h3>{escape(name)}: microbatches {slots[0] + 1} to {slots[-1] + 1}</h3>"
+    return f"{head}<div class=timeline>{drawing}</div>"

@@ -1,0 +1,137 @@
+const $ = id => document.getElementById(id);
+const make = (tag, attributes = {}, ...children) => {
+  const node = tag.startsWith("svg:") ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4)) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+};
+const number = (value, digits = 4) => value == null ? "–" : Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : value.toFixed(digits);
+const time = s => s == null ? "–" : s >= 3600 ? `${Math.floor(s / 3600)} h ${Math.round(s % 3600 / 60)} min` : s >= 60 ? `${Math.floor(s / 60)} min ${Math.round(s % 60)} s` : `${s.toFixed(1)} s`;
+const tokens = n => n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : n >= 1e3 ? (n / 1e3).toFixed(1) + " k" : String(n);
+
+// What the reader has chosen survives the page's own reloading.
+const view = Object.assign({metric: "loss", smooth: 0, log: false, hidden: [], sort: "best", down: false}, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
+const keep = () => history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(view)));
+
+// Runs: figures, and what limits their speed.
+for (const run of data.runs) {
+  const tiles = run.tiles.map(([name, value]) => make("div", {class: "tile"}, make("b", {}, value), make("span", {}, name)));
+  const block = make("div", {class: "run"}, ...(data.several ? [make("b", {}, run.name)] : []), make("div", {class: "tiles"}, ...tiles));
+  if (run.reason) block.append(make("p", {class: "bad"}, run.reason));
+  block.append(make("ul", {class: "limits"}, ...run.limits.map(text => make("li", {}, text))));
+  $("runs").append(block);
+}
+
+// Curves.
+const WORDS = {loss: "training and held-out loss", grad_norm: "gradient norm", lr: "learning rate"};
+const metrics = [...new Set(data.adapters.flatMap(a => Object.keys(a.series)))].filter(name => !name.startsWith("eval_"));
+const held = new Set(data.adapters.flatMap(a => Object.keys(a.series)).filter(name => name.startsWith("eval_") && !metrics.includes(name.slice(5))));
+for (const name of [...metrics, ...held]) $("metric").append(make("option", {value: name}, WORDS[name] || name));
+if (![...metrics, ...held].includes(view.metric)) view.metric = metrics[0] || "";
+$("metric").value = view.metric; $("smooth").value = view.smooth; $("log").checked = view.log;
+
+const smoothed = points => {
+  let mean = null, weight = 0;
+  return points.map(([step, value]) => {
+    mean = view.smooth * (mean ?? 0) + (1 - view.smooth) * value; weight = view.smooth * weight + 1 - view.smooth;
+    return [step, mean / weight];
+  });
+};
+const ticks = (low, high, count) => {
+  const raw = (high - low) / count || 1, base = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map(k => k * base).find(k => k >= raw), result = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) result.push(at);
+  return result;
+};
+
+let scale = null;
+function draw() {
+  const wide = Math.max(320, $("chart").clientWidth || 900), tall = Math.round(Math.min(380, Math.max(240, wide * 0.4)));
+  const left = 58, right = 12, top = 10, bottom = 30, shown = data.adapters.filter(a => !view.hidden.includes(a.label));
+  const lines = shown.map(a => ({adapter: a, line: smoothed(a.series[view.metric] || []), dots: a.series["eval_" + view.metric] || []}));
+  const points = lines.flatMap(l => [...l.line, ...l.dots]).filter(p => !view.log || p[1] > 0);
+  const svg = make("svg:svg", {viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": WORDS[view.metric] || view.metric});
+  $("chart").replaceChildren(svg); scale = null;
+  if (!points.length) { svg.append(make("svg:text", {x: left, y: tall / 2}, "nothing recorded yet")); return; }
+  const f = view.log ? Math.log10 : v => v, values = points.map(p => f(p[1])), last = Math.max(...points.map(p => p[0]), 1);
+  let low = Math.min(...values), high = Math.max(...values);
+  const pad = (high - low || Math.abs(high) || 1) * 0.04; low -= pad; high += pad;
+  const x = step => left + step / last * (wide - left - right), y = value => top + (high - f(value)) / (high - low) * (tall - top - bottom);
+  for (const at of ticks(low, high, 5)) {
+    const value = view.log ? 10 ** at : at, place = y(value);
+    svg.append(make("svg:line", {class: "grid", x1: left, x2: wide - right, y1: place, y2: place}), make("svg:text", {x: left - 6, y: place + 4, "text-anchor": "end"}, number(value, value >= 100 ? 0 : value >= 1 ? 2 : 3)));
+  }
+  for (const at of ticks(0, last, wide < 500 ? 4 : 8)) if (Number.isInteger(at)) svg.append(make("svg:text", {x: x(at), y: tall - 10, "text-anchor": "middle"}, String(at)));
+  for (const {adapter, line, dots} of lines) {
+    const usable = line.filter(p => !view.log || p[1] > 0);
+    svg.append(make("svg:path", {d: usable.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), stroke: adapter.color}));
+    for (const p of dots) if (!view.log || p[1] > 0) svg.append(make("svg:circle", {cx: x(p[0]), cy: y(p[1]), r: 4, fill: adapter.color}));
+  }
+  const cursor = svg.appendChild(make("svg:line", {class: "cursor off", y1: top, y2: tall - bottom}));
+  scale = {svg, cursor, lines, wide, left, right, last, x};
+}
+function point(event) {
+  if (!scale) return;
+  const box = scale.svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * scale.wide;
+  const step = Math.round((at - scale.left) / (scale.wide - scale.left - scale.right) * scale.last);
+  if (step < 0 || step > scale.last) return leave();
+  const nearest = points => points.reduce((a, b) => !a || Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a, null);
+  const rows = scale.lines.map(l => [l.adapter.label, nearest(l.line), nearest(l.dots)]).filter(r => r[1] || r[2]);
+  $("tip").textContent = `step ${step}\n` + rows.map(([name, line, dot]) => `${name}  ${line ? number(line[1]) : ""}${dot ? `  held-out ${number(dot[1])} (step ${dot[0]})` : ""}`).join("\n");
+  scale.cursor.setAttribute("class", "cursor"); scale.cursor.setAttribute("x1", scale.x(step)); scale.cursor.setAttribute("x2", scale.x(step));
+  const tip = $("tip"); tip.style.display = "block";
+  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px"; tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+}
+function leave() { $("tip").style.display = "none"; scale?.cursor.setAttribute("class", "cursor off"); }
+$("chart").addEventListener("pointermove", point); $("chart").addEventListener("pointerdown", point); $("chart").addEventListener("pointerleave", leave);
+for (const id of ["metric", "smooth", "log"]) $(id).addEventListener("input", () => { view.metric = $("metric").value; view.smooth = +$("smooth").value; view.log = $("log").checked; keep(); draw(); });
+
+for (const adapter of data.adapters) {
+  const dot = make("i", {class: "dot", style: `background:${adapter.color}`}), button = make("button", {"aria-pressed": !view.hidden.includes(adapter.label)}, dot, adapter.label);
+  button.addEventListener("click", () => {
+    view.hidden = view.hidden.includes(adapter.label) ? view.hidden.filter(n => n !== adapter.label) : [...view.hidden, adapter.label];
+    button.setAttribute("aria-pressed", !view.hidden.includes(adapter.label)); keep(); draw();
+  });
+  $("legend").append(button);
+}
+
+// The table: one row per adapter, sorted by a click on a heading.
+const COLUMNS = [
+  ["adapter", a => a.label, a => [make("i", {class: "dot", style: `background:${a.color}`}), a.label, ...(a.is_best ? [make("span", {class: "badge"}, "best")] : [])]],
+  ["status", a => a.status, a => [a.reason ? make("span", {class: "bad", title: a.reason}, a.status) : a.status]],
+  ["steps", a => a.step, a => [`${a.step}/${a.steps}`]],
+  ["train loss", a => a.train, a => [number(a.train)]],
+  ["held-out before", a => a.before, a => [number(a.before)]],
+  ["held-out now", a => a.after, a => [number(a.after)]],
+  ["best held-out", a => a.best?.[1], a => [a.best ? `${number(a.best[1])} (step ${a.best[0]})` : "–"]],
+  ["tokens", a => a.tokens, a => [tokens(a.tokens)]],
+  ["device time", a => a.seconds, a => [time(a.seconds)]],
+];
+const KEYS = {best: 6};
+function table() {
+  const index = KEYS[view.sort] ?? COLUMNS.findIndex(c => c[0] === view.sort), value = COLUMNS[index < 0 ? 0 : index][1];
+  const rows = [...data.adapters].sort((a, b) => {
+    const [p, q] = [value(a), value(b)];
+    if (p == null || q == null) return (p == null) - (q == null);
+    return (p < q ? -1 : p > q ? 1 : 0) * (view.down ? -1 : 1);
+  });
+  const heads = COLUMNS.map(([name], i) => {
+    const head = make("th", i < 2 ? {class: "text"} : {}, make("button", {}, name));
+    if (i === index) head.setAttribute("aria-sort", view.down ? "descending" : "ascending");
+    head.firstChild.addEventListener("click", () => { view.down = i === index && !view.down; view.sort = name; keep(); table(); });
+    return head;
+  });
+  $("table").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map(a => make("tr", a.is_best ? {class: "best"} : {}, ...COLUMNS.map(([, , cells], i) => make("td", i < 2 ? {class: "text"} : {}, ...cells(a)))))));
+}
+
+// Settings that are not the same for all adapters.
+const keys = [...new Set(data.adapters.flatMap(a => Object.keys(a.settings)))].filter(key => new Set(data.adapters.map(a => JSON.stringify(a.settings[key]))).size > 1);
+if (keys.length) {
+  const text = value => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value);
+  const head = make("tr", {}, make("th", {}, "adapter"), ...keys.map(key => make("th", {class: "text"}, key)));
+  const rows = data.adapters.map(a => make("tr", {}, make("td", {}, a.label), ...keys.map(key => make("td", {class: "text"}, text(a.settings[key])))));
+  $("settings").append(make("h2", {}, "Settings that differ"), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
+}
+if ($("timelines").childElementCount) $("timelines").prepend(make("h2", {}, "Timeline of the last session"));
+table(); draw();
+addEventListener("resize", draw);

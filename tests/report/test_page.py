@@ -1,0 +1,57 @@
+"""The report page: what it takes from a run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from lorafusion_jax.report.page.collect import read_curves, thin
+from lorafusion_jax.report.recorder import encode_row
+
+
+def write_metrics(folder, rows):
+    (folder / "metrics.jsonl").write_bytes(b"".join(encode_row({"slot": 0, "time": 0.0, **row}) for row in rows))
+
+
+def test_curves_hold_every_metric_of_an_objective_and_no_counter(tmp_path):
+    rows = [
+        {"kind": "step", "adapter": "b", "step": 1, "loss": 2.0, "lr": 1e-3, "loss_tokens": 7, "margin": 0.5},
+        {"kind": "step", "adapter": "b", "step": 2, "loss": None, "lr": 2e-3, "loss_tokens": 7, "margin": 0.25},
+        {"kind": "eval", "adapter": "b", "step": 0, "eval_loss": 3.0, "eval_tokens": 9, "eval_margin": 0.1},
+        {"kind": "step", "adapter": "stranger", "step": 1, "loss": 1.0},
+        {"kind": "slot", "slots": 3, "useful_tokens_per_s": 5.0},
+    ]
+    write_metrics(tmp_path, rows)
+    curves = read_curves(tmp_path, ["a", "b"])
+    assert curves["a"].series == {}
+    assert curves["b"].series == {
+        "loss": [(1, 2.0)],
+        "lr": [(1, 1e-3), (2, 2e-3)],
+        "margin": [(1, 0.5), (2, 0.25)],
+        "eval_loss": [(0, 3.0)],
+        "eval_margin": [(0, 0.1)],
+    }
+
+
+def test_training_loss_is_the_mean_of_the_last_tenth_and_best_the_lowest_after_the_start(tmp_path):
+    steps = [{"kind": "step", "adapter": "b", "step": n, "loss": 100.0 - n} for n in range(1, 41)]
+    evals = [{"kind": "eval", "adapter": "b", "step": n, "eval_loss": loss} for n, loss in ((0, 0.5), (20, 2), (40, 3))]
+    write_metrics(tmp_path, steps + evals)
+    curves = read_curves(tmp_path, ["b"])["b"]
+    assert curves.train_loss == pytest.approx((63 + 62 + 61 + 60) / 4)
+    assert curves.best == (20, 2.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 399, 400, 401, 799, 10_000])
+def test_a_long_curve_keeps_its_mean_and_its_end(count):
+    points = [(step, math.sin(step / 50)) for step in range(1, count + 1)]
+    drawn = thin(points)
+    assert len(drawn) <= 400
+    assert drawn[-1:] == points[-1:]
+    assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
+    if count > 400:
+        area = sum(value for _, value in points) / count
+        assert sum(value for _, value in drawn) / len(drawn) == pytest.approx(area, abs=0.02)
+    assert json.dumps(drawn)
