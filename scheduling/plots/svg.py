@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ def timeline_svg(
     start_s: float | None = None,
     end_s: float | None = None,
     compare: Timeline | None = None,
+    colors: Mapping[str, str] | None = None,
 ) -> str:
     """Draws stages as rows and time from left to right: forward pale, backward full, update dark, host grey.
 
@@ -27,12 +29,13 @@ def timeline_svg(
     Args:
         start_s: left edge, in seconds from the first forward (None: the first forward). With `end_s`, a part of a run.
         compare: a second timeline, under the first on the same time scale.
+        colors: adapter → colour, for a page that draws the adapters elsewhere, too (None: by first appearance).
     """
     shown = [timeline] if compare is None else [timeline, compare]
     start = 0.0 if start_s is None else start_s
     end = max(one.duration_s for one in shown) if end_s is None else end_s
     window = _Window(start, end, (width - LEFT - 10) / max(end - start, 1e-12))
-    colors = adapter_colors(*shown)
+    colors = adapter_colors(*shown) | dict(colors or {})
     bottom = sum(map(_height, shown))
     height = bottom + 24 + 20 * (1 + len(colors) // 6)
     parts = [

@@ -57,7 +57,10 @@ def report_page(runs: Sequence[ReportedRun], *, refresh_s: int | None = None) ->
         "@REFRESH@": f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         "@STYLE@": page.joinpath("report.css").read_text("utf-8"),
         "@SCRIPT@": page.joinpath("report.js").read_text("utf-8"),
-        "@TIMELINES@": "".join(_timeline(run.folder, name) for run, name in zip(runs, names, strict=True)),
+        "@TIMELINES@": "".join(
+            _timeline(run.folder, name, {one["name"]: one["color"] for one in adapters if one["run"] == name})
+            for run, name in zip(runs, names, strict=True)
+        ),
         "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     text = page.joinpath("report.html").read_text("utf-8")
@@ -170,7 +173,7 @@ def _mark_best(adapters: Sequence[dict[str, Any]]) -> None:
             min(group, key=lambda adapter: adapter["best"][1])["is_best"] = True
 
 
-def _timeline(folder: Path, name: str) -> str:
+def _timeline(folder: Path, name: str, colors: Mapping[str, str]) -> str:
     """The newest slots of the last session as a drawing; empty where a run has not ended yet."""
     try:
         timeline: Timeline = read_timeline(folder)
@@ -179,6 +182,6 @@ def _timeline(folder: Path, name: str) -> str:
     slots = sorted({span.slot for span in timeline.spans})[-TIMELINE_SLOTS:]
     if not slots:
         return ""
-    drawing = timeline_svg(timeline.of_slots(range(slots[0], slots[-1] + 1)))
+    drawing = timeline_svg(timeline.of_slots(range(slots[0], slots[-1] + 1)), colors=colors)
     head = f"<h3>{escape(name)}: microbatches {slots[0] + 1} to {slots[-1] + 1}</h3>"
     return f"{head}<div class=timeline>{drawing}</div>"
