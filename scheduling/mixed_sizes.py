@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -47,10 +46,9 @@ def fill_sizes(problem: Problem, left: Sequence[np.ndarray], budget: Budget, see
 
 
 def _take_half(budget: Budget) -> Budget:
-    """Takes half of what is left of a budget, of its time as well."""
-    now = time.monotonic()
+    """Takes half of what is left of a budget."""
     budget.evaluations /= 2
-    return Budget(evaluations=budget.evaluations, deadline=now + (budget.deadline - now) / 2)
+    return Budget(budget.evaluations)
 
 
 def _fewest_slots(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -18,7 +17,6 @@ from scheduling.packing.balance_tokens import balance_tokens
 from scheduling.packing.balance_work import balance_work
 from scheduling.packing.budget import Budget
 from scheduling.packing.greedy import greedy
-from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import Filling, Problem, make_problem, to_plan
 from scheduling.packing.restarts import restart
 from scheduling.packing.search import search
@@ -28,9 +26,8 @@ from scheduling.simulate import simulate
 from scheduling.types import AdapterJob, Limits
 from scheduling.verify import verify_plan
 
-EVALUATIONS_PER_S = 36_000  # half the speed of an idle core, so that the deadline rarely cuts in
-SEARCH_SHARE = 0.88  # of the time limit; the rest is for building and verifying the plan
-EVEN_SHARE = 0.2  # of the search's evaluations and time, for balancing work; unused evaluations are added
+EVALUATIONS_PER_S = 36_000  # half the speed of an idle core
+EVEN_SHARE = 0.6  # of the search's evaluations, for balancing work; unused ones are added
 AUTO_SAMPLES = 4_000  # "auto" compares capacities on the first batches of long jobs
 
 
@@ -44,7 +41,6 @@ def make_plan(
     time_limit_s: float = 0.5,
     seed: int = 0,
     search_evaluations: int | None = None,
-    exact_time_limit_s: float = 0.0,
     cost_model: CostModel | None = None,
     max_capacity_tokens: int = 16384,
 ) -> Plan:
@@ -53,9 +49,8 @@ def make_plan(
     With several capacities the planner minimises the predicted time instead: a slot takes the smallest capacity that
     holds it, so an adapter on its own, the tail of a run and small batches leave less room empty.
 
-    A greedy pass always yields a plan; a search for a shorter one uses the rest of the time limit. The search counts
-    evaluations, so the plan depends only on the inputs and the seed, unless a busy machine reaches the time limit
-    first.
+    A greedy pass always yields a plan; a search for a shorter one follows. The search counts evaluations and reads no
+    clock, so the plan depends only on the arguments, whatever the machine and its load.
 
     With equal weights the planner minimises the length of the run. Unequal weights are shares of the tokens per slot
     while the jobs are active, as far as the distance between batches lets a job take its share. Such a plan is made
@@ -67,11 +62,10 @@ def make_plan(
         num_stages: S; batch j+1 of an adapter starts at least S slots after the last slot of batch j.
         data_parallel: microbatches per slot.
         tile_tokens: an adapter's rows in a microbatch are padded to whole tiles.
-        time_limit_s: for the search; 0 returns the greedy plan.
+        time_limit_s: effort of the search, as seconds of a slow core: it counts as 36 000 evaluations per second.
+            0 returns the greedy plan.
         search_evaluations: number of partial plans that the search evaluates, and of sample exchanges that balance
-            their work (None: from the time limit).
-        exact_time_limit_s: time of an exact solver that improves the plan afterwards, per slot saved (0: off). It needs
-            scipy and proves optimality only for small instances, up to about 40 samples.
+            their work (None: from `time_limit_s`).
         cost_model: predicts times for `capacity_tokens="auto"`, and for several capacities (None: 8B on an H200; only
             the ratios of the times matter).
         max_capacity_tokens: largest capacity that "auto" tries.
@@ -83,7 +77,7 @@ def make_plan(
     >>> make_plan(jobs, capacity_tokens=1024, num_stages=2).num_slots
     5
     """
-    allowed = effort_within(time.monotonic(), time_limit_s, search_evaluations)
+    allowed = effort_of(time_limit_s, search_evaluations)
     jobs = tuple(jobs)
     shape = {"num_stages": num_stages, "data_parallel": data_parallel, "tile_tokens": tile_tokens}
     if capacity_tokens == "auto":
@@ -91,7 +85,7 @@ def make_plan(
     limits = check_jobs(jobs, capacity_tokens=capacity_tokens, **shape)
     problem = make_problem(jobs, limits)
     left = [np.arange(job.num_samples) for job in jobs]
-    bound, filling = fill(problem, left, allowed, seed, exact_time_limit_s=exact_time_limit_s, cost_model=cost_model)
+    bound, filling = fill(problem, left, allowed, seed, cost_model=cost_model)
     plan = to_plan(problem, filling, seed=seed, lower_bound=bound)
     verify_plan(plan, jobs)
     return plan
@@ -104,18 +98,12 @@ class Effort(NamedTuple):
     even: Budget
 
 
-def effort_within(began: float, time_limit_s: float, search_evaluations: int | None) -> Effort:
-    """Splits a time limit between search and balancing. A given number of evaluations applies to each of them."""
-    seconds = SEARCH_SHARE * check_time_limit(time_limit_s)
-    if search_evaluations is None:
-        evaluations = EVALUATIONS_PER_S * time_limit_s
-        even = EVEN_SHARE * evaluations
-    else:
-        evaluations = even = search_evaluations
-    return Effort(
-        Budget(evaluations=evaluations, deadline=began + (1 - EVEN_SHARE) * seconds),
-        Budget(evaluations=even, deadline=began + seconds),
-    )
+def effort_of(time_limit_s: float, search_evaluations: int | None) -> Effort:
+    """Counts the work that a time limit stands for. A given number of evaluations applies to search and balancing."""
+    evaluations = EVALUATIONS_PER_S * check_time_limit(time_limit_s)
+    if search_evaluations is not None:
+        return Effort(Budget(search_evaluations), Budget(search_evaluations))
+    return Effort(Budget(evaluations), Budget(EVEN_SHARE * evaluations))
 
 
 def fill(
@@ -124,7 +112,6 @@ def fill(
     effort: Effort,
     seed: int,
     *,
-    exact_time_limit_s: float = 0.0,
     cost_model: CostModel | None = None,
 ) -> tuple[int, Filling]:
     """Returns the lower bound of a problem and the best filling found.
@@ -134,24 +121,15 @@ def fill(
     """
     bound = bound_of_rest(problem.jobs, left, problem.ready, problem.limits)
     if problem.limits.smaller:
-        if check_time_limit(exact_time_limit_s):
-            raise PlanError("plan.setting", "the exact solver plans for one capacity", fix="exact_time_limit_s=0")
         costs = cost_model or default_cost_model(num_stages=problem.num_stages)
         filling = fill_sizes(problem, left, effort.search, seed, costs)
         effort.even.evaluations += max(0.0, effort.search.evaluations)
         return bound, balance_work(problem, filling, effort.even)
     budget, even = effort.search, effort.even
-    if not problem.waits:
-        budget.deadline = even.deadline  # there is nothing to balance
     filling = greedy(problem)
     if not problem.weighted:
         filling = restart(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
         filling = search(problem, incumbent=filling, bound=bound, budget=budget, seed=seed)
-    if check_time_limit(exact_time_limit_s):
-        began = time.monotonic()
-        filling = solve_exactly(problem, incumbent=filling, bound=bound, time_limit_s=exact_time_limit_s).filling
-        even.deadline += time.monotonic() - began  # the exact solver has its own limit
-    if not problem.weighted or exact_time_limit_s:  # the exact solver ignores weights and load
         filling = balance_tokens(problem, filling)
     even.evaluations += max(0.0, budget.evaluations)
     return bound, balance_work(problem, filling, even)

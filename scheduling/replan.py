@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from scheduling.cost_model import CostModel
 from scheduling.errors import PlanError
 from scheduling.packing.problem import make_problem, to_slots
 from scheduling.plan import Plan
-from scheduling.planner import Effort, effort_within, fill
+from scheduling.planner import Effort, effort_of, fill
 from scheduling.types import AdapterJob, Limits, Slot, as_whole
 from scheduling.verify import verify_plan
 
@@ -63,7 +62,7 @@ def replan(
     >>> [len(slot.replicas) for slot in wider.slots]
     [1, 1, 1, 1, 2, 2, 2]
     """
-    allowed = effort_within(time.monotonic(), time_limit_s, search_evaluations)
+    allowed = effort_of(time_limit_s, search_evaluations)
     longer = {job.name: job for job in extend}
     _check_request(plan, at_slot, [*longer, *cancel, *finish, *pause, *resume, *(weights or {})], resume)
     _check_longer(plan, longer)

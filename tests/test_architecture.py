@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 MAY_IMPORT = {  # besides the standard library
-    "scheduling": {"scheduling", "numpy", "scipy"},
+    "scheduling": {"scheduling", "numpy"},
     "pallas_kernels": {"pallas_kernels", "jax", "jaxtyping", "numpy"},
 }
 NO_JAX = (
@@ -85,8 +85,17 @@ def test_lower_packages_import_only_what_they_may(package):
     assert not extra
 
 
-def test_a_solver_library_stays_in_one_file():
-    assert [path.name for path, tree in SOURCES.items() if "scipy" in imported(tree)] == ["milp.py"]
+def test_plans_do_not_depend_on_a_clock():
+    planners = [path for path in SOURCES if path.parts[0] == "scheduling" or path.parts[1] == "planning"]
+    clocks = [(path, node) for path in planners for node in ast.walk(SOURCES[path]) if _imports(node, "time")]
+    assert planners
+    assert [f"{path}:{node.lineno}" for path, node in clocks] == []
+
+
+def _imports(node: ast.AST, module: str) -> bool:
+    if isinstance(node, ast.Import):
+        return module in {alias.name for alias in node.names}
+    return isinstance(node, ast.ImportFrom) and node.module == module
 
 
 @pytest.mark.parametrize("module", NO_JAX)

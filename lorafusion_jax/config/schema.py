@@ -316,7 +316,8 @@ class TrainSettings(Section):
         default=None, description="optimizer steps of an adapter between two evaluations"
     )
     plan_seconds: Annotated[float, Field(gt=0, le=86400)] = Field(
-        default=1.0, description="effort of the planner's search, in seconds of one core"
+        default=1.0,
+        description="effort of the planner's search, in seconds of a slow core; counted, not timed",
     )
     on_failed: Literal["keep", "replan"] = Field(
         default="keep",

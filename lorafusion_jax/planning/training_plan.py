@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from scheduling import AdapterJob, Plan, make_plan
-from scheduling.planner import EVALUATIONS_PER_S
-
-# The search is limited by evaluations, so a job has the same plan on every machine. The time limit is only a safeguard.
-CLOCK_SLACK = 30
 
 
 def train_jobs(config: JobConfig, prepared: Prepared) -> list[AdapterJob]:
@@ -37,19 +31,10 @@ def plan_training(config: JobConfig, prepared: Prepared) -> Plan:
         data_parallel=config.mesh.replicas,
         tile_tokens=config.batch.tile_tokens,
         seed=0,
-        **search_effort(config),
+        time_limit_s=config.train.plan_seconds,
     )
 
 
 def slots_of_sizes(plan: Plan) -> dict[str, int]:
     """Microbatches of each capacity, for events and `--json`; empty for plans of one capacity."""
     return {str(size): count for size, count in plan.slots_of_size.items()} if plan.smaller else {}
-
-
-def search_effort(config: JobConfig) -> dict[str, Any]:
-    """Limits of the planner's search."""
-    seconds = config.train.plan_seconds
-    return {
-        "time_limit_s": CLOCK_SLACK * seconds,
-        "search_evaluations": round(EVALUATIONS_PER_S * seconds),
-    }

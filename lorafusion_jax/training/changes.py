@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action
 from lorafusion_jax.errors import ConfigError
-from lorafusion_jax.planning.training_plan import search_effort, train_jobs
+from lorafusion_jax.planning.training_plan import train_jobs
 from lorafusion_jax.report.events import AdapterChanged, AdapterEvent, AdapterFailed
 from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.state import AdapterProgress, Progress
@@ -118,7 +118,7 @@ def revise(job: Job, slot: int, changes: Sequence[Change]) -> tuple[Plan, list[C
         resume=names("continue"),
         weights={change.adapter: change.weight for change in changes if change.weight is not None},
         seed=plan.seed,
-        **search_effort(job.config),
+        time_limit_s=job.config.train.plan_seconds,
     )
     return again, [_with_steps(change, again) for change in changes]
 

@@ -9,7 +9,6 @@ from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.resolved import override_resolved
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, first_few, raise_all
-from lorafusion_jax.planning.training_plan import search_effort
 from scheduling import Plan, replan
 
 MAY_CHANGE = (
@@ -115,7 +114,7 @@ def plan_for_mesh(
         num_stages=stages,
         data_parallel=replicas,
         seed=plan.seed,
-        **search_effort(config),
+        time_limit_s=config.train.plan_seconds,
     )
 
 

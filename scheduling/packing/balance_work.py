@@ -22,7 +22,8 @@ MOST_MOVED = 3  # samples that move at once; four take twice as long without a b
 TRIES = 32  # exchanges whose tiles are checked
 WORTH = 0.01  # minimum share of the squared difference that an exchange must remove
 PASSES = 4  # later passes move few samples
-PRICE, EXCHANGE_PRICE = 4, 1 / 4000  # of a pair and of one exchange, in evaluations of partial plans
+# In evaluations of partial plans: of a pair, of one of its exchanges, and of a check of tiles.
+PRICE, EXCHANGE_PRICE, TRY_PRICE = 8, 1 / 2000, 0.5
 
 
 def balance_work(problem: Problem, filling: Filling, budget: Budget) -> Filling:
@@ -124,6 +125,7 @@ def _exchange(bins: Bins, work: dict[Place, int], heavy: Place, light: Place, bu
     best = worth[np.argsort(change[worth], kind="stable")[:TRIES]]
     here, there = bins.tokens_of(heavy), bins.tokens_of(light)
     for place in map(int, best):
+        budget.evaluations -= TRY_PRICE
         row, column = divmod(place, len(comes))
         gone = [(ours.keys[at], int(ours.tokens[at])) for at in goes[row]]
         come = [(theirs.keys[at], int(theirs.tokens[at])) for at in comes[column]]

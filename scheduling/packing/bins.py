@@ -71,9 +71,11 @@ class Bins:
         self.parts[target][key] = self.parts[target].get(key, 0) | 1 << bit
         self.load[source] -= length
         self.load[target] += length
-        slots = [at[0] for at in (source, target)] + [self.first[key], self.last[key]]
-        held = [slot for slot in range(min(slots), max(slots) + 1) if self._contains(key, slot)]
-        self.first[key], self.last[key] = held[0], held[-1]
+        self.first[key], self.last[key] = min(self.first[key], target[0]), max(self.last[key], target[0])
+        while not self._contains(key, self.first[key]):
+            self.first[key] += 1
+        while not self._contains(key, self.last[key]):
+            self.last[key] -= 1
 
     def _contains(self, key: Key, slot: int) -> bool:
         return any(key in self.parts[slot, replica] for replica in range(self.shape[1]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from scheduling.packing.budget import Budget
 from scheduling.packing.problem import Microbatch, Problem, bits
 from scheduling.packing.subsets import fullest
 
 Choose = Callable[[int, int, int, int], tuple[int, int]]  # (job, batch, mask, room) -> (chosen mask, tokens)
+
+CHOICE_PRICE = 1.0  # in evaluations of partial plans
 
 
 def fill_best(problem: Problem) -> Choose:
@@ -31,6 +34,16 @@ def longest_first(problem: Problem) -> Choose:
         return others | 1 << longest, taken + tokens[longest]
 
     return choose
+
+
+def charged(choose: Choose, budget: Budget) -> Choose:
+    """Takes the price of each choice from a budget."""
+
+    def paid(job: int, batch: int, mask: int, room: int) -> tuple[int, int]:
+        budget.evaluations -= CHOICE_PRICE
+        return choose(job, batch, mask, room)
+
+    return paid
 
 
 def memoised(choose: Choose) -> Choose:

@@ -3,14 +3,14 @@
 A partial plan is extended by filling the next slot in several orders of the jobs. Its score (smaller is better) is
 
     slots used + tokens left / tokens of a slot
-    + Σ_jobs exp((end of the job if it runs alone - that sum) / SOFTNESS) - LONG · Σ_placed samples (length / room)²,
+    + Σ_jobs 2^((end of the job if it runs alone - that sum) / DOUBLES) - LONG · Σ_placed samples (length / room)²,
 
-The first sum is the end if samples could be split freely. Jobs whose chain of batches may take longer raise the score;
-long samples that are already placed lower it, because they are hard to place later. So jobs become staggered: states in
-which all jobs wait for their updates at once, or in which one job lags, score worse.
+where 2^x is linear between whole x: every operation is exact to IEEE 754, so no processor or C library has another
+score. The first sum is the end if samples could be split freely. Jobs whose chain of batches may take longer raise the
+score; long samples that are already placed lower it, because they are hard to place later. So jobs become staggered:
+states in which all jobs wait for their updates at once, or in which one job lags, score worse.
 
-Work is limited by a number of evaluations instead of time, so the result depends only on the inputs unless the deadline
-ends the search.
+Work is limited by a number of evaluations instead of time, so the result depends only on the inputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import random
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
-from math import exp
+from math import floor, ldexp
 
 from scheduling.packing.budget import Budget
-from scheduling.packing.fill import fill_best, fill_microbatch, longest_first, memoised
+from scheduling.packing.fill import charged, fill_best, fill_microbatch, longest_first, memoised
 from scheduling.packing.problem import Filling, Microbatch, Part, Problem, bits
 
-SOFTNESS = 4.0  # in slots; results are not sensitive to it
+DOUBLES = 2.75  # slots of delay that double the penalty of a job; results are not sensitive to it
+MOST_DOUBLINGS = 1000  # keeps the penalty finite
 LONG = 0.1  # in slots; 0 and 1 are both slightly worse
 FIRST_WIDTH, LAST_WIDTH = 4, 512
-HURRIED = 400  # slots that may still be filled after the deadline
 JITTER = 0.02  # in slots; breaks ties differently when a width is searched again
 
 
@@ -79,10 +79,10 @@ class _Beam:
 
     def __init__(self, problem: Problem, budget: Budget, seed: int):
         self.problem, self.budget = problem, budget
-        self.choosers = (memoised(fill_best(problem)), memoised(longest_first(problem)))
+        self.choosers = [memoised(charged(choose(problem), budget)) for choose in (fill_best, longest_first)]
         self.squares: dict[Part, float] = {}
         self.noise = random.Random(seed)
-        self.jitter, self.hurry, self.cut, self.thorough = 0.0, False, False, False
+        self.jitter, self.cut, self.thorough = 0.0, False, False
         self.slot_tokens = problem.slot_tokens
         self.price = (1 + len(problem.jobs) / 16) * (3 + problem.data_parallel) / 4  # of a child
 
@@ -90,11 +90,6 @@ class _Beam:
         """Returns the best plan with fewer than `slots` slots that the beam finds within the budget."""
         level, self.cut = [self._root()], False
         for slot in range(slots - 1):
-            if self.budget.late and not self.hurry:
-                if slots - slot > HURRIED:
-                    return None
-                self.hurry = True
-                del level[1:]  # out of time: finish the best one greedily
             before = self.budget.evaluations
             found: dict[tuple[tuple[int, ...], ...], _Node] = {}
             for node in level:
@@ -135,7 +130,7 @@ class _Beam:
         free = [job for job, mask in enumerate(node.mask) if mask and node.ready[job] <= slot]
         seen: set[Hashable] = set()
         orders = self._orders(node, free)
-        for order, choose in product(orders, self.choosers[: 1 if self.hurry else 2]):
+        for order, choose in product(orders, self.choosers):
             mask, tokens = list(node.mask), list(node.tokens)
             filled = tuple(
                 fill_microbatch(self.problem, order, node.batch, mask, tokens, choose)
@@ -154,8 +149,6 @@ class _Beam:
         by_way = sorted(free, key=lambda job: (-way[job], job not in begun, -tokens[job]))
         by_begun = sorted(by_way, key=lambda job: job not in begun)
         orders = [by_begun]
-        if self.hurry:
-            return orders
         if self.thorough:
             return [[*front, *by_begun[4:]] for front in permutations(by_begun[:4])] + [
                 [job for job in by_begun if job != idle] for idle in by_begun
@@ -216,10 +209,16 @@ class _Beam:
         for job, rest in enumerate(mask):
             if rest:
                 alone = (ready[job] if ready[job] > now else now) + way[job]
-                score += exp((alone - due) / SOFTNESS)
+                score += _power_of_two((alone - due) / DOUBLES)
                 if alone > end:
                     end = alone
         return score + self.jitter * self.noise.random() if self.jitter else score, end
+
+
+def _power_of_two(exponent: float) -> float:
+    """2^x at whole x, and the straight line between them."""
+    whole = min(floor(exponent), MOST_DOUBLINGS)
+    return ldexp(1.0 + exponent - whole, whole)
 
 
 def _score(node: _Node) -> float:

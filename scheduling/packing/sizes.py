@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from scheduling.packing.budget import Budget
-from scheduling.packing.fill import Choose, fill_best, longest_first
+from scheduling.packing.fill import charged, fill_best, longest_first
 from scheduling.packing.greedy import greedy
 from scheduling.packing.problem import Filling, Problem
 from scheduling.packing.restarts import AHEAD
@@ -85,13 +85,13 @@ def candidates(problem: Problem, prices: Prices, budget: Budget, seed: int) -> I
 
     The first one is free, so there always is one.
     """
-    choosers: tuple[Choose, ...] = (fill_best(problem), longest_first(problem))
+    choosers = [charged(choose(problem), budget) for choose in (fill_best, longest_first)]
     kinds = [(most, choose) for choose in choosers for most in reversed(range(len(prices.tiles)))]
     turns = len(kinds) * (1 if problem.weighted or len(problem.jobs) == 1 else RESTARTS)
     noise, length = random.Random(seed), 0
     for turn in range(turns):
         price = PASS_PRICE * len(prices.tiles) * (len(problem.jobs) + 16) / 20 * length
-        if turn and (budget.late or budget.evaluations < price):
+        if turn and budget.evaluations < price:
             return
         budget.evaluations -= price
         most, choose = kinds[turn % len(kinds)]

@@ -38,7 +38,7 @@ def packed(jobs: list[AdapterJob], *, even: bool, **shape) -> Plan:
     problem = make_problem(jobs, bounds)
     filling = greedy(problem)
     if even:
-        filling = balance_work(problem, filling, Budget(evaluations=math.inf, deadline=math.inf))
+        filling = balance_work(problem, filling, Budget(math.inf))
     return Plan(jobs=tuple(jobs), slots=to_slots(problem, filling), seed=0, lower_bound=0, **shape)
 
 
@@ -80,7 +80,7 @@ def test_very_long_samples_do_not_overflow():
 def test_no_exchange_without_budget():
     problem = make_problem(mixed_jobs(), check_jobs(tuple(mixed_jobs()), capacity_tokens=8192, num_stages=4))
     filling = greedy(problem)
-    assert balance_work(problem, filling, Budget(evaluations=0, deadline=math.inf)) is filling
+    assert balance_work(problem, filling, Budget(0)) is filling
 
 
 def test_balancing_reduces_pipeline_bubbles():

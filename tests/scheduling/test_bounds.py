@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exact_solver import solve_exactly
 from scheduling import AdapterJob, formula_bound, lower_bound, make_plan
 from scheduling.packing.greedy import greedy
-from scheduling.packing.milp import solve_exactly
 from scheduling.packing.problem import make_problem
 from scheduling.types import Limits
 
@@ -53,7 +53,7 @@ def test_no_exact_plan_beats_the_bound(seed):
     jobs, limits = small_instance(seed, samples=12)
     problem = make_problem(jobs, limits)
     first = greedy(problem)
-    exact = solve_exactly(problem, incumbent=first, bound=1, time_limit_s=20)
+    exact = solve_exactly(problem, incumbent=first, bound=1, time_limit_s=600)
     assert exact.proven
     assert bound_of(jobs, limits) <= len(exact.filling) <= len(first)
 
@@ -98,19 +98,9 @@ def test_search_is_at_most_one_slot_from_the_optimum(seed):
         capacity_tokens=limits.capacity_tokens,
         num_stages=limits.num_stages,
         data_parallel=limits.data_parallel,
-        time_limit_s=30.0,
         search_evaluations=4000,
     )
-    polished = make_plan(
-        jobs,
-        capacity_tokens=limits.capacity_tokens,
-        num_stages=limits.num_stages,
-        data_parallel=limits.data_parallel,
-        time_limit_s=0,
-        exact_time_limit_s=20,
-    )
     problem = make_problem(jobs, limits)
-    exact = solve_exactly(problem, incumbent=greedy(problem), bound=plan.lower_bound, time_limit_s=20)
+    exact = solve_exactly(problem, incumbent=greedy(problem), bound=plan.lower_bound, time_limit_s=600)
     assert exact.proven
-    assert plan.num_slots <= len(exact.filling) + 1
-    assert polished.num_slots == len(exact.filling)
+    assert plan.lower_bound <= len(exact.filling) <= plan.num_slots <= len(exact.filling) + 1

@@ -1,5 +1,3 @@
-# pyright: basic
-# scipy has no types.
 """Exact solution of small instances: a mixed-integer program, solved by HiGHS through scipy.
 
 For a given number of slots: x[i, t, r] = sample i runs in slot t, replica r; k[a, t, r] = tiles of adapter a there;
