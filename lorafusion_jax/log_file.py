@@ -22,7 +22,7 @@ def encode_row(row: dict[str, Any]) -> bytes:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Parses a line; None if it is damaged or truncated. Lines of earlier versions have no CRC.
+    """Parses a line; None if it is damaged or truncated. A line without a CRC is parsed as it is.
 
     >>> parse_row(b'{"kind": "saved", "slot": 3, "crc": "37fa5b2f"}')
     {'kind': 'saved', 'slot': 3}
@@ -45,12 +45,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 def is_unchanged(line: bytes) -> bool:
     """Whether a line matches its CRC or has none."""
-    plain, found, rest = line.rpartition(CRC)
-    return not found or rest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
-
-
-def has_crc(line: bytes) -> bool:
-    return CRC in line
+    plain, mark, rest = line.rpartition(CRC)
+    return not mark or rest.rstrip(b"\n") == b'%08x"}' % zlib.crc32(plain)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -58,16 +54,12 @@ def read_rows(path: Path) -> list[dict]:
     return [row for line in _lines(path) if (row := parse_row(line)) is not None]
 
 
-def damaged_lines(path: Path, *, all_have_crc: bool) -> list[int]:
-    """Numbers of the damaged lines, including a truncated last line.
-
-    Args:
-        all_have_crc: a line without a CRC counts as damaged.
-    """
+def damaged_lines(path: Path) -> list[int]:
+    """Numbers of the damaged lines: also those without a CRC, and a truncated last line."""
     return [
         number
         for number, line in enumerate(_lines(path), 1)
-        if parse_row(line) is None or not line.endswith(b"\n") or (all_have_crc and not has_crc(line))
+        if parse_row(line) is None or not line.endswith(b"\n") or CRC not in line
     ]
 
 

@@ -232,19 +232,19 @@ class RunFolder:
             raise run_record.damaged(self.record_file, why)
 
     def record_damage(self) -> str | None:
-        """Returns what is wrong with the bytes of run.json. Files of earlier versions have no digest."""
+        """Returns what is wrong with the bytes of run.json."""
         self._require(RECORD)
         return run_record.find_damage(self.record_file)
 
-    def recorded_config(self) -> JobConfig | None:
-        """Returns the settings in run.json; None if an earlier version wrote it.
+    def recorded_config(self) -> JobConfig:
+        """Returns the settings in run.json.
 
         Raises:
             CheckpointError: `run.record`.
         """
-        config = self.read_record().get("config")
+        config = self.read_record()["config"]
         try:
-            return None if config is None else JobConfig.model_validate(config, context=BEGUN)
+            return JobConfig.model_validate(config, context=BEGUN)
         except ValidationError as problem:
             raise run_record.damaged(self.record_file, f"config: {problem.errors()[0]['msg']}") from None
 

@@ -71,7 +71,7 @@ def remove_leftovers(folder: Path) -> None:
         name = left.name[1 : -len(left.suffix)]
         if left.suffix == OLD and left.is_dir() and not (folder / name).exists():
             left.rename(folder / name)
-        elif left.suffix in (NEW, OLD, GONE) or ".tmp-" in left.name:  # .tmp-PID: earlier versions
+        elif left.suffix in (NEW, OLD, GONE):
             shutil.rmtree(left, ignore_errors=True)
         elif left.suffix == PART:
             left.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ TYPES = {
     "warm_starts": dict,
     "versions": dict,
 }
+REQUIRED = ("plan", "data", "eval", "config", "base_files")
 
 
 def read(file: Path) -> dict:
@@ -44,10 +45,10 @@ def to_text(record: dict) -> str:
 
 
 def find_damage(file: Path) -> str | None:
-    """Returns what is wrong with the bytes of the file. Files of earlier versions have no digest."""
+    """Returns what is wrong with the bytes of the file."""
     record = read(file)
     same = file.read_bytes() == to_text(record).encode()
-    return None if same or record.get("schema") == 1 else "its content differs from the digest in it"
+    return None if same else "its content differs from the digest in it"
 
 
 def with_file_digest(record: dict, name: str, text: str) -> dict:
@@ -67,9 +68,11 @@ def damaged(file: Path, why: str) -> CheckpointError:
 
 
 def _wrong_types(record: object) -> str | None:
-    """Returns which entries have the wrong type; None if all are right."""
+    """Returns which entries are missing or have the wrong type; None if all are right."""
     if not isinstance(record, dict):
         return "it is not a JSON object"
+    if missing := [key for key in REQUIRED if key not in record]:
+        return f"it lacks {', '.join(missing)}"
     bad = [key for key, kind in TYPES.items() if key in record and not isinstance(record[key], kind)]
     if not bad and not all(isinstance(move, dict) and "plan" in move for move in record.get("moves", ())):
         bad = ["moves"]

@@ -13,7 +13,6 @@ from lorafusion_jax.checkpoint.digests import Damage
 from lorafusion_jax.errors import CheckpointError
 
 POSITION = "position/metadata"
-UNCHECKED = "_CHECKPOINT_METADATA"  # checkpoints of earlier versions hold this file, and no digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +22,11 @@ class FoundCheckpoint:
     Attributes:
         slot, position: of that checkpoint; None and empty if the run has no checkpoint yet.
         damaged: damage of newer checkpoints.
-        unchecked: it was written by a version without digests.
     """
 
     slot: int | None = None
     position: dict[str, Any]
     damaged: tuple[Damage, ...] = ()
-    unchecked: bool = False
 
 
 def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> FoundCheckpoint:
@@ -48,12 +45,7 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
         damage = checkpoint_damage(directory / str(slot))
         if not agree(bool(damage)):
             folder = directory / str(slot)
-            return FoundCheckpoint(
-                slot=slot,
-                position=_position(folder),
-                damaged=tuple(damaged),
-                unchecked=not digests.has_digests(folder),
-            )
+            return FoundCheckpoint(slot=slot, position=_position(folder), damaged=tuple(damaged))
         damaged += damage or [Damage(file=directory / str(slot), why="another process of this run finds it damaged")]
     if damaged:
         raise CheckpointError(
@@ -68,10 +60,10 @@ def find_checkpoint(directory: Path, agree: Callable[[bool], bool] = bool) -> Fo
 
 def checkpoint_damage(folder: Path) -> list[Damage]:
     """Finds damaged files of a checkpoint."""
-    if not digests.has_digests(folder) and not (folder / UNCHECKED).is_file():
+    if not digests.has_digests(folder):
         return [Damage(file=folder / digests.FILE, why="it is missing")]
-    if digests.has_digests(folder) and (found := digests.find_damage(folder)):
-        return found
+    if damage := digests.find_damage(folder):
+        return damage
     try:
         _position(folder)
     except (OSError, ValueError) as problem:

@@ -47,7 +47,7 @@ def verify_folder(path: Path) -> list[FileCheck]:
         raise CheckpointError(
             "verify.nothing",
             f"{path} is not a run folder and has no {digests.FILE}.",
-            why="folders of other programs and of earlier versions have no digests",
+            why="folders of other programs have no digests",
             fix="lorafusion verify RUN, or a folder that lorafusion export wrote",
         )
     folder = RunFolder(path)
@@ -97,16 +97,10 @@ def _logs(folder: RunFolder) -> Iterator[FileCheck]:
     for name in LOGS:
         if not (folder.path / name).is_file():
             continue
-        try:
-            all_have_crc = folder.read_record().get("schema", 1) != 1
-        except LoraFusionError:
-            all_have_crc = True
         short = _missing_rows(folder) if name == "metrics.jsonl" else ()
-        lines = damaged_lines(folder.path / name, all_have_crc=all_have_crc)
+        lines = damaged_lines(folder.path / name)
         damage = (f"{name}: damaged in line {first_few(lines, SHOWN)}",) if lines else ()
-        yield FileCheck(
-            name=name, damage=(*damage, *short), note="" if all_have_crc else "rows of an earlier version have no CRC"
-        )
+        yield FileCheck(name=name, damage=(*damage, *short))
 
 
 def _missing_rows(folder: RunFolder) -> tuple[str, ...]:
@@ -134,11 +128,11 @@ def _adapters(path: Path) -> Iterator[FileCheck]:
 
 def _with_digests(folder: Path, name: str, damage: list[str] | None = None) -> FileCheck:
     if not digests.has_digests(folder):
-        note = "not compared: an earlier version wrote it without digests"
-        return FileCheck(name=name, files=0, damage=tuple(damage or ()), note="" if damage else note)
-    found = [str(one) for one in digests.find_damage(folder)] if damage is None else damage
+        return FileCheck(name=name, files=0, damage=tuple(damage or [f"{name}/{digests.FILE}: it is missing"]))
+    if damage is None:
+        damage = [str(problem) for problem in digests.find_damage(folder)]
     count = sum(1 for file in folder.rglob("*") if file.is_file())
-    return FileCheck(name=name, files=count, damage=tuple(found))
+    return FileCheck(name=name, files=count, damage=tuple(damage))
 
 
 def _other_files(path: Path) -> Iterator[FileCheck]:

@@ -44,9 +44,8 @@ def command(
     if merge:
         from lorafusion_jax.checkpoint.merge import merge_adapter
 
-        base, noted = base_directory(config), folder.read_record().get("base_files")
-        if noted is not None:  # earlier versions did not record it
-            check_base(noted, base_digests(base), base)
+        base = base_directory(config)
+        check_base(folder.read_record()["base_files"], base_digests(base), base)
         report = merge_adapter(base, source, to)
         console.print(f"merged {adapter} (step {step_of(source)}) into a full model: {to}", highlight=False)
         if config.base.quantize != NONE:

@@ -17,7 +17,7 @@ from lorafusion_jax.checkpoint.run_lock import held_by
 from lorafusion_jax.cli.common import Json, RunPath, next_command, out, plain_table
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.report.format import count, duration, exact, layout, omissions, waits
-from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary, remat_of
+from lorafusion_jax.report.summary import got_worse, newest_rates, read_summary
 
 NAME = "status"
 SILENT_S = 120.0  # a run of another host that is silent for this long may have ended
@@ -92,7 +92,7 @@ def run_numbers(run: Path) -> dict:
         "device": began.get("device"),
         "mesh": began.get("mesh"),
         "layers": began.get("layers"),
-        "remat": remat_of(began),
+        "remat": began.get("remat", ""),
         **_parameters(began),
         "peak_bytes": changes[-1].get("peak_bytes") if changes else None,
         "adapters": adapters,
@@ -101,7 +101,7 @@ def run_numbers(run: Path) -> dict:
 
 
 def _parameters(began: dict) -> dict:
-    """The adapters' own parameters and what devices hold for them; None: not started, or by an earlier version."""
+    """The adapters' own parameters and what devices hold for them; None: not started."""
     stored = began.get("stored") or None
     return {
         "own_parameters": began["trainable"] if stored else None,

@@ -21,7 +21,6 @@ from lorafusion_jax.planning.stages import worth_in_layers
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows
-from lorafusion_jax.report.summary import remat_of
 from scheduling import Timeline, compare_timelines, simulate, timeline_html, to_perfetto
 
 NAME = "timeline"
@@ -85,7 +84,7 @@ def _predict(run: Path, measured: Timeline, cost_model: Path, *, whole: bool) ->
             quantize=base.quantize,
             parameters=started["frozen"],
             fsdp=started["mesh"]["fsdp"],
-            remat=remat_of(started),
+            remat=started["remat"],
         )
     )
     seen = {span.slot for span in measured.spans}
@@ -114,7 +113,7 @@ def _find_move(run: Path, measured: Timeline) -> Moved | None:
         model,
         extents(started["layers"]),
         measured.of_slots(settled_slots(folder.read_plan(), measured)).busy_s,
-        remat=remat_of(started),
+        remat=started["remat"],
         device_bytes=memory_of(next((name for name in DEVICES if name in started["device"].lower()), "")),
     )
 

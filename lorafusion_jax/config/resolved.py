@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from lorafusion_jax.config import schema
-from lorafusion_jax.config.explain import RENAMED, explain
+from lorafusion_jax.config.explain import explain
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Source
 from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all, unique
@@ -21,14 +21,13 @@ def dump_config(config: schema.JobConfig) -> str:
 
 
 def read_resolved(path: Path) -> schema.JobConfig:
-    """Reads the `config.yaml` of a run folder. Old names of settings are accepted.
+    """Reads the `config.yaml` of a run folder.
 
     Raises:
         ConfigError: `run.config`.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        _use_new_names(values)
         return schema.JobConfig.model_validate(values, context=schema.BEGUN)
     except (
         OSError,
@@ -44,12 +43,6 @@ def read_resolved(path: Path) -> schema.JobConfig:
             why=str(problem),
             fix="restore it from a copy; run.json also has the settings, under config",
         ) from None
-
-
-def _use_new_names(values: dict) -> None:
-    for (section, old), (_, new) in RENAMED.items():
-        if old in values.get(section, {}):
-            values[section][new] = values[section].pop(old)
 
 
 def override_resolved(config: schema.JobConfig, overrides: Sequence[str]) -> schema.JobConfig:

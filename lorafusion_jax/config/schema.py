@@ -29,7 +29,7 @@ from lorafusion_jax.weights.table import NONE, stored_kind, unknown_stored_kind
 from pallas_kernels.policy import AttentionImplementation, Implementation
 from scheduling.checks import MOST_SIZES
 
-# Safe as a folder name on every system. `=` is only accepted for runs of older versions.
+# Safe as a folder name on every system. `=` has an error of its own, see `job_checks`.
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@=+-]{0,99}$"
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
     2.0**-126,

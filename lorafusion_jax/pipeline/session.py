@@ -31,7 +31,6 @@ from lorafusion_jax.pipeline.evaluation import Evaluation, Evaluator
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
-from lorafusion_jax.pipeline.padded_state import abstract_padded_state, remove_padding
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
@@ -203,19 +202,14 @@ class Session:
         with self.executor.blaming(None, None):
             return self._snapshots.take()
 
-    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int, *, padded: bool = False) -> None:
+    def load_state(self, restore: Callable[[Any], dict[str, Any]], replicas: int) -> None:
         """Continues from the state of a `snapshot`, on this or another layout.
 
         Args:
             restore: reads arrays of the given shapes and dtypes.
             replicas: number of replicas when they were saved.
-            padded: whether an earlier version wrote them, see `padded_state`.
         """
-        if padded:
-            arrays = remove_padding(self._stages, restore(abstract_padded_state(self._stages, replicas)))
-        else:
-            arrays = restore(abstract_state(self._stages, replicas))
-        scatter(self._stages, arrays)
+        scatter(self._stages, restore(abstract_state(self._stages, replicas)))
 
     def close(self) -> None:
         """Ends the threads that read the base and watch the devices."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.config.explain import new_name
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
@@ -136,14 +135,12 @@ def measured_costs(config: JobConfig, model: ModelConfig | None, file: Path) -> 
 
 
 def read_costs(file: Path, layers: Sequence[float]) -> CostModel:
-    """Reads a cost model for stages of these layers, and renames settings with old names.
+    """Reads a cost model for stages of these layers.
 
     Raises:
         PlanError: `plan.cost-format`; `plan.cost` for another number of stages.
     """
-    costs = read_cost_model(file.read_text(encoding="utf-8"), layers)
-    named = {new_name(name): value for name, value in costs.measured_with.items()}
-    return dataclasses.replace(costs, measured_with=named)
+    return read_cost_model(file.read_text(encoding="utf-8"), layers)
 
 
 def measured_with(

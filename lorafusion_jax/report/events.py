@@ -283,7 +283,7 @@ class CacheSkipped(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSkipped(RunEvent):
-    """A check is not possible in a folder of an earlier version."""
+    """Something differs from the start of the run that cannot be checked, such as versions of packages."""
 
     kind = "unchecked"
     text: str

@@ -48,13 +48,6 @@ def make_record(
     }
 
 
-def unchecked(record: dict) -> str | None:
-    """Names what cannot be checked in a run of an earlier version."""
-    names = {"base_files": "the base model", "config": "the settings", "eval": "held-out data"}
-    missing = [text for key, text in names.items() if key not in record]
-    return f"{', '.join(missing)}: an earlier version started this run without their digests" if missing else None
-
-
 def other_versions(record: dict) -> str | None:
     """Names packages whose version has changed since the run started."""
     before, now = record.get("versions", {}), versions()
@@ -70,7 +63,7 @@ def other_table(record: dict, now: str) -> str | None:
     Args:
         now: digest of the tuning table in use; empty without one.
     """
-    if record.get("tuning_table", now) == now:
+    if record["tuning_table"] == now:
         return None
     return "another tuning table than before decides the kernels: results may differ by rounding from here on"
 
@@ -98,7 +91,7 @@ def check_record(record: dict, prepared: Prepared, plan: Plan, saved_with: str |
         ("data", "data", prepared.digests()),
         ("eval", "held-out data", eval_digests(prepared)),
     ):
-        before = record.get(key, now if key == "eval" else {})
+        before = record[key]
         changed = [name for name in now if before.get(name) != now[name]]
         if changed:
             raise CheckpointError(

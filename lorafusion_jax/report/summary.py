@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -76,11 +76,6 @@ def _take(found: MetricsSummary, row: dict) -> None:
 def final_rows(folder: Path) -> dict[str, dict]:
     """Per adapter: last training loss, held-out loss before training and at the end, last step."""
     return read_summary(folder).adapters
-
-
-def remat_of(started: Mapping[str, Any]) -> Any:
-    """The remat policy of a row of kind "started"; earlier versions call it `keep`."""
-    return started.get("remat", started.get("keep", ""))
 
 
 def got_worse(name: str, before: float | None, after: float | None) -> str | None:

@@ -29,7 +29,7 @@ from lorafusion_jax.training.changes import Change, recorded_changes
 from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
-from lorafusion_jax.training.state import Progress, is_padded
+from lorafusion_jax.training.state import Progress
 from scheduling import Plan
 
 
@@ -60,7 +60,7 @@ def launch(
         progress = Progress.first(_initial_steps(initial, prepared), replicas=config.mesh.replicas, plan=plan.digest)
         if found is not None and slot is not None:
             saved = Progress.of(found.position)
-            session.load_state(store.restore, saved.replicas, padded=is_padded(found.position))
+            session.load_state(store.restore, saved.replicas)
             progress = dataclasses.replace(saved, replicas=config.mesh.replicas, plan=plan.digest)
         stop_if_asked()
         rows: list[Microbatch] = []

@@ -42,13 +42,13 @@ def apply_resume_overrides(config: JobConfig, overrides: Sequence[str]) -> JobCo
     return changed
 
 
-def check_settings(before: JobConfig | None, now: JobConfig) -> None:
-    """Checks that the settings of an existing run were not edited. `before` is None for runs of earlier versions.
+def check_settings(before: JobConfig, now: JobConfig) -> None:
+    """Checks that the settings of an existing run were not edited.
 
     Raises:
         ConfigError: `run.config-changed`.
     """
-    edited = [] if before is None else [one for one in differences(before, now) if not _may_differ(one.key)]
+    edited = [change for change in differences(before, now) if not _may_differ(change.key)]
     if edited:
         raise ConfigError(
             "run.config-changed",

@@ -18,7 +18,7 @@ from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.base import check_mesh
 from lorafusion_jax.pipeline.processes import any_process, is_first
 from lorafusion_jax.report.events import CheckSkipped, FilesDamaged, Listener, RunEvent
-from lorafusion_jax.report.record import check_record, eval_digests, other_table, other_versions, unchecked
+from lorafusion_jax.report.record import check_record, other_table, other_versions
 from lorafusion_jax.report.recorder import Recorder, read_rows
 from lorafusion_jax.signals import stop_if_asked
 from lorafusion_jax.training.changes import apply, recorded_changes, stopped_otherwise
@@ -87,8 +87,7 @@ def _continue_run(
         prepared = prepare(config)
         stop_if_asked()
         check_record(record, prepared, before, found.position.get("plan"))
-        recorded = folder.recorded_config()
-        check_settings(None if recorded is None else in_force(recorded, before), settings)
+        check_settings(in_force(folder.recorded_config(), before), settings)
         base_files = checked_base(record, config, verify_base)
         if found.slot is None:
             read_warm_starts(config)  # reports a missing folder
@@ -100,7 +99,7 @@ def _continue_run(
     all_listeners = local_listeners(listeners, lambda: Recorder(folder.path, resume_slot=after))
     for notice in _folder_notices(folder, found, record, damaged_exports):
         fan_out(all_listeners)(notice)
-    record |= {"base_files": base_files, "eval": eval_digests(prepared)}  # earlier versions did not record them
+    record["base_files"] = base_files
     return launch(config, prepared, plan, folder, record, all_listeners, found=found, before=before)
 
 
@@ -113,11 +112,10 @@ def _adapter_status(config: JobConfig, found: FoundCheckpoint, folder: RunFolder
 
 def checked_base(record: dict, config: JobConfig, every_byte: bool) -> dict:
     """Compares the base model with that of the run. Returns all known digests."""
-    directory, before = base_directory(config), record.get("base_files")
+    directory, before = base_directory(config), record["base_files"]
     now = base_digests(directory, every_byte=every_byte)
-    if before is not None:
-        check_base(before, now, directory)
-    return (before or {}) | now
+    check_base(before, now, directory)
+    return before | now
 
 
 def _folder_notices(
@@ -133,12 +131,6 @@ def _folder_notices(
         files = ", ".join(str(damage) for damage in found.damaged[:SHOWN])
         text = f"damaged: {files}. The run continues from the checkpoint before it, {folder.state / str(found.slot)}"
         notices.append(FilesDamaged(slot=slot, text=text))
-    lacking = unchecked(record)
-    if found.unchecked:
-        own = f"the checkpoint {folder.state / str(found.slot)}"
-        lacking = f"{own}, {lacking}" if lacking else f"{own}: an earlier version wrote it without digests"
-    if lacking:
-        notices.append(CheckSkipped(slot=slot, text=f"not checked: {lacking}"))
     if (versions := other_versions(record)) is not None:
         notices.append(CheckSkipped(slot=slot, text=f"other versions: {versions}"))
     if (table := other_table(record, config_store.used_digest(device_kind()))) is not None:

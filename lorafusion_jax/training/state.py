@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lorafusion_jax.errors import CheckpointError
 
-FORM = 2  # format of a checkpoint's arrays; in form 1, of earlier versions, all adapters have the largest rank
+FORM = 2  # format of a checkpoint's arrays: every adapter at its own rank
 Status = Literal["running", "paused", "done", "cancelled", "failed"]
 
 
@@ -87,12 +87,12 @@ class Progress:
         Raises:
             CheckpointError: `run.bad-state`, keys are missing or unknown; `run.later-version`.
         """
-        form = position.get("form", 1)
-        if form not in range(1, FORM + 1):
+        form = position.get("form")
+        if form != FORM:
             raise CheckpointError(
                 "run.later-version",
-                f"checkpoint {position.get('slot')} has format {form}; this version reads formats 1 to {FORM}.",
-                fix="resume the run with the version of lorafusion-jax that wrote it, or a later one",
+                f"checkpoint {position.get('slot')} has format {form}; this version reads format {FORM}.",
+                fix="resume the run with the version of lorafusion-jax that wrote it",
             )
         try:
             adapters = {name: AdapterProgress(**row) for name, row in position["adapters"].items()}
@@ -105,8 +105,3 @@ class Progress:
                 why=str(problem),
                 fix=f"remove state/{position.get('slot')} of the run folder to continue from the checkpoint before it",
             ) from None
-
-
-def is_padded(position: Mapping[str, Any]) -> bool:
-    """Whether an earlier version wrote the checkpoint, with all adapters padded to the largest rank."""
-    return position.get("form", 1) == 1

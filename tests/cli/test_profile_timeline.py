@@ -166,18 +166,6 @@ def test_remat_auto_accepts_costs_of_any_policy(lorafusion, two_stages, tmp_path
     assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
 
 
-def test_costs_with_old_setting_names_are_compared(lorafusion, two_stages, tmp_path):
-    job, costs, run_folder = two_stages
-    model, file = CostModel.from_json(costs.read_text()), tmp_path / "old-name.json"
-    old = {name: value for name, value in model.measured_with.items() if name != "train.remat"}
-    old["train.keep"] = "nothing"
-    file.write_text(replace(model, measured_with=old).to_json())
-    for arguments in (("plan", job.path, TWO, "train.remat=everything"), ("timeline", run_folder)):
-        outcome = lorafusion(*arguments, "--cost-model", file)
-        assert (outcome.code, outcome.errors) == (2, ["plan.cost"])
-        assert "the costs were measured with train.remat=nothing, the job has train.remat=everything" in outcome.err
-
-
 def test_costs_without_measured_with_are_accepted(lorafusion, two_stages, tmp_path):
     job, costs, run_folder = two_stages
     values, file = json.loads(costs.read_text()), tmp_path / "old.json"

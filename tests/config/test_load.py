@@ -281,14 +281,6 @@ def test_a_setting_that_was_renamed_is_refused_by_both_names(tmp_path):
         assert "'train.keep' is now 'train.remat'" in errors["config.renamed-key"]
 
 
-def test_configurations_with_old_names_are_read(tmp_path):
-    config = load_config(write(tmp_path, SMALL + "train: {remat: nothing}\n"))
-    text = dump_config(config)
-    assert text.count("  remat: nothing\n") == 1
-    (tmp_path / "config.yaml").write_text(text.replace("  remat: nothing\n", "  keep: nothing\n"))
-    assert read_resolved(tmp_path / "config.yaml") == config
-
-
 def test_settings_without_effect_are_named(tmp_path):
     config = load_config(write(tmp_path, SMALL + "optim: {name: adamw, momentum: 0.9}\n"))
     assert ineffective(config) == ["law: optim.momentum has no effect with adamw"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 
@@ -13,13 +12,12 @@ import pytest
 import small_jobs
 from mixed import assert_equal, read_trained
 
-from lorafusion_jax.adapters.spec import AdapterSpec, bank_rank
+from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.schema import TrainSettings
-from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.errors import CheckpointError
 from lorafusion_jax.layout.extent import Extent
@@ -112,44 +110,17 @@ def test_joint_is_alone(runs, write, tmp_path):
     assert_equal(read_trained(runs[0]).of(["middle"]), read_trained(tmp_path / "alone"), 1e-5)
 
 
-@pytest.mark.parametrize("form", ["own", "padded"])
-def test_a_run_goes_on_bitwise_from_this_and_the_earlier_form(runs, write, tmp_path, form):
-    whole, cut, arrays = runs
-    run = tmp_path / form
+def test_a_run_goes_on_bitwise(runs, tmp_path):
+    whole, cut, _ = runs
+    run = tmp_path / "cut"
     shutil.copytree(cut, run, symlinks=True)
-    if form == "padded":
-        (folder,) = (run / "state").iterdir()
-        position = json.loads((folder / "position" / "metadata").read_text())
-        assert position.pop("form") == 2
-        shutil.rmtree(folder)
-        StateStore(run / "state").save(int(folder.name), padded(arrays, load_config(write(RANKS))), position)
     assert resume(run).exit_code == 0
     assert_equal(read_trained(whole), read_trained(run), 0.0)
 
 
-def padded(arrays, config):
-    """The arrays as earlier versions saved them: every adapter at the largest rank of each projection, [L, A, …]."""
-    specs = adapter_specs(config)
-
-    def banks(kind, lead):
-        names = sorted({name for own in arrays[kind].values() for name in own})
-        found = {}
-        for name in names:
-            rank, axis = bank_rank(specs, name.split(".")[-2]), -1 if name.endswith("lora_a") else -2
-            shape = list(next(own[name] for own in arrays[kind].values() if name in own).shape)
-            shape[axis] = rank
-            found[name] = np.zeros((*shape[:lead], len(specs), *shape[lead:]), np.float32)
-            for index, spec in enumerate(specs):
-                if name in arrays[kind][spec.name]:
-                    place = np.moveaxis(found[name], lead, 0)[index]
-                    np.moveaxis(place, axis, 0)[: spec.rank] = np.moveaxis(arrays[kind][spec.name][name], axis, 0)
-        return found
-
-    return arrays | {"lora": banks("lora", 1), "sums": banks("sums", 2)}
-
-
-def test_a_checkpoint_of_a_later_version_is_refused_by_name():
-    later = Progress.first({"law": 1}, replicas=1, plan="p").position() | {"form": 3}
+@pytest.mark.parametrize("form", [1, 3])
+def test_a_checkpoint_of_another_format_is_refused_by_name(form):
+    later = Progress.first({"law": 1}, replicas=1, plan="p").position() | {"form": form}
     with pytest.raises(CheckpointError, match=r"run\.later-version"):
         Progress.of(later)
 

@@ -114,14 +114,14 @@ def test_other_held_out_data_are_refused(unfinished, resumed):
     assert "error[run.data-changed] the held-out data of med changed" in err
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_one_warning(unfinished, resumed):
+def test_a_record_without_digests_is_refused(unfinished, resumed):
     file = unfinished.run / "run.json"
-    old = {key: json.loads(file.read_text())[key] for key in ("plan", "data", "template", "seeds", "versions")}
-    file.write_text(json.dumps(old | {"schema": 1}))
-    code, err, out = resumed()
-    assert code == 0, err
-    assert out.count("not checked: the base model, the settings, held-out data") == 1
-    assert "base_files" in json.loads(file.read_text()), "checked from now on"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in record.items() if key not in ("base_files", "eval")}))
+    code, err, _ = resumed()
+    assert code == 2
+    assert "error[run.record]" in err
+    assert "it lacks eval, base_files" in err
 
 
 def test_other_versions_are_told(unfinished, resumed):
