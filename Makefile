@@ -48,7 +48,7 @@ ptxas:
 
 # The newest version of everything that pyproject.toml allows, with hashes.
 lock: .venv/.ready
-	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --extra dev pyproject.toml -o $(LOCK)
+	$(BIN)/uv pip compile -q --upgrade --universal --generate-hashes --no-emit-index-url --no-annotate --no-header --group dev pyproject.toml -o $(LOCK)
 
 .venv/.ready: $(LOCK) pyproject.toml .ci/setup.py
 	@$(PYTHON) .ci/setup.py --venv .venv

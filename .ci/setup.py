@@ -63,7 +63,7 @@ def install(venv, oldest):
     # 2.1 s with it; where Python is told to write no bytecode, every process would pay.
     into = ("--python", python, "--compile-bytecode")
     if oldest:
-        run(*pip, "install", *into, "--resolution", "lowest-direct", "--upgrade", "--editable", ".[dev]")
+        run(*pip, "install", *into, "--resolution", "lowest-direct", "--upgrade", "--editable", ".", "--group", "dev")
     else:
         run(*pip, "sync", *into, "--require-hashes", "requirements.lock")
         run(*pip, "install", *into, "--no-deps", "--editable", ".")

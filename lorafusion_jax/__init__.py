@@ -42,4 +42,5 @@ if TYPE_CHECKING:
     from lorafusion_jax.modules import unmerge_adapter as unmerge_adapter
     from lorafusion_jax.modules import use_adapters as use_adapters
 
+__version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

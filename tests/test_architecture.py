@@ -28,6 +28,7 @@ NO_JAX = (
     "pallas_kernels.cost_ops",
     "pallas_kernels.policy",
     "lorafusion_jax.errors",
+    "lorafusion_jax.extend",
     "lorafusion_jax.config",
     "lorafusion_jax.data",
     "lorafusion_jax.adapters.spec",
@@ -193,7 +194,11 @@ def test_public_names_are_documented(package):
 def public_names(package: str) -> Iterator[str]:
     """Names that an `__init__` offers: its `__all__`, and what it imports under its own name ("x as x")."""
     yield from getattr(importlib.import_module(package), "__all__", ())
-    tree = SOURCES[Path(*package.split("."), "__init__.py")]
+    yield from public_names_of(SOURCES[Path(*package.split("."), "__init__.py")])
+
+
+def public_names_of(tree: ast.Module) -> Iterator[str]:
+    """Names that a file imports under their own name ("x as x")."""
     yield from (
         alias.asname
         for node in tree.body
@@ -218,11 +223,33 @@ def normal(name: str) -> str:
 def test_the_lock_pins_with_hashes_and_names_no_host_or_path():
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     pins = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==\S+", lock, re.MULTILINE)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     direct = {
         normal(re.split(r"[<>=\[ ]", line)[0])
-        for line in project["dependencies"] + project["optional-dependencies"]["dev"]
+        for line in project["project"]["dependencies"] + project["dependency-groups"]["dev"]
     }
     assert direct <= {normal(name) for name in pins}
     assert lock.count("--hash=sha256:") >= len(pins)
     assert not re.search(r"://|^-|/(tmp|home|root|opt)/", lock, re.MULTILINE)
+
+
+def test_the_changelog_begins_with_this_version():
+    heads = re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heads[0] == importlib.import_module("lorafusion_jax").__version__
+
+
+def test_what_packages_extend_is_in_one_module():
+    extend = importlib.import_module("lorafusion_jax.extend")
+    names = {
+        "AdapterKind",
+        "ArraySpec",
+        "Family",
+        "Leaf",
+        "Objective",
+        "Optimizer",
+        "Schedule",
+        "Segment",
+        "StoredKind",
+    }
+    assert set(public_names_of(SOURCES[Path("lorafusion_jax/extend.py")])) >= names
+    assert all(inspect.isclass(getattr(extend, name)) for name in names)

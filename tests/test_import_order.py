@@ -26,7 +26,7 @@ TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room
     {"training"},
     {"cli"},
     {"api"},
-    {"__main__"},
+    {"__main__", "extend"},
 )
 MODULES = {
     path.with_suffix("").relative_to(ROOT).parts: path

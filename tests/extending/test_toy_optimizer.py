@@ -15,8 +15,7 @@ SOURCE = """
 import jax.numpy as jnp
 import optax
 
-from lorafusion_jax.optim.schedules import Schedule
-from lorafusion_jax.optim.table import Optimizer
+from lorafusion_jax.extend import Optimizer, Schedule
 
 
 def build(lr, weight_decay, numbers):

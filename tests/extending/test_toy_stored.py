@@ -15,7 +15,7 @@ from lorafusion_jax.training.verify import verify_exports
 SOURCE = """
 import jax.numpy as jnp
 
-from lorafusion_jax.weights.table import ArraySpec, StoredKind
+from lorafusion_jax.extend import ArraySpec, StoredKind
 
 
 def arrays(k, n):
