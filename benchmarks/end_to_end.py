@@ -56,7 +56,6 @@ from benchmarks.end_to_end_report import report
 from benchmarks.frozen import FrozenStage, without_lora, without_updates
 from benchmarks.gpu_state import GpuState
 from benchmarks.workloads import LENGTHS, LONGEST, SHAPES, WORKLOADS, sample_lengths
-from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -71,6 +70,7 @@ from lorafusion_jax.config.schema import (
 )
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import fitting_remat
 from lorafusion_jax.pipeline.batches import Batches

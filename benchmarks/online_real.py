@@ -34,7 +34,6 @@ from benchmarks.end_to_end_inputs import random_base, random_data
 from benchmarks.online_real_plan import SCENARIOS, Change, draw_jobs, planned, simulated, slot_at, time_of
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.spec import AdapterSpec
-from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.config.schema import (
     AdapterConfig,
     BaseSettings,
@@ -48,6 +47,7 @@ from lorafusion_jax.config.schema import (
 )
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import fitting_remat
 from lorafusion_jax.pipeline.batches import Batches

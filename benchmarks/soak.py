@@ -27,11 +27,11 @@ from typing import Any
 from benchmarks import tiny_run
 from benchmarks.conditions import conditions
 from benchmarks.csv_rows import append_row, write_rows
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.cli.main import run as lorafusion
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.log_file import read_rows
 
 WORDS = [

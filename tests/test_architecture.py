@@ -169,7 +169,7 @@ def test_no_behaviour_by_environment_variable():
     lines = {place: (ROOT / place.partition(":")[0]).read_text().splitlines() for place in found}
     assert [place for place in found if '"XLA_FLAGS"' not in lines[place][int(place.partition(":")[2]) - 1]] == []
     assert {place.partition(":")[0] for place in found} == {
-        "lorafusion_jax/cli/common.py",
+        "lorafusion_jax/machine.py",
         "lorafusion_jax/pipeline/programs.py",
     }
 

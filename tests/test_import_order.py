@@ -14,8 +14,8 @@ PACKAGES = ("scheduling", "pallas_kernels", "lorafusion_jax")
 TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room imports lower floors only
     {"errors", "examples", "layout"},
     {"files", "log_file", "plugins", "samples", "signals", "tensor_file"},
-    {"adapters", "objective", "optim", "weights"},
-    {"modules"},
+    {"adapters", "objective", "optim", "tuning_table", "weights"},
+    {"machine", "modules"},
     {"config"},
     {"models"},
     {"checkpoint"},
@@ -24,8 +24,8 @@ TOWER: tuple[set[str], ...] = (  # of lorafusion_jax, from the ground up: a room
     {"planning"},
     {"pipeline"},
     {"training"},
-    {"cli"},
     {"api"},
+    {"cli"},
     {"__main__", "extend"},
 )
 MODULES = {

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from lorafusion_jax.api.shown import Shown
-from lorafusion_jax.cli.common import plain_table, say, warn
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import parse_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source, source_of
 from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.report.console import plain_table, say, warn
 from lorafusion_jax.report.format import rate, sizes
 
 UNNAMED = "run"
@@ -56,7 +56,7 @@ class Job(Shown):
                 f"{adapter.global_samples}",
             )
         console.print(table)
-        warn(console, list(self.notes))
+        warn(console, self.notes)
 
 
 def load_job(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:

@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from lorafusion_jax.api.jobs import Job, job_of
+from lorafusion_jax.api.plan_screen import show_plan
 from lorafusion_jax.api.shown import Shown
 from lorafusion_jax.api.timelines import TimelineView
-from lorafusion_jax.cli.common import checked_data, layer_problems, warn
-from lorafusion_jax.cli.plan_screen import show_plan
-from lorafusion_jax.cli.planned import Planned, make_planned
 from lorafusion_jax.errors import CheckpointError, raise_all
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.planned import Planned, make_planned
+from lorafusion_jax.report.console import warn
 from scheduling import Plan, plan_statistics, simulate
 
 
@@ -25,7 +26,7 @@ class JobPlan(Shown):
     """A plan with its predictions. It prints as `lorafusion plan` does.
 
     Args:
-        planned: the plan, its costs and the numbers of the screen.
+        planned: the plan, its costs and its predictions.
     """
 
     planned: Planned
@@ -38,7 +39,7 @@ class JobPlan(Shown):
     @property
     def numbers(self) -> dict[str, Any]:
         """The numbers of `lorafusion plan --json`."""
-        return self.planned.numbers
+        return self.planned.to_json()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -64,8 +65,8 @@ class JobPlan(Shown):
         return TimelineView(timeline=simulate(self.plan, costs), note=plan_statistics(self.plan, costs).hint)
 
     def _show(self, console: Console) -> None:
-        show_plan(console, self.planned.config, self.numbers)
-        warn(console, list(self.notes))
+        show_plan(console, self.planned)
+        warn(console, self.notes)
 
 
 def plan(

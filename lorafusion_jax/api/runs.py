@@ -15,14 +15,14 @@ from lorafusion_jax.api.plans import JobPlan
 from lorafusion_jax.api.progress import in_notebook, notebook_screen
 from lorafusion_jax.api.reports import ReportView
 from lorafusion_jax.api.shown import Shown
+from lorafusion_jax.api.status import run_numbers, status_screen
 from lorafusion_jax.api.timelines import TimelineView
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.common import out as terminal
-from lorafusion_jax.cli.common import prepare_machine
-from lorafusion_jax.cli.status import run_numbers, status_screen
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out as terminal
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.measured import read_timeline
 from scheduling import Plan
@@ -180,7 +180,7 @@ def open_run(folder: str | Path) -> Run:
 
 
 def _run_with_progress(folder: Path, config: JobConfig, work: Work, progress: Progress) -> Run:
-    from lorafusion_jax.cli.running import watch
+    from lorafusion_jax.api.watch import watch
     from lorafusion_jax.report.trackers import trackers
     from lorafusion_jax.training import Interrupted
 

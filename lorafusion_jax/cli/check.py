@@ -13,20 +13,7 @@ from rich.console import Console
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.base_weights import weight_problems
-from lorafusion_jax.cli.common import (
-    JobFile,
-    Json,
-    Overrides,
-    checked_data,
-    layer_problems,
-    next_command,
-    out,
-    plain_table,
-    prepare_machine,
-    say,
-    typed,
-    warn,
-)
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import examine_config
 from lorafusion_jax.config.model import ModelConfig
@@ -35,6 +22,9 @@ from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.errors import CheckpointError, LoraFusionError
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.report.console import out, plain_table, say, warn
 from lorafusion_jax.report.data_notes import data_notes
 from lorafusion_jax.report.format import count, exact
 from lorafusion_jax.report.trackers import missing_packages

@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import Action, is_extension, is_weight, write_addition, write_request
-from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, checked_data, next_command, out, say, warn
-from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.cli.common import JobFile, Overrides, RunPath, next_command
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.join import in_force, read_joining
 from lorafusion_jax.config.schema import OptimSettings
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.optim.schedules import schedule
+from lorafusion_jax.planning.checks import checked_data
+from lorafusion_jax.report.console import out, say, warn
 from lorafusion_jax.report.data_notes import data_notes
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="name of the adapter")]

@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command, out
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, next_command
 from lorafusion_jax.config import load_config
 from lorafusion_jax.data.preview import render_preview
 from lorafusion_jax.data.tokenized import load_samples
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.data.tokenizer import Tokenizer, load_tokenizer
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.console import out
 
 app = typer.Typer(no_args_is_help=True, help="Shows training data.")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lorafusion_jax.cli.job_calls import LayerCalls
-from lorafusion_jax.cli.tuning_table import table_path
 from lorafusion_jax.config.schema import TrainSettings
+from lorafusion_jax.tuning_table import table_path
 from pallas_kernels import config_store, policy
 from pallas_kernels.measured import OpCall
 

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lorafusion_jax.cli.common import next_command, out, plain_table, prepare_machine, say
+from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.config import load_config
 from lorafusion_jax.examples import examples_directory
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import count, duration, percent
 
 NAME = "demo"
@@ -23,7 +25,7 @@ def command(
 
     Example: lorafusion demo
     """
-    from lorafusion_jax.cli.running import watch
+    from lorafusion_jax.api.watch import watch
     from lorafusion_jax.planning.comparison import slots_one_after_another
     from lorafusion_jax.training import train
     from lorafusion_jax.training.verify import verify_exports

@@ -14,16 +14,18 @@ import typer
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.weight_cache import weight_cache
-from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, program_cache
+from lorafusion_jax.cli.common import Json, Overrides, next_command
 from lorafusion_jax.cli.defaults import command_to_measure, defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
-from lorafusion_jax.cli.tuning_table import use_tables
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.data.cache import token_cache
 from lorafusion_jax.errors import LoraFusionError
+from lorafusion_jax.machine import program_cache
+from lorafusion_jax.report.console import out, plain_table
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.record import versions
+from lorafusion_jax.tuning_table import use_tables
 
 NAME = "doctor"
 EXTRAS = {"hf": "datasets", "tensorboard": "tensorboardX", "wandb": "wandb", "plots": "matplotlib"}

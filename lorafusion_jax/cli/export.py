@@ -14,9 +14,10 @@ from lorafusion_jax.checkpoint.digests import FILE as SUMS
 from lorafusion_jax.checkpoint.digests import find_damage, has_digests, refuse_damage
 from lorafusion_jax.checkpoint.folder import RunFolder, step_of
 from lorafusion_jax.checkpoint.new_folder import new_folder
-from lorafusion_jax.cli.common import RunPath, next_command, out, say
+from lorafusion_jax.cli.common import RunPath, next_command
 from lorafusion_jax.errors import CheckpointError, ConfigError
 from lorafusion_jax.log_file import read_rows
+from lorafusion_jax.report.console import out, say
 from lorafusion_jax.weights.table import NONE
 
 NAME = "export"

@@ -30,8 +30,8 @@ from lorafusion_jax.cli import (
     tune,
     verify,
 )
-from lorafusion_jax.cli.common import errors_to
 from lorafusion_jax.errors import LoraFusionError, RunError
+from lorafusion_jax.report.console import errors_to
 from lorafusion_jax.report.record import versions
 from lorafusion_jax.signals import INTERRUPTED, stop_signals
 from scheduling import PlanError

@@ -8,27 +8,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from lorafusion_jax.cli.common import (
-    JobFile,
-    Json,
-    Overrides,
-    checked_data,
-    ends_in,
-    layer_problems,
-    next_command,
-    out,
-    say,
-    typed,
-    warn,
-)
-from lorafusion_jax.cli.plan_memory import remedy
-from lorafusion_jax.cli.plan_screen import show_plan
-from lorafusion_jax.cli.planned import make_planned
+from lorafusion_jax.api.plan_screen import show_plan
+from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import examine_config
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
+from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.planned import make_planned
+from lorafusion_jax.planning.prediction import PredictedMemory
+from lorafusion_jax.report.console import out, say, warn
 from lorafusion_jax.report.trackers import missing_packages
 
 NAME = "plan"
@@ -62,26 +53,34 @@ def command(
     planned = make_planned(
         config, prepared, device=device, device_memory=device_memory, cost_model=cost_model, compare=compare
     )
-    costs, numbers = planned.costs, planned.numbers
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_text(output, planned.plan.to_json())
-    if timeline and costs:
+    if timeline and planned.costs:
         timeline.parent.mkdir(parents=True, exist_ok=True)
         replace_text(timeline, planned.timeline_html())
     notes = [*unreached(read_source(jobs), overrides or ()), *ineffective(config)]
     notes += [*missing_packages(config.report), *planned.notes]
     if as_json:
-        print(json.dumps(numbers | {"warnings": notes}))
+        print(json.dumps(planned.to_json() | {"warnings": notes}))
         return
     console = out()
-    show_plan(console, config, numbers)
-    if timeline and costs:
+    show_plan(console, planned)
+    if timeline and planned.costs:
         say(console, f"timeline {timeline}")
     warn(console, notes)
-    memory = numbers["memory"]
-    if memory and memory["advice"]:
-        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), remedy(config, memory)])}")
+    if planned.memory and planned.memory.advice:
+        setting = _setting_to_try(config, planned.memory)
+        next_command(console, f"lorafusion plan {typed(jobs, [*(overrides or ()), setting])}")
         return
-    own = f" --plan {output}" if output else ""
-    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{own}")
+    saved_plan = f" --plan {output}" if output else ""
+    next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
+
+
+def _setting_to_try(config: JobConfig, memory: PredictedMemory) -> str:
+    """The setting to try next if a plan does not fit, preferably at the same capacity."""
+    advice = memory.advice or ""
+    if advice.startswith("more"):
+        stages, fsdp = 2 * config.mesh.stages, 2 * config.mesh.fsdp
+        return f"mesh.stages={stages}" if stages <= sum(memory.layers) else f"mesh.fsdp={fsdp}"
+    return advice.split(" or ")[-1].replace(": ", "=")

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, next_command, out, plain_table, prepare_machine, say, typed
+from lorafusion_jax.cli.common import JobFile, Overrides, next_command, typed
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.events import PhaseBegun
 from lorafusion_jax.report.format import better_layers, duration, percent
 

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import ProgramCache, RunPath, out, prepare_machine
+from lorafusion_jax.cli.common import ProgramCache, RunPath
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out
 
 NAME = "resume"
 

@@ -1,24 +1,23 @@
-"""Runs training with live view and trackers, and prints the results."""
+"""Runs training under the live view, prints its results and the command to type next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
 
-from lorafusion_jax.cli.common import errors_to, next_command, plain_table, say
+from lorafusion_jax.api.watch import watch
+from lorafusion_jax.cli.common import next_command
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import CheckpointError, LoraFusionError, RunError
 from lorafusion_jax.log_file import read_rows
 from lorafusion_jax.pipeline.failures import PROCESS_LOST
 from lorafusion_jax.pipeline.processes import exit_after_failure, exit_after_peer_loss, is_first
+from lorafusion_jax.report.console import errors_to, plain_table, say
 from lorafusion_jax.report.events import Listener
 from lorafusion_jax.report.format import duration, exact
-from lorafusion_jax.report.screen import LINE_EVERY_S, Screen
 from lorafusion_jax.report.summary import final_rows, got_worse
-from lorafusion_jax.report.trackers import trackers
 from lorafusion_jax.signals import INTERRUPTED
 from lorafusion_jax.training import Interrupted, RunFolder, RunResult
 from scheduling import Plan
@@ -55,24 +54,6 @@ def follow(console: Console, folder: Path, config: JobConfig, work: Callable[[Se
     if is_first():
         show_result(console, result)
     return result.exit_code
-
-
-def watch(
-    console: Console,
-    folder: Path,
-    config: JobConfig,
-    work: Callable[[Sequence[Listener]], RunResult],
-    view: Callable[..., AbstractContextManager[Listener]] = Screen,
-) -> RunResult:
-    """Runs `work` under the live view and the trackers that the job asks for; `view` is made as `Screen` is."""
-    if not is_first():  # the first process shows the run
-        return work([])
-    every = config.train.log_every_s
-    with (
-        trackers(config.report, folder) as others,
-        view(folder.name, console, LINE_EVERY_S if every is None else every) as screen,
-    ):
-        return work([screen, *others])
 
 
 def show_result(console: Console, result: RunResult) -> None:

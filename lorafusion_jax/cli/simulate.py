@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import Json, ends_in, next_command, out, plain_table, say
+from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.report.console import out, plain_table, say
 from scheduling.online import POLICIES, ClusterResult, Rates, Worker, read_trace, simulate_cluster
 from scheduling.online.plots import completion_svg
 from scheduling.online.replay import COLUMNS, format_figure, replay_html

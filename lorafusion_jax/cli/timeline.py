@@ -11,13 +11,14 @@ import typer
 
 from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command, out, plain_table, say
+from lorafusion_jax.cli.common import Json, RunPath, ends_in, next_command
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.errors import LoraFusionError
 from lorafusion_jax.layout.extent import extents
 from lorafusion_jax.planning.prediction import DEVICES, better_layout, measured_with, memory_of, read_costs
 from lorafusion_jax.planning.rebalance import Moved
 from lorafusion_jax.planning.stages import worth_in_layers
+from lorafusion_jax.report.console import out, plain_table, say
 from lorafusion_jax.report.format import better_layers, duration, percent
 from lorafusion_jax.report.measured import read_timeline, settled_slots
 from lorafusion_jax.report.recorder import read_rows

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache, out, prepare_machine, warn
+from lorafusion_jax.cli.common import JobFile, Overrides, ProgramCache
 from lorafusion_jax.cli.processes import Coordinator, Distributed, NumProcesses, ProcessId, Started, join_processes
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import out, warn
 
 NAME = "train"
 

@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 
 from lorafusion_jax.checkpoint.base_model import base_directory
-from lorafusion_jax.cli.common import Json, Overrides, next_command, out, plain_table, say
+from lorafusion_jax.cli.common import Json, Overrides, next_command
 from lorafusion_jax.cli.tune_ops import calls_of, choose_implementations, show_implementations
-from lorafusion_jax.cli.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.errors import ConfigError, RunError
+from lorafusion_jax.report.console import out, plain_table, say
+from lorafusion_jax.tuning_table import check_table, read_table, share_table, table_path, take_table, use_tables
 
 if TYPE_CHECKING:
     from pallas_kernels.arg_specs import LinearSpec
@@ -189,7 +190,7 @@ def tuned(specs: Sequence[LinearSpec], path: Path, *, quick: bool) -> tuple[Tabl
     """Measures under a progress bar; returns the table and the failures."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from lorafusion_jax.cli.common import errors_to
+    from lorafusion_jax.report.console import errors_to
     from pallas_kernels.device import device_kind
     from pallas_kernels.tuning.tune import count, tune
 

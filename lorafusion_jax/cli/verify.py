@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
-from lorafusion_jax.cli.common import Json, errors_to, out, plain_table, prepare_machine, say
+from lorafusion_jax.cli.common import Json
+from lorafusion_jax.machine import prepare_machine
+from lorafusion_jax.report.console import errors_to, out, plain_table, say
 from lorafusion_jax.report.format import exact
 
 NAME = "verify"

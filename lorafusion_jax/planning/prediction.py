@@ -221,34 +221,77 @@ def predicted_run(config: JobConfig, prepared: Prepared, plan: Plan) -> RunPredi
     return RunPrediction(seconds=timeline.duration_s, bubble_share=bubbles, pauses=pauses)
 
 
-def predicted_parameters(config: JobConfig, model: ModelConfig) -> dict[str, Any]:
-    """The adapters' own parameters, and numbers that all stages hold for them; with the names of `status --json`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedParameters:
+    """Numbers of parameters.
+
+    Attributes:
+        own: of all adapters.
+        stored: what all stages hold of weights, gradients and moments, shares of other adapters' room included.
+    """
+
+    own: int
+    stored: Mapping[str, int]
+
+    @property
+    def stored_most(self) -> int:
+        """The larger number of weights and gradients."""
+        return max(self.stored["weights"], self.stored["gradients"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers with the names of `status --json`."""
+        return {"own_parameters": self.own, "stored_parameters": self.stored_most, "stored": dict(self.stored)}
+
+
+def predicted_parameters(config: JobConfig, model: ModelConfig) -> PredictedParameters:
+    """The adapters' own parameters, and numbers that all stages hold for them."""
     problem = memory.memory_problem(config, model)
     stages = memory.stage_memory(problem)
     held = {"weights": "adapters", "gradients": "sums", "moments": "optimizers"}
     stored = {what: sum(getattr(stage, field) for stage in stages) // memory.FLOAT32 for what, field in held.items()}
-    return {
-        "own_parameters": memory.own_parameters(problem),
-        "stored_parameters": max(stored["weights"], stored["gradients"]),
-        "stored": stored,
-    }
+    return PredictedParameters(own=memory.own_parameters(problem), stored=stored)
 
 
-def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> dict[str, Any]:
-    """Memory per stage as plain numbers; `fits` and `advice` are None if the device's memory is unknown."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedMemory:
+    """Memory per stage.
+
+    Attributes:
+        layers: of each stage; halves where a stage ends between attention and MLP.
+        quantize: kind in which frozen weights are stored.
+        device_bytes: memory of a device; None if it is unknown, and then so are `fits` and `advice`.
+        advice: settings that make it fit; empty if it fits.
+    """
+
+    layers: Sequence[int | float]
+    remat: RematPolicy
+    quantize: str
+    stages: Sequence[memory.StageMemory]
+    device_bytes: int | None
+    fits: bool | None
+    advice: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        stages = [{"total": stage.total} | dataclasses.asdict(stage) for stage in self.stages]
+        return numbers | {"stages": stages, "not_modelled": list(memory.NOT_MODELLED)}
+
+
+def predicted_memory(config: JobConfig, model: ModelConfig, device_bytes: int | None) -> PredictedMemory:
+    """Predicts the memory of every stage, and whether it fits."""
     problem = memory.memory_problem(config, model)
     if config.train.remat == "auto" and device_bytes is not None:
         problem = dataclasses.replace(problem, remat=memory.choose_remat(problem, device_bytes))
-    stages = memory.stage_memory(problem)
-    return {
-        "layers": counts_of(problem.layers),
-        "remat": problem.remat,
-        "quantize": problem.quantize,
-        "stages": [{"total": stage.total} | dataclasses.asdict(stage) for stage in stages],
-        "device_bytes": device_bytes,
-        "fits": None if device_bytes is None else memory.fits(problem, device_bytes),
-        "advice": None
-        if device_bytes is None
-        else memory.advice(problem, device_bytes, tile_tokens=config.batch.tile_tokens),
-        "not_modelled": list(memory.NOT_MODELLED),
-    }
+    fits = advice = None
+    if device_bytes is not None:
+        fits = memory.fits(problem, device_bytes)
+        advice = memory.advice(problem, device_bytes, tile_tokens=config.batch.tile_tokens)
+    return PredictedMemory(
+        layers=counts_of(problem.layers),
+        remat=problem.remat,
+        quantize=problem.quantize,
+        stages=memory.stage_memory(problem),
+        device_bytes=device_bytes,
+        fits=fits,
+        advice=advice,
+    )

@@ -16,8 +16,8 @@ from cli_helpers import make_rows, snapshot, weights, write_rows_to
 
 from lorafusion_jax.checkpoint.peft import read_adapter
 from lorafusion_jax.cli import init
-from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.report import recorder
 from lorafusion_jax.report.format import count
 from lorafusion_jax.report.recorder import read_rows

@@ -9,16 +9,16 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from lorafusion_jax.cli.common import prepare_machine
 from lorafusion_jax.cli.defaults import defaults
 from lorafusion_jax.cli.job_calls import calls_of_job, typical_calls
-from lorafusion_jax.cli.tuning_table import table_folder, table_path, use_tables
 from lorafusion_jax.config import load_config
 from lorafusion_jax.errors import RunError
+from lorafusion_jax.machine import prepare_machine
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline import base
 from lorafusion_jax.planning.memory import memory_problem
 from lorafusion_jax.report.record import other_table
+from lorafusion_jax.tuning_table import table_folder, table_path, use_tables
 from pallas_kernels import config_store
 from pallas_kernels.measured import OpRow
 from pallas_kernels.policy import attention_call

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import pytest
 from mixed import assert_equal, read_trained, write_mixed_job
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.requests import write_addition, write_request
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.pipeline import executor
 from lorafusion_jax.pipeline.processes import LEAVE_S

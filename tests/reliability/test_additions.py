@@ -15,10 +15,10 @@ import small_jobs
 from more_cases import nightly
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint import folder as folder_module
 from lorafusion_jax.checkpoint.requests import request_files, write_request
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.config.join import read_joining
 from lorafusion_jax.pipeline.session import Session

@@ -19,13 +19,13 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.base_weights import weight_problems
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft import peft_tensors, read_adapter
 from lorafusion_jax.checkpoint.saved_states import find_checkpoint
 from lorafusion_jax.checkpoint.verify_folder import verify_folder
 from lorafusion_jax.checkpoint.warm_start_base import check_start_bases, unproven_bases
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config.load import load_config
 from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.peft_config import config_of

@@ -15,9 +15,9 @@ from more_cases import nightly
 from sick_adapters import settings, with_optim
 from watched_runs import asks, assert_same_numbers, crash_after, events_of, losses_of, statuses, weights_of
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint import folder as folder_module
 from lorafusion_jax.checkpoint.requests import request_files, write_request
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.config import load_config
 from lorafusion_jax.training import RunFolder, resume, train
 from lorafusion_jax.training.revisions import Revisions

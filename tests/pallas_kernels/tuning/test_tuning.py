@@ -11,8 +11,8 @@ from cuda_lowering import A10, A100, H200, L40
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels as pk
-from lorafusion_jax.cli.tuning_table import check_table
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.tuning_table import check_table
 from pallas_kernels import policy
 from pallas_kernels.arg_specs import LinearSpec, benchmark_specs, make_arrays, tuning_specs
 from pallas_kernels.device import shared_memory_bytes

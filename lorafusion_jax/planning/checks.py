@@ -1,0 +1,58 @@
+"""Checks of a job before it is planned: its data, its warm starts, and the layers of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.checkpoint.warm_start import read_warm_starts
+from lorafusion_jax.checkpoint.warm_start_base import check_start_bases
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared, prepare
+from lorafusion_jax.errors import CheckpointError, ConfigError, ErrorList, LoraFusionError, raise_all
+from lorafusion_jax.layout.layer import LAYER
+from lorafusion_jax.planning.stages import stage_layers
+from lorafusion_jax.weights.checkpoint_formats import check_stored_as
+from lorafusion_jax.weights.table import NONE, check_kernels
+
+
+def checked_data(config: JobConfig | None, errors: Sequence[LoraFusionError]) -> tuple[JobConfig, Prepared]:
+    """Reads the data and warm starts of a job. Raises their errors together with `errors`.
+
+    Args:
+        config, errors: from `examine_config`.
+    """
+    if config is None:
+        raise_all(errors)
+    assert config is not None
+    problems, prepared = list(errors), None
+    for read in (read_warm_starts, prepare):
+        try:
+            prepared = read(config)
+        except LoraFusionError as problem:
+            problems += getattr(problem, "errors", [problem])
+    raise_all(problems + check_start_bases(config))
+    assert isinstance(prepared, Prepared)
+    return config, prepared
+
+
+def layer_problems(config: JobConfig) -> tuple[list[str], list[LoraFusionError]]:
+    """What is wrong with the layers of each stage and how they are stored, or why that cannot be said; a base of no
+    known kind is no mistake of the job file."""
+    mesh, quantize = config.mesh, config.base.quantize
+    try:
+        directory = base_directory(config)
+        model = ModelConfig.from_hf(directory)
+        check_stored_as(quantize, model.checkpoint_format, where=str(directory))
+        check_kernels(quantize, LAYER.kernel_shapes(model))
+        stage_layers(model, mesh.stages, mesh.layers)
+    except CheckpointError as problem:
+        if mesh.stages == 1 and mesh.layers is None and quantize == NONE:
+            return [], []
+        return [f"the layers of each stage are not checked: {problem.what}"], []
+    except ConfigError as problem:
+        return [], [problem]
+    except ErrorList as problem:
+        return [], list(problem.errors)
+    return [], []

@@ -1,0 +1,252 @@
+"""A plan with everything that is predicted of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorafusion_jax.checkpoint.base_model import base_directory
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.errors import CheckpointError
+from lorafusion_jax.planning.comparison import plans_one_after_another
+from lorafusion_jax.planning.floor import plan_floor_s
+from lorafusion_jax.planning.pauses import LEFT_OUT, Pauses, predicted_pauses
+from lorafusion_jax.planning.prediction import (
+    PredictedMemory,
+    PredictedParameters,
+    adapter_tokens,
+    measured_costs,
+    memory_of,
+    predicted_costs,
+    predicted_memory,
+    predicted_parameters,
+    this_device,
+)
+from lorafusion_jax.planning.training_plan import plan_training, slots_of_sizes
+from lorafusion_jax.report.data_notes import data_notes
+from scheduling import CostModel, Plan, PlanStatistics, plan_statistics, simulate, timeline_html
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAdapter:
+    """An adapter's data and where it ends in the plan.
+
+    Attributes:
+        tokens: of all samples, in all epochs.
+        longest: tokens of the longest sample.
+        cut, no_loss, too_long: numbers of samples that are shortened, left out for want of a learned token, or left
+            out for their length.
+        steps: optimizer steps.
+        finishes_slot: number of slots until its last step.
+        finishes_s: predicted seconds until then; None without costs.
+    """
+
+    rows: int
+    tokens: int
+    longest: int
+    cut: int
+    no_loss: int
+    too_long: int
+    rank: int
+    steps: int
+    finishes_slot: int
+    finishes_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedTimes:
+    """Predicted times of a plan.
+
+    Attributes:
+        costs: where the costs of the stages are from.
+        seconds: of all slots.
+        bubble_share, fill_drain_s: idle share of the stages between fill and drain, and the seconds of these.
+        tokens_per_s: useful tokens.
+        limit: what limits the rate.
+        pauses: evaluations and saves; None where the base model is of no known kind.
+    """
+
+    costs: str
+    seconds: float
+    bubble_share: float
+    fill_drain_s: float
+    tokens_per_s: float
+    limit: str
+    pauses: Pauses | None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds with evaluations and saves."""
+        return self.seconds + (self.pauses.evaluation_s + self.pauses.saving_s if self.pauses else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        times = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "pauses"}
+        if self.pauses is None:
+            return times
+        return times | dataclasses.asdict(self.pauses) | {"wall_s": self.wall_s, "leaves_out": list(LEFT_OUT)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneAfterAnother:
+    """The same adapters one after another, each with its best plan; seconds are None without costs."""
+
+    slots: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with everything that is predicted of it.
+
+    Attributes:
+        costs: of the stages; None where the base model is of no known kind, and then nothing below is predicted.
+        times: None without costs.
+        floor_s: seconds that the products of linear layers take at the least; None for an unknown device.
+        alone: None if no comparison was asked for.
+        notes: what a user should know of the data and of the prediction.
+    """
+
+    config: JobConfig
+    plan: Plan
+    costs: CostModel | None
+    adapters: Mapping[str, PlannedAdapter]
+    times: PredictedTimes | None
+    parameters: PredictedParameters | None
+    memory: PredictedMemory | None
+    floor_s: float | None
+    alone: OneAfterAnother | None
+    notes: tuple[str, ...]
+
+    def timeline_html(self) -> str:
+        """The predicted timeline as a page; needs costs."""
+        assert self.costs is not None
+        return timeline_html(simulate(self.plan, self.costs), note=plan_statistics(self.plan, self.costs).hint)
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers of `lorafusion plan --json`."""
+        plan, parameters = self.plan, self.parameters
+        numbers = {
+            "plan": plan.digest,
+            "adapters": {name: dataclasses.asdict(adapter) for name, adapter in self.adapters.items()},
+            "slots": plan.num_slots,
+            "noops": plan.num_noops,
+            "lower_bound": plan.lower_bound,
+            "gap": plan.gap,
+            "density": plan.density,
+            "tokens": plan.tokens,
+            "capacity_tokens": plan.capacity_tokens,
+            "sizes": slots_of_sizes(plan),
+            "stages": plan.num_stages,
+            "data_parallel": plan.data_parallel,
+            "predicted": self.times and self.times.to_json(),
+            "own_parameters": parameters and parameters.own,
+            "stored_parameters": parameters and parameters.stored_most,
+            "stored": parameters and dict(parameters.stored),
+            "floor_s": self.floor_s,
+            "memory": self.memory and self.memory.to_json(),
+        }
+        if self.alone is not None:
+            numbers |= {"slots_one_after_another": self.alone.slots, "seconds_one_after_another": self.alone.seconds}
+        return numbers
+
+
+def make_planned(
+    config: JobConfig,
+    prepared: Prepared,
+    *,
+    device: str | None = None,
+    device_memory: float | None = None,
+    cost_model: Path | None = None,
+    compare: bool = False,
+) -> Planned:
+    """Plans a job and predicts its times and memory; the arguments are the options of `lorafusion plan`."""
+    plan = plan_training(config, prepared)
+    kind = device or this_device()
+    model, problem = _base_model(config)
+    costs = None if model is None else predicted_costs(config, model, kind, adapter_tokens(prepared))
+    if cost_model:
+        costs = measured_costs(config, model, cost_model)
+    statistics = None if costs is None else plan_statistics(plan, costs)
+    times = parameters = memory = floor_s = None
+    if costs is not None and statistics is not None:
+        pauses = None
+        if model is not None:
+            seconds = statistics.duration_s
+            pauses = predicted_pauses(config, model, prepared, plan, costs, duration_s=seconds, device=kind)
+        times = _times(costs, statistics, pauses)
+    if model is not None:
+        parameters = predicted_parameters(config, model)
+        memory = predicted_memory(config, model, int(device_memory * GIB) if device_memory else memory_of(kind))
+        floor_s = plan_floor_s(config, model, prepared, plan, kind)
+    return Planned(
+        config=config,
+        plan=plan,
+        costs=costs,
+        adapters=_adapters(config, prepared, plan, statistics),
+        times=times,
+        parameters=parameters,
+        memory=memory,
+        floor_s=floor_s,
+        alone=_one_after_another(plan, costs) if compare else None,
+        notes=(*problem, *data_notes(config, prepared)),
+    )
+
+
+def _base_model(config: JobConfig) -> tuple[ModelConfig | None, list[str]]:
+    """The configuration of the base model, or why there are no predictions. Planning does not need it."""
+    try:
+        return ModelConfig.from_hf(base_directory(config)), []
+    except CheckpointError as problem:
+        return None, [f"no times and no memory are predicted: {problem.what}"]
+
+
+def _times(costs: CostModel, statistics: PlanStatistics, pauses: Pauses | None) -> PredictedTimes:
+    return PredictedTimes(
+        costs=costs.source,
+        seconds=statistics.duration_s,
+        bubble_share=statistics.bubble_share,
+        fill_drain_s=statistics.fill_drain_s,
+        tokens_per_s=statistics.tokens_per_s,
+        limit=statistics.hint,
+        pauses=pauses,
+    )
+
+
+def _adapters(
+    config: JobConfig, prepared: Prepared, plan: Plan, statistics: PlanStatistics | None
+) -> dict[str, PlannedAdapter]:
+    finish_s = {adapter.name: adapter.finish_s for adapter in statistics.adapters} if statistics else {}
+    last_slot = {name: slot for slot, name, _ in plan.batches_ending()}
+
+    def planned(adapter: AdapterConfig) -> PlannedAdapter:
+        data = prepared.adapters[adapter.name]
+        report = data.train.report
+        return PlannedAdapter(
+            rows=report.rows,
+            tokens=int(data.stream_tokens().sum()),
+            longest=report.longest,
+            cut=report.cut,
+            no_loss=len(report.dropped),
+            too_long=len(report.too_long),
+            rank=adapter.lora.rank,
+            steps=plan.job_of[adapter.name].num_batches,
+            finishes_slot=last_slot[adapter.name] + 1,
+            finishes_s=finish_s.get(adapter.name),
+        )
+
+    return {adapter.name: planned(adapter) for adapter in config.adapters}
+
+
+def _one_after_another(plan: Plan, costs: CostModel | None) -> OneAfterAnother:
+    alone = plans_one_after_another(plan)
+    return OneAfterAnother(
+        slots=sum(single.num_slots for single in alone),
+        seconds=sum(simulate(single, costs).duration_s for single in alone) if costs else None,
+    )

@@ -1,0 +1,41 @@
+"""Texts and tables on a console, as commands and the objects of `lorafusion_jax.api` print them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def out() -> Console:
+    """Console of standard output. It is wide outside a terminal, so that tables in logs are not truncated."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def errors_to() -> Console:
+    return Console(stderr=True)
+
+
+def plain_table(left: Sequence[str], right: Sequence[str], **options) -> Table:
+    """A table without lines: text columns on the left, number columns on the right; cells are not wrapped."""
+    table = Table(box=None, header_style="bold", pad_edge=False, **options)
+    for title in left:
+        table.add_column(title, no_wrap=True)
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a text, wrapped on a terminal and in one line elsewhere."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def warn(console: Console, texts: Sequence[str]) -> None:
+    """Prints a list of warnings; nothing if it is empty."""
+    if texts:
+        console.print("warnings", style="bold yellow")
+        for text in texts:
+            say(console, f"  {text}")
