@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorafusion_jax.api.shown import framed
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.status import run_numbers
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.report.page.build import ReportedRun, report_page
 

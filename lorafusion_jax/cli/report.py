@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from lorafusion_jax.api.status import run_numbers
 from lorafusion_jax.checkpoint.folder import RunFolder
-from lorafusion_jax.cli.common import Json, ends_in, next_command, out, say
-from lorafusion_jax.cli.status import run_numbers
+from lorafusion_jax.cli.common import Json, ends_in, next_command
 from lorafusion_jax.files import replace_text
+from lorafusion_jax.report.console import out, say
 from lorafusion_jax.report.page.build import ReportedRun, report_page
 
 NAME = "report"
