@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lorafusion_jax.config.convert import convert, title_of
+from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.reference import reference
 
 NAME = "init"
@@ -49,12 +52,21 @@ adapters:
 """
 
 
-def command(everything: Annotated[bool, typer.Option("--all", help="show all keys")] = False) -> None:
-    """Prints a commented job file.
+def command(
+    everything: Annotated[bool, typer.Option("--all", help="show all keys")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", exists=True, dir_okay=False, help="a file of axolotl, LLaMA-Factory or TRL to convert"),
+    ] = None,
+) -> None:
+    """Prints a commented job file, to start from or converted from a file of another program.
 
     Example: lorafusion init > jobs.yaml
     """
-    print(reference() if everything else TEXT, end="")
+    if source is not None:
+        print(convert(read_source(source).values, source.stem).text(title_of(source)), end="")
+    else:
+        print(reference() if everything else TEXT, end="")
     if sys.stdout.isatty():
         return
     print("next: lorafusion check jobs.yaml", file=sys.stderr)

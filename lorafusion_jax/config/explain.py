@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel
 
 from lorafusion_jax.config.hf_config import shortened
+from lorafusion_jax.config.other_programs import advice
 from lorafusion_jax.config.read import Keys, Source, dotted
 from lorafusion_jax.errors import ConfigError, did_you_mean
 
@@ -60,7 +61,9 @@ def unknown_key(source: Source, keys: Keys, known: Iterable[str]) -> ConfigError
         "config.unknown-key",
         f"unknown key '{dotted(keys)}'.",
         where=source.where(keys),
-        fix=did_you_mean(str(keys[-1]), known, cutoff=0.5) or f"known keys: {', '.join(known)}",
+        fix=advice(str(keys[-1]))
+        or did_you_mean(str(keys[-1]), known, cutoff=0.5)
+        or f"known keys: {', '.join(known)}",
     )
 
 

@@ -12,10 +12,11 @@ from lorafusion_jax.config import schema
 from lorafusion_jax.config.entries import adapter_entries, expand_batch, expand_sweep, validate_adapter
 from lorafusion_jax.config.explain import explain, unknown_key
 from lorafusion_jax.config.job_checks import lengths_fit, mesh_fits, names_differ, targets_exist
+from lorafusion_jax.config.other_programs import MANY, of_another_program
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Keys, Source, read_source
 from lorafusion_jax.config.sections import DEFAULTS, SHARED, SINGLE_DEFAULTS
-from lorafusion_jax.errors import LoraFusionError, raise_all, unique
+from lorafusion_jax.errors import ConfigError, LoraFusionError, raise_all, unique
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> schema.JobConfig:
@@ -48,6 +49,8 @@ def parse_config(source: Source, overrides: Sequence[str] = ()) -> schema.JobCon
 
 
 def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfig | None, list[LoraFusionError]]:
+    if "adapters" not in source.values and (foreign := of_another_program(source.values)):
+        return None, [_other_program(source, foreign)]
     errors: list[LoraFusionError] = list(source.problems)
     source, values = overridden(source, overrides, errors)
     errors += [
@@ -81,6 +84,15 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
     if adapters and None not in shared.values():
         config = schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))
     return config, unique(errors)
+
+
+def _other_program(source: Source, foreign: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        "config.other-program",
+        f"{source.path} is a file of another program.",
+        why=f"it has no adapters, but {', '.join(foreign[:MANY])}" + (" …" if len(foreign) > MANY else ""),
+        fix=f"lorafusion init --from {source.path} > jobs.yaml",
+    )
 
 
 def _given(values: dict, key: str) -> Any:

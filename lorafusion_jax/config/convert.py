@@ -1,0 +1,296 @@
+"""Converts a configuration file of axolotl, LLaMA-Factory or TRL to a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from lorafusion_jax.config.other_programs import ALWAYS_PACKED, counterpart
+from lorafusion_jax.errors import ConfigError
+
+ROWS = (".jsonl", ".json", ".csv", ".parquet")
+SECTIONS = ("base", "data", "lora", "optim", "objective", "epochs", "seed", "batch", "mesh", "save", "train", "report")
+SAME = {"seed": "seed", "weight_decay": "optim.weight_decay", "max_steps": "train.max_steps", "max_length":
+        "data.max_length", "beta": "objective.beta"}  # fmt: skip
+OPTIMIZERS = {"adamw": "adamw", "lion": "lion", "adafactor": "adafactor", "sgd": "sgd"}
+OBJECTIVES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo")
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+BATCH = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(slots=True, kw_only=True)
+class Converted:
+    """A job, and what of the other file is not in it.
+
+    Attributes:
+        job: sections of a job file.
+        notes: (key of the other file, why it has no counterpart or how it differs).
+    """
+
+    job: dict[str, Any] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def set(self, key: str, value: Any) -> None:
+        section, _, name = key.partition(".")
+        if name:
+            self.job.setdefault(section, {})[name] = value
+        else:
+            self.job[section] = value
+
+    def text(self, title: str) -> str:
+        """The job as a commented file."""
+        lines = [f"# {title}"]
+        if self.notes:
+            lines += [
+                "# Not carried over, or with another meaning:",
+                *(f"#   {key}: {note}" for key, note in self.notes),
+            ]
+        for section in (*SECTIONS, "adapters"):
+            if section in self.job:
+                lines.append(yaml.safe_dump({section: self.job[section]}, sort_keys=False, allow_unicode=True).rstrip())
+        return "\n".join(lines) + "\n"
+
+
+def convert(values: Mapping[str, Any], name: str) -> Converted:
+    """Converts the settings of another program.
+
+    Args:
+        values: of the other file.
+        name: of the adapter, if it fits.
+
+    Raises:
+        ConfigError: `config.not-convertible`, the file names no base model or no data.
+    """
+    result = Converted()
+    _objective(values, result)
+    for key, value in values.items():
+        if value is None or key in BATCH:
+            continue
+        known = counterpart(str(key))
+        target = SAME.get(str(key)) or (known.key if known else None)
+        if target is None or target == "--out":
+            note = known.note if known else "no counterpart is known"
+            result.notes.append((str(key), f"--out {note}" if target else note))
+            continue
+        take = TAKERS.get(target, _plain)
+        take(result, str(key), target, value)
+    _batch(values, result)
+    missing = [
+        key for key in ("base", "data") if {"base": "model", "data": "train"}[key] not in result.job.get(key, {})
+    ]
+    if missing:
+        wanted = {"base": "base model (base_model, model_name_or_path)", "data": "data (datasets, dataset)"}
+        raise ConfigError(
+            "config.not-convertible",
+            f"the file names no {' and no '.join(wanted[key] for key in missing)}.",
+            fix="lorafusion init > jobs.yaml shows what a job file needs",
+        )
+    if "objective" not in result.job:
+        result.job.get("optim", {}).pop("beta", None)
+    train = {"train": result.job["data"].pop("train")}
+    if "eval" in result.job["data"]:
+        train["eval"] = result.job["data"].pop("eval")
+    if not result.job["data"]:
+        del result.job["data"]
+    result.job["adapters"] = [{"name": _adapter_name(name), "data": train}]
+    return result
+
+
+def _adapter_name(name: str) -> str:
+    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in name)
+    return kept.strip("._-")[:100] or "adapter"
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 2e-4 as a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _plain(result: Converted, key: str, target: str, value: Any) -> None:
+    if target.startswith("objective.") and "objective" not in result.job:
+        result.notes.append((key, "belongs to a preference objective, which the file does not ask for"))
+        return
+    if isinstance(value, dict | list):
+        result.notes.append((key, f"{target} takes one value"))
+        return
+    result.set(target, _number(value))
+
+
+def _note(text: str) -> Callable[..., None]:
+    def take(result: Converted, key: str, target: str, value: Any) -> None:
+        result.notes.append((key, text))
+
+    return take
+
+
+def _dtype(result: Converted, key: str, target: str, value: Any) -> None:
+    if str(value) in ("float32", "torch.float32"):
+        result.set(target, "float32")
+    elif value not in (True, "auto", "bfloat16", "torch.bfloat16"):
+        result.notes.append((key, "base.dtype is bfloat16 or float32"))
+
+
+def _quantize(result: Converted, key: str, target: str, value: Any) -> None:
+    bits = (
+        {"load_in_4bit": 4, "load_in_8bit": 8}.get(key) if value is True else value if key == "quantization_bit" else 0
+    )
+    kinds = {4: "nf4", 8: "int8"}
+    if bits in kinds:
+        result.set(target, kinds[bits])
+
+
+def _data(result: Converted, key: str, target: str, value: Any) -> None:
+    sets = value if isinstance(value, list) else str(value).split(",")
+    if not sets:
+        return
+    first = sets[0] if isinstance(sets[0], dict) else {"path": str(sets[0]).strip()}
+    if len(sets) > 1:
+        result.notes.append((key, f"only the first of {len(sets)} sets: write one file, or an adapter for each"))
+    if key == "dataset":
+        result.notes.append((key, "a name of dataset_info.json: write the file that it stands for"))
+    file = first.get("data_files") or first.get("path") or ""
+    file = file[0] if isinstance(file, list) and file else str(file)
+    local = PurePosixPath(file).suffix in ROWS
+    split = f":{first['split']}" if first.get("split") and not local else ""
+    result.set(target, file if local or key == "dataset" else f"hf:{first.get('path')}{split}")
+
+
+def _loss(result: Converted, key: str, target: str, value: Any) -> None:
+    learns_prompts = (
+        value is True if key.startswith("train_on_") and key != "train_on_responses_only" else value is False
+    )
+    if learns_prompts:
+        result.set(target, "all")
+
+
+def _targets(result: Converted, key: str, target: str, value: Any) -> None:
+    if key == "lora_target_linear":
+        if value is True and "targets" not in result.job.get("lora", {}):
+            result.set(target, "all-linear")
+        return
+    names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+    if names in (["all"], ["all-linear"]):
+        result.set(target, "all-linear")
+    elif len(names) == 1 and any(letter in names[0] for letter in r"\(["):
+        result.notes.append((key, "a regular expression: list the projections in lora.targets"))
+    elif names:
+        result.set(target, [str(name).removeprefix("self_attn.").removeprefix("mlp.") for name in names])
+
+
+def _init_from(result: Converted, key: str, target: str, value: Any) -> None:
+    if value:
+        result.set(target, str(value))
+
+
+def _kind(result: Converted, key: str, target: str, value: Any) -> None:
+    if value is True:
+        result.set(target, "dora")
+
+
+def _schedule(result: Converted, key: str, target: str, value: Any) -> None:
+    if value in SCHEDULES:
+        result.set(target, SCHEDULES[value])
+    else:
+        result.notes.append((key, f"optim.schedule has no {value}; cosine is the default"))
+
+
+def _optimizer(result: Converted, key: str, target: str, value: Any) -> None:
+    name = next((ours for start, ours in OPTIMIZERS.items() if start in str(value).lower()), None)
+    if name is None:
+        result.notes.append((key, f"there is no {value}; adamw is the default"))
+        return
+    result.set(target, name)
+    if str(value) not in (name, f"{name}_torch", f"{name}_torch_fused", f"{name}_hf"):
+        result.notes.append((key, f"{value} is {name}: moments are float32, and only of the adapter"))
+
+
+def _steps(result: Converted, key: str, target: str, value: Any) -> None:
+    value = _number(value)
+    if isinstance(value, int | float) and value >= 1:
+        result.set(target, int(value))
+    else:
+        result.notes.append((key, f"{target} counts optimizer steps"))
+
+
+def _tensorboard(result: Converted, key: str, target: str, value: Any) -> None:
+    wanted = value if isinstance(value, list) else [value]
+    if True in wanted or "tensorboard" in wanted:
+        result.set(target, True)
+    for name in wanted:
+        if isinstance(name, str) and name not in ("none", "tensorboard"):
+            result.notes.append((key, f"{name}: report.wandb is the name of a project; other trackers are not offered"))
+
+
+def _wandb(result: Converted, key: str, target: str, value: Any) -> None:
+    if value:
+        result.set(target, str(value))
+
+
+def _objective(values: Mapping[str, Any], result: Converted) -> None:
+    asked = [str(values.get(key, "")).lower() for key in ("pref_loss", "rl", "rlhf", "stage")]
+    name = next((each for each in asked if each in OBJECTIVES), None)
+    if name is None and "dpo" in asked:
+        name = "dpo"
+    if name is not None:
+        result.set("objective.name", name)
+
+
+def _objective_key(result: Converted, key: str, target: str, value: Any) -> None:
+    value = str(value).lower()
+    if value in ("sft", "sigmoid") or value == result.job.get("objective", {}).get("name"):
+        return
+    if value == "dpo" and "objective" in result.job:
+        return
+    if key in ("pref_loss", "loss_type") and "objective" in result.job:
+        result.set("objective.loss", value)
+    else:
+        result.notes.append((key, f"there is no objective {value}"))
+
+
+def _batch(values: Mapping[str, Any], result: Converted) -> None:
+    given = [values[key] for key in BATCH if isinstance(values.get(key), int) and not isinstance(values[key], bool)]
+    if not given:
+        return
+    samples = 1
+    for count in given:
+        samples *= max(count, 1)
+    result.set("batch.global_samples", samples)
+    packs = any(values.get(key) is True for key in ("sample_packing", "packing", "neat_packing"))
+    note = f"samples per optimizer step on one device; {ALWAYS_PACKED}" if packs else "samples of one optimizer step"
+    result.notes.append((" x ".join(key for key in BATCH if key in values), f"batch.global_samples {samples}: {note}"))
+
+
+TAKERS: dict[str, Callable[[Converted, str, str, Any], None]] = {
+    "base.dtype": _dtype,
+    "base.quantize": _quantize,
+    "data.train": _data,
+    "data.eval": _data,
+    "data.loss": _loss,
+    "lora.targets": _targets,
+    "lora.init_from": _init_from,
+    "lora.kind": _kind,
+    "optim.schedule": _schedule,
+    "optim.name": _optimizer,
+    "optim.min_lr_ratio": _note("optim.min_lr_ratio is a share of optim.lr"),
+    "objective.name": _objective_key,
+    "train.remat": _note("train.remat chooses by memory; train.remat: nothing recomputes whole layers"),
+    "train.eval_every_steps": _steps,
+    "save.every_steps": _steps,
+    "save.keep": _steps,
+    "train.log_every_s": _note("metrics.jsonl has every step; train.log_every_s is in seconds"),
+    "report.tensorboard": _tensorboard,
+    "report.wandb": _wandb,
+    "mesh.fsdp": _note("mesh.stages, mesh.data and mesh.fsdp describe the devices"),
+    "batch.global_samples": _note("batch.global_samples counts the samples of an optimizer step"),
+}
+
+
+def title_of(path: Path) -> str:
+    return f"Converted from {path.name}. lorafusion check tells what is still missing."

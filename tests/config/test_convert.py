@@ -1,0 +1,159 @@
+"""Files of other programs: converted, or answered with what each key is here."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from lorafusion_jax.config.convert import convert
+from lorafusion_jax.config.load import examine_config, load_config
+from lorafusion_jax.config.other_programs import COUNTERPARTS
+from lorafusion_jax.config.reference import reference
+from lorafusion_jax.errors import ConfigError
+
+AXOLOTL = """
+base_model: org/llama
+load_in_4bit: true
+datasets:
+  - {path: rows.jsonl, type: alpaca, ds_type: json}
+  - {path: org/more, type: alpaca}
+val_set_size: 0.1
+sequence_len: 2048
+sample_packing: true
+adapter: qlora
+lora_r: 8
+lora_alpha: 12
+lora_target_modules: [self_attn.q_proj, mlp.down_proj]
+peft_use_rslora: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: linear
+learning_rate: 2e-4
+warmup_ratio: 0.1
+save_steps: 50
+saves_per_epoch: 1
+weight_decay: 0.01
+wandb_project: tuning
+special_tokens: {pad_token: "<pad>"}
+"""
+LLAMA_FACTORY = """
+model_name_or_path: org/qwen
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 64
+lora_target: all
+pref_beta: 0.2
+pref_loss: orpo
+dataset: pairs_demo
+template: qwen
+cutoff_len: 1024
+output_dir: saves/x
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+lr_scheduler_type: polynomial
+bf16: true
+report_to: [tensorboard, swanlab]
+"""
+
+
+def converted(text):
+    return convert(yaml.safe_load(text), "my run/1")
+
+
+def test_an_axolotl_file_becomes_a_job_file_that_loads(tmp_path):
+    result = converted(AXOLOTL)
+    path = tmp_path / "jobs.yaml"
+    path.write_text(result.text("Converted."))
+    config = load_config(path)
+    adapter = config.adapters[0]
+    assert (config.base.model, config.base.quantize, adapter.name) == ("org/llama", "nf4", "my-run-1")
+    assert (adapter.data.train, adapter.data.max_length) == ("rows.jsonl", 2048)
+    assert (adapter.lora.rank, adapter.lora.alpha, adapter.lora.rslora) == (8, 12, True)
+    assert adapter.lora.targets == ["q_proj", "down_proj"]
+    optim = adapter.optim
+    assert (optim.name, optim.lr, optim.schedule, optim.warmup, optim.weight_decay) == (
+        "adamw",
+        2e-4,
+        "linear",
+        0.1,
+        0.01,
+    )
+    assert (adapter.global_samples, adapter.epochs, config.save.every_steps, config.report.wandb) == (
+        8,
+        3,
+        50,
+        "tuning",
+    )
+
+
+def test_every_key_is_carried_over_or_has_a_note():
+    for text in (AXOLOTL, LLAMA_FACTORY):
+        result = converted(text)
+        noted = " ".join(key for key, _ in result.notes)
+        for key in (
+            ("val_set_size", "saves_per_epoch", "special_tokens") if text is AXOLOTL else ("template", "output_dir")
+        ):
+            assert key in noted
+        written = result.text("Converted.")
+        assert all(f"#   {key}: {note}" in written for key, note in result.notes)
+    notes = dict(converted(AXOLOTL).notes)
+    assert "only the first of 2 sets" in notes["datasets"]
+    assert "paged_adamw_8bit is adamw" in notes["optimizer"]
+    assert dict(converted("base_model: a\ndatasets: [{path: b}]\nnever_heard_of: 1").notes) == {
+        "never_heard_of": "no counterpart is known"
+    }
+
+
+def test_a_preference_file_keeps_its_objective():
+    result = converted(LLAMA_FACTORY)
+    assert result.job["objective"] == {"name": "orpo", "beta": 0.2}
+    assert result.job["lora"] == {"rank": 64, "targets": "all-linear"}
+    assert result.job["report"] == {"tensorboard": True}
+    notes = dict(result.notes)
+    assert "polynomial" in notes["lr_scheduler_type"]
+    assert "swanlab" in notes["report_to"]
+    assert "dataset_info.json" in notes["dataset"]
+
+
+def test_a_file_without_base_or_data_is_refused():
+    with pytest.raises(ConfigError, match=r"config\.not-convertible.*no base model"):
+        converted("datasets: [{path: rows.jsonl}]")
+    with pytest.raises(ConfigError, match="no data"):
+        converted("base_model: org/llama")
+
+
+def test_counterparts_are_keys_of_the_job_file():
+    known = yaml.safe_load(reference())
+    later = {"objective.beta", "objective.gamma", "optim.lr_ratio"}  # options of objectives; groups of leaves
+    for name, word in COUNTERPARTS.items():
+        assert word.key is not None or word.note, name
+        if word.key is None or word.key in later or word.key == "--out":
+            continue
+        section, _, key = word.key.partition(".")
+        assert section in known, name
+        assert not key or key in (known[section] if section != "data" else {*known[section], "train"}), name
+
+
+def test_a_foreign_key_is_answered_with_its_name_here(tmp_path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        "base: {model: m}\nlora_r: 8\nsample_packing: true\n"
+        "adapters: [{name: a, lora_alpha: 4, data: {train: x.jsonl}}]\n"
+    )
+    _, errors = examine_config(path)
+    fixes = {error.what.split("'")[1]: error.fix for error in errors}
+    assert fixes["lora_r"] == "lora_r is lora.rank here"
+    assert fixes["adapters[0].lora_alpha"] == "lora_alpha is lora.alpha here"
+    assert fixes["sample_packing"].startswith("leave it out: samples are always packed")
+
+
+def test_a_file_of_another_program_gets_one_error(tmp_path):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(AXOLOTL)
+    config, errors = examine_config(path)
+    assert config is None
+    assert [error.code for error in errors] == ["config.other-program"]
+    assert errors[0].fix == f"lorafusion init --from {path} > jobs.yaml"
