@@ -30,7 +30,7 @@ from benchmarks.end_to_end import VARIANTS, Bench
 from benchmarks.workloads import SHAPES
 from lorafusion_jax.adapters.spec import AdapterSpec
 from lorafusion_jax.config.schema import MeshSettings, TrainSettings
-from lorafusion_jax.data.assemble import EACH_ONE, Microbatch, Piece, assemble, num_segments, stacked
+from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segments, stacked
 from lorafusion_jax.layout.extent import Extent, extents
 from lorafusion_jax.layout.layer import REMAT_POLICIES
 from lorafusion_jax.models import ModelConfig
@@ -142,7 +142,7 @@ def _is_long(name: str, tiled: set[str]) -> bool:
 def _rows(tokens: int, adapters: int, tile: int) -> Microbatch:
     """One sample that fills a microbatch."""
     ids = np.random.default_rng(0).integers(0, 256, tokens).astype(np.int32)
-    piece = Piece(0, ids, np.ones(tokens, bool), EACH_ONE, key=1)
+    piece = Piece(0, ids, np.ones(tokens, bool), 1.0, key=1)
     rows = assemble(
         [piece], capacity_tokens=tokens, tile_tokens=tile, max_segments=num_segments(1), max_adapters=adapters
     )

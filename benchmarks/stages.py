@@ -10,7 +10,7 @@ import numpy as np
 
 from lorafusion_jax.config.schema import AdapterConfig, TrainSettings
 from lorafusion_jax.config.specs import adapter_spec
-from lorafusion_jax.data.assemble import Microbatch, Piece, Weights, assemble, num_segments, sample_key, stacked
+from lorafusion_jax.data.assemble import Microbatch, Piece, assemble, num_segments, sample_key, stacked
 from lorafusion_jax.layout.extent import Extent
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.mesh import stage_meshes
@@ -40,7 +40,7 @@ def full_microbatch(model: ModelConfig, adapters: Sequence[int], *, tokens: int,
             adapter,
             rng.integers(0, model.vocab_size, length).astype(np.int32),
             np.arange(length) > 0,
-            Weights(1 / length),
+            1 / length,
             sample_key(0, sample),
         )
         for adapter in adapters

@@ -18,6 +18,7 @@ TYPES = {
     "config": dict,
     "base_files": dict,
     "warm_starts": dict,
+    "references": dict,
     "versions": dict,
 }
 REQUIRED = ("plan", "data", "eval", "config", "base_files")

@@ -14,6 +14,7 @@ from lorafusion_jax.config.read import Keys, Source
 from lorafusion_jax.config.sections import ADAPTER_KEYS, DEFAULTS, SINGLE_DEFAULTS
 from lorafusion_jax.config.sweep import MOST_ADAPTERS, expand
 from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.objective.choose import objective, unknown_objective
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ def adapter_entries(source: Source, values: dict, errors: list) -> list[Entry]:
             continue
         errors += [unknown_key(source, (*keys, key), ADAPTER_KEYS) for key in own if key not in ADAPTER_KEYS]
         singles = expand_sweep(_with_start(_with_defaults(values, own), own, source), source, errors)
-        result += [Entry(keys=keys, own=own, single=single) for single in singles]
+        result += [Entry(keys=keys, own=own, single=with_objective_defaults(single)) for single in singles]
     if len(result) > MOST_ADAPTERS:
         errors.append(
             ConfigError(
@@ -68,6 +69,28 @@ def adapter_entries(source: Source, values: dict, errors: list) -> list[Entry]:
         )
         return []
     return result
+
+
+def with_objective_defaults(single: dict) -> dict:
+    """Fills in what an adapter's objective has other defaults for. Settings of the file take precedence.
+
+    >>> with_objective_defaults({"name": "law", "lora": {"rank": 4}})
+    {'name': 'law', 'lora': {'rank': 4}}
+    """
+    section = single.get("objective")
+    name = section.get("name") if isinstance(section, dict) else None
+    if not isinstance(name, str) or unknown_objective(name) is not None:
+        return single
+    try:
+        defaults = objective(name).defaults
+    except ConfigError:  # a broken package, which validation reports
+        return single
+    filled = dict(single)
+    for setting, value in defaults.items():
+        key, _, inner = setting.partition(".")
+        if isinstance(own := filled.get(key, {}), dict):
+            filled[key] = {inner: value, **own}
+    return filled
 
 
 def _with_start(merged: dict, own: dict, source: Source) -> dict:

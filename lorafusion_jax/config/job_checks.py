@@ -8,7 +8,9 @@ from lorafusion_jax.adapters.spec import resolve_targets
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.entries import Entry, is_own
 from lorafusion_jax.config.read import Keys, Source
+from lorafusion_jax.config.references import unknown_reference
 from lorafusion_jax.errors import ConfigError, LoraFusionError
+from lorafusion_jax.objective.protocol import REFERENCE, Chosen
 from lorafusion_jax.optim.schedules import schedule
 from lorafusion_jax.optim.table import optimizer
 
@@ -82,11 +84,12 @@ def lengths_fit(
     return errors + [
         ConfigError(
             "config.max-length",
-            f"{adapter.name}: {_texts_prefix(adapter)}data.max_length={adapter.data.max_length} does not fit into a "
+            f"{adapter.name}: {_texts_prefix(adapter)}data.max_length={adapter.data.max_length} "
+            f"{'do' if adapter.objective.chosen.num_segments > 1 else 'does'} not fit into a "
             f"microbatch of {capacity} tokens.",
             where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
             fix=f"batch.capacity_tokens: {_round_up(_largest_sample(adapter), tile)}   or   data.max_length: "
-            f"{capacity // adapter.objective.chosen.objective.num_segments}",
+            f"{capacity // adapter.objective.chosen.num_segments}",
         )
         for adapter in adapters
         if _largest_sample(adapter) > capacity
@@ -95,12 +98,13 @@ def lengths_fit(
 
 def _largest_sample(adapter: schema.AdapterConfig) -> int:
     """Maximum tokens of a sample, over all its texts."""
-    return adapter.data.max_length * adapter.objective.chosen.objective.num_segments
+    return adapter.data.max_length * adapter.objective.chosen.num_segments
 
 
 def _texts_prefix(adapter: schema.AdapterConfig) -> str:
-    count = adapter.objective.chosen.objective.num_segments
-    return f"{count} texts of " if count > 1 else ""
+    count, group = adapter.objective.chosen.num_segments, adapter.objective.chosen.group
+    rows = "" if group is None else f"a group of {group} rows, "
+    return f"{rows}{count} texts of " if count > 1 else ""
 
 
 def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
@@ -119,12 +123,27 @@ def targets_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: S
     return errors
 
 
+def references_exist(valid: Sequence[tuple[Entry, schema.AdapterConfig]], source: Source) -> list[LoraFusionError]:
+    """Checks that what adapters compare with exists."""
+    names = [adapter.name for _, adapter in valid]
+    return [
+        ConfigError(
+            "objective.reference",
+            f"{adapter.name}: {wrong}.",
+            where=source.where((*entry.keys, "objective", "reference")),
+            fix="objective.reference: base, start, the name of an adapter of this job, or a PEFT folder",
+        )
+        for entry, adapter in valid
+        if (wrong := unknown_reference(adapter, names, source.path.parent)) is not None
+    ]
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
 def ineffective(config: schema.JobConfig) -> list[str]:
-    """Lists settings that are given but have no effect."""
+    """Lists settings that are given but have no effect, or one that few want."""
     notes = []
     for adapter in config.adapters:
         optim = adapter.optim
@@ -134,4 +153,13 @@ def ineffective(config: schema.JobConfig) -> list[str]:
         notes += [f"{adapter.name}: optim.{key} has no effect with {optim.name}" for key in sorted(given & unread)]
         if "min_lr_ratio" in given and not schedule(optim.schedule).falls:
             notes.append(f"{adapter.name}: optim.min_lr_ratio has no effect with a {optim.schedule} schedule")
+        chosen = adapter.objective.chosen
+        if chosen.objective.defaults.get("lora.dropout") == 0 and adapter.lora.dropout > 0:
+            notes.append(f"{adapter.name}: lora.dropout={adapter.lora.dropout:g}, {_dropout_effect(chosen)}")
     return list(dict.fromkeys(notes))
+
+
+def _dropout_effect(chosen: Chosen) -> str:
+    if REFERENCE in chosen.needs:
+        return f"but objective {chosen.name} compares with a reference without dropout: they differ from the first step"
+    return f"adds noise to the log-likelihoods that objective {chosen.name} compares; its default is 0"

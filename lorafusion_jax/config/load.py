@@ -11,7 +11,13 @@ from pydantic import BaseModel, ValidationError
 from lorafusion_jax.config import schema
 from lorafusion_jax.config.entries import adapter_entries, expand_batch, expand_sweep, validate_adapter
 from lorafusion_jax.config.explain import explain, unknown_key
-from lorafusion_jax.config.job_checks import lengths_fit, mesh_fits, names_differ, targets_exist
+from lorafusion_jax.config.job_checks import (
+    lengths_fit,
+    mesh_fits,
+    names_differ,
+    references_exist,
+    targets_exist,
+)
 from lorafusion_jax.config.other_programs import MANY, of_another_program
 from lorafusion_jax.config.overrides import overridden
 from lorafusion_jax.config.read import Keys, Source, read_source
@@ -79,7 +85,7 @@ def _validate(source: Source, overrides: Sequence[str]) -> tuple[schema.JobConfi
         errors += lengths_fit(batch, adapters, source)
     if shared["mesh"] is not None:
         errors += mesh_fits(shared["mesh"], source)
-    errors += names_differ(entries, source) + targets_exist(valid, source)
+    errors += names_differ(entries, source) + targets_exist(valid, source) + references_exist(valid, source)
     config = None
     if adapters and None not in shared.values():
         config = schema.JobConfig(**shared, adapters=tuple(adapters), directory=str(source.path.parent.absolute()))

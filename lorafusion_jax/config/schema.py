@@ -225,6 +225,11 @@ class ObjectiveSettings(Section):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = Field(default="sft", description="sft (supervised fine-tuning), or one of an installed package")
+    reference: str | None = Field(
+        default=None,
+        description="of objectives that compare with one: base, start (this adapter before its first step), an "
+        "adapter of the job before its first step, or a PEFT folder; default start with lora.init_from, else base",
+    )
 
     @field_validator("name")
     @classmethod
@@ -239,7 +244,7 @@ class ObjectiveSettings(Section):
     @cached_property
     def chosen(self) -> Chosen:
         """The objective with its options."""
-        return choose(self.name, self.model_extra or {})
+        return choose(self.name, self.model_extra or {}, self.reference)
 
 
 class BatchSettings(Section):

@@ -12,7 +12,7 @@ from lorafusion_jax.errors import ConfigError
 MOST_ADAPTERS = 4096  # of one run
 
 SWEPT = ("lora", "optim", "objective", "batch", "epochs", "seed")  # not `data`, where a list is an error
-LISTS_BY_NATURE = {("lora", "targets")}  # this value is a list and never a sweep
+LISTS_BY_NATURE = {("lora", "targets"), ("objective", "loss"), ("objective", "loss_weights")}  # never a sweep
 
 
 def expand(entry: dict) -> list[dict]:

@@ -1,6 +1,6 @@
 """Builds the arrays of one microbatch from a slot of a plan, on the host.
 
-T packed tokens · A adapters · M segments, N samples, P adapters (static sizes) · S segments of a sample
+T packed tokens · A adapters · M segments, P adapters (static sizes)
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from lorafusion_jax.data.prepare import AdapterData
+from lorafusion_jax.data.sample_table import (
+    PieceTable,
+    SampleTable,
+    TableShape,
+    empty_table,
+    fill_place,
+    piece_table,
+    stack_trees,
+)
 from lorafusion_jax.data.tokenized_set import TokenizedSet
 from scheduling import SampleRef
 
 MASK64 = (1 << 64) - 1
-
-
-class SampleTable(NamedTuple):
-    """Samples of adapters whose objective averages over samples. Unused places have adapter -1."""
-
-    segments: np.ndarray  # int32 [N, S], ids as in `segment_ids`
-    adapter: np.ndarray  # int32 [N]
-    weight: np.ndarray  # float32 [N], 1 / samples of the adapter's global batch
 
 
 class Microbatch(NamedTuple):
@@ -53,24 +54,37 @@ class Weights(NamedTuple):
 
     A mean over tokens weights each learned token by 1 / loss tokens of the batch, and has no sample weight. A mean over
     samples weights each token loss by 1 and each sample by 1 / samples of the batch.
+
+    Attributes:
+        segments: `Sample.token_weight` of the batch, one for each segment of a sample.
     """
 
     token: float
     sample: float | None = None
+    segments: tuple[float, ...] = (1.0,)
 
 
 EACH_ONE = Weights(1.0)  # sums of token losses
 
 
 class Piece(NamedTuple):
-    """One sample of a microbatch. `lengths` are the lengths of its segments if it has several."""
+    """One sample of a microbatch.
+
+    Attributes:
+        adapter: its position among the stacked adapters; -1: the base alone.
+        weight: of its token losses.
+        key: for dropout.
+        lengths: the lengths of its segments if it has several.
+        table: its entry in the table of samples (None: it has none).
+    """
 
     adapter: int
     tokens: np.ndarray
     loss_mask: np.ndarray
-    weights: Weights
+    weight: float
     key: int
     lengths: tuple[int, ...] | None = None
+    table: PieceTable | None = None
 
     def segments(self) -> list[tuple[int, int]]:
         """Returns the start and end of each segment in the sample."""
@@ -119,22 +133,18 @@ def pieces_of_slot(
         index: position of each adapter in the stacked weights.
         weights: weights of each (adapter, batch).
     """
-    pieces = []
-    for ref in samples:
-        own = data[ref.adapter]
-        row = int(own.order[ref.sample])
-        tokens, mask = own.train.sample(row)
-        pieces.append(
-            Piece(
-                index[ref.adapter],
-                tokens,
-                mask,
-                weights[ref.adapter, ref.batch],
-                sample_key(ref.sample // len(own.train.lengths), row),
-                own.train.segment_lengths_of(row),
-            )
+    return [
+        piece_of(
+            own.train,
+            row,
+            index[ref.adapter],
+            weights[ref.adapter, ref.batch],
+            key=sample_key(ref.sample // len(own.train.lengths), row),
         )
-    return pieces
+        for ref in samples
+        for own in [data[ref.adapter]]
+        for row in [int(own.order[ref.sample])]
+    ]
 
 
 def pieces_of_evaluation(
@@ -144,17 +154,27 @@ def pieces_of_evaluation(
     weights: Mapping[str, Weights],
 ) -> list[Piece]:
     """Looks up held-out samples, with the weights of each adapter."""
-    return [
-        Piece(
-            index[ref.adapter],
-            *own.sample(ref.sample),
-            weights[ref.adapter],
-            0,
-            own.segment_lengths_of(ref.sample),
-        )
-        for ref in samples
-        for own in [sets[ref.adapter]]
-    ]
+    return [piece_of(sets[ref.adapter], ref.sample, index[ref.adapter], weights[ref.adapter], key=0) for ref in samples]
+
+
+def piece_of(data: TokenizedSet, sample: int, adapter: int, weights: Weights, *, key: int) -> Piece:
+    """Looks up one sample of a set."""
+    table = None
+    if weights.sample is not None:
+        table = piece_table(data, sample, weights.sample, weights.segments)
+    return Piece(adapter, *data.sample(sample), weights.token, key, data.segment_lengths_of(sample), table)
+
+
+def segment_weights(data: TokenizedSet, samples: np.ndarray | None = None) -> tuple[float, ...]:
+    """Returns `Sample.token_weight` of a global batch for each segment of a sample; 0 if nothing of it is learned.
+
+    Args:
+        samples: of the batch (None: all).
+    """
+    counts = data.segment_tokens if samples is None else data.segment_tokens[samples]
+    by_segment = counts.reshape(len(counts), data.group, -1).sum(axis=(0, 1))
+    shares = np.divide(len(counts), by_segment, out=np.zeros(len(by_segment)), where=by_segment > 0)
+    return tuple(np.tile(shares, data.group).tolist())
 
 
 def batch_loss_tokens(data: AdapterData, global_batch: int) -> np.ndarray:
@@ -191,7 +211,7 @@ def assemble(
     tile_tokens: int,
     max_segments: int,
     max_adapters: int,
-    table: tuple[int, int] | None = None,
+    table: TableShape | None = None,
 ) -> Microbatch:
     """Packs samples into one microbatch.
 
@@ -201,7 +221,7 @@ def assemble(
         tile_tokens: rows of a tile.
         max_segments: M, from `num_segments`.
         max_adapters: P, from `adapter_places`.
-        table: N and S of the sample table (None: no table).
+        table: shape of the table of samples (None: no table).
 
     Raises:
         ValueError: the samples or adapters do not fit (the plan is not for this capacity).
@@ -211,8 +231,8 @@ def assemble(
     weights = np.zeros(capacity_tokens, np.float32)
     row_adapter = np.full(capacity_tokens, -1, np.int32)
     starts: list[int] = []
-    first_segments: list[int] = []
-    end = 0
+    samples = None if table is None else empty_table(table, capacity_tokens)
+    filled_places, end = 0, 0
     for number, piece in enumerate(pieces):
         if number and pieces[number - 1].adapter != piece.adapter:
             end = -(-end // tile_tokens) * tile_tokens
@@ -221,13 +241,24 @@ def assemble(
             raise ValueError(f"{stop} rows do not fit into a microbatch of {capacity_tokens} tokens")
         tokens[end:stop] = piece.tokens
         row_adapter[end : -(-stop // tile_tokens) * tile_tokens] = piece.adapter
-        first_segments.append(len(starts))
+        if samples is not None and piece.table is not None:
+            fill_place(
+                samples,
+                filled_places,
+                piece.table,
+                adapter=piece.adapter,
+                first_segment=len(starts),
+                start=end,
+                lengths=piece.lengths or (len(piece.tokens),),
+                learned=piece.loss_mask,
+            )
+            filled_places += 1
         for segment, (first, last) in enumerate(piece.segments()):
             here, before_last = slice(end + first, end + last), slice(end + first, end + last - 1)
             targets[before_last] = piece.tokens[first + 1 : last]
             positions[here] = np.arange(last - first)
             row_key[here] = row_keys(segment_key(piece.key, segment), last - first)
-            weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weights.token)
+            weights[before_last] = piece.loss_mask[first + 1 : last] * np.float32(piece.weight)
             starts.append(end + first)
         end = stop
     filled = -(-end // tile_tokens) * tile_tokens
@@ -245,35 +276,17 @@ def assemble(
         row_key,
         weights,
         _present_adapters(pieces, max_adapters),
-        None if table is None else _table(pieces, first_segments, *table),
+        samples,
     )
 
 
 def stacked(rows: Sequence[Microbatch]) -> Microbatch:
     """Stacks the microbatches of several replicas: [replicas, ...]."""
-    tables = [row.samples for row in rows if row.samples is not None]
-    arrays = [row._replace(samples=None)[:-1] for row in rows]
-    return Microbatch(
-        *(np.stack(leaves) for leaves in zip(*arrays, strict=True)),
-        samples=SampleTable(*(np.stack(leaves) for leaves in zip(*tables, strict=True))) if tables else None,
-    )
-
-
-def _table(pieces: Sequence[Piece], first_segments: Sequence[int], samples: int, segments: int) -> SampleTable:
-    """Builds the table of the pieces that have a sample weight."""
-    table = SampleTable(
-        np.zeros((samples, segments), np.int32), np.full(samples, -1, np.int32), np.zeros(samples, np.float32)
-    )
-    chosen = [(piece, first) for piece, first in zip(pieces, first_segments, strict=True) if piece.weights.sample]
-    for place, (piece, first) in enumerate(chosen):
-        count = len(piece.segments())
-        table.segments[place, :count] = range(first, first + count)
-        table.adapter[place], table.weight[place] = piece.adapter, piece.weights.sample
-    return table
+    return stack_trees(rows)
 
 
 def _present_adapters(pieces: Sequence[Piece], places: int) -> np.ndarray:
-    present = sorted({piece.adapter for piece in pieces})
+    present = sorted({piece.adapter for piece in pieces if piece.adapter >= 0})
     if len(present) > places:
         raise ValueError(f"{len(present)} adapters do not fit into {places} places")
     return np.array([*present, *[-1] * (places - len(present))], np.int32)

@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -26,7 +27,8 @@ from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.files import user_cache
 
 ARRAYS = ("tokens", "loss_mask", "offsets", "rows")
-OPTIONAL = ("segment_lengths",)
+OPTIONAL = ("segment_lengths", "answer")
+NAMED = ("numbers", "values")  # dictionaries of arrays
 LARGEST_BYTES = 2 << 30  # size of all entries; the least recently used are removed first
 
 
@@ -64,11 +66,16 @@ def entry_path(
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 
-def load(entry: Path) -> tuple[dict[str, np.ndarray], dict] | None:
+def load(entry: Path) -> tuple[dict[str, Any], dict] | None:
     """Reads an entry: arrays and report. Returns None if it is missing or damaged."""
     try:
         with entry.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in stored}
+            arrays: dict[str, Any] = {
+                name: stored[name] for name in (*ARRAYS, *OPTIONAL) if name in ARRAYS or name in stored
+            }
+            for kind in NAMED:
+                start = f"{kind}."
+                arrays[kind] = {name.removeprefix(start): stored[name] for name in stored if name.startswith(start)}
             report = json.loads(stored["report"].tobytes())
         os.utime(entry)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
@@ -85,6 +92,7 @@ def store(entry: Path, samples) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 arrays = {array: getattr(samples, array) for array in (*ARRAYS, *OPTIONAL)}
+                arrays |= {f"{kind}.{name}": own for kind in NAMED for name, own in getattr(samples, kind).items()}
                 np.savez(file, report=report, **{name: own for name, own in arrays.items() if own is not None})
             os.replace(name, entry)
         except OSError:

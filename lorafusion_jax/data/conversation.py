@@ -27,12 +27,15 @@ class Rendered:
     """Text of a sample and the character ranges of its answers.
 
     Attributes:
+        prompt: text of the prompt as it is at inference, instead of answers: what is learned are the tokens after those
+            that prompt and text have in common.
         omits_message: the first message whose text the template omits, wholly or in part.
         omits_tools: the conversation has tools, but the text does not name any.
     """
 
     text: str
     answers: tuple[Span, ...]
+    prompt: str | None = None
     omits_message: int | None = None
     omits_tools: bool = False
 
@@ -59,6 +62,10 @@ class Conversation:
 
     def render_all(self, ask: bool) -> str:
         return self.render(self._messages, ask=ask)
+
+    def render_prompt(self, first: int) -> str:
+        """Renders the messages before `first` with the generation prompt."""
+        return self.render(self._messages[:first], ask=True) if first else ""
 
     def render(self, messages: Sequence[dict], *, ask: bool = False, marked: Sequence[dict] | None = None) -> str:
         """Renders messages of this conversation, optionally with the generation prompt or with marks."""

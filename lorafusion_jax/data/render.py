@@ -21,6 +21,7 @@ from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
 from lorafusion_jax.errors import DataError
 
 # Message keys that link tool results to tool calls. Templates use either them or the order of messages.
+AFTER_PROMPT = "after prompt"
 TIES = frozenset({"id", "name", "tool_call_id"})
 
 
@@ -38,7 +39,8 @@ def encode_examples(
     """Renders and tokenises samples.
 
     Args:
-        loss: "assistant" (every answer), "completion" (the last answer, or those of the row's completion) or "all".
+        loss: "assistant" (every answer), "completion" (the last answer, or those of the row's completion), "all", or
+            "after prompt": the tokens after those that the text shares with its prompt, as TRL splits them.
 
     Raises:
         DataError: data.no-template, data.template, data.template-limit (with the rows).
@@ -107,6 +109,9 @@ def _by_template(chat: Chat, template: ChatTemplate, loss: str) -> Rendered:
                 f"message {min(chat.muted)} is excluded from the loss, but data.loss: all learns every token"
             )
         return template.render_whole(chat.messages, **given)
+    if loss == AFTER_PROMPT:
+        turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        return template.render_after_prompt(chat.messages, chat.answer_from or (turns[-1] if turns else 0), **given)
     first = chat.answer_from if loss == "completion" else 0
     learned = [turn >= first and turn not in chat.muted for turn in range(len(chat.messages))]
     last_only = loss == "completion" and not first
@@ -153,6 +158,8 @@ def _render_plain(example: Example, loss: str) -> Rendered:
     match example:
         case Pair(prompt, answer, joint):
             start = len(prompt + joint)
+            if loss == AFTER_PROMPT:
+                return Rendered(text=prompt + joint + answer, answers=(), prompt=prompt + joint)
             rendered = Rendered(text=prompt + joint + answer, answers=((start, start + len(answer)),))
             return _render_all_learned(rendered.text) if loss == "all" else rendered
         case Text(text):

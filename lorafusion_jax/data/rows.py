@@ -34,6 +34,7 @@ class Rows:
     Attributes:
         values: one dictionary per row.
         lines: line of each row, from 1 (JSONL only).
+        numbers: number of each row in the source (None: all rows in order).
         problems: lines that are not rows. The parser of the good rows raises them together with its own errors.
     """
 
@@ -41,16 +42,29 @@ class Rows:
     values: list[dict]
     lines: tuple[int, ...] | None = None
     problems: tuple[LoraFusionError, ...] = ()
+    numbers: tuple[int, ...] | None = None
+
+    def at(self, numbers: Sequence[int]) -> Rows:
+        """Returns some rows, which keep their places; a row may occur several times."""
+        return Rows(
+            source=self.source,
+            values=[self.values[number] for number in numbers],
+            lines=None if self.lines is None else tuple(self.lines[number] for number in numbers),
+            numbers=tuple(numbers),
+        )
 
     def place(self, row: int) -> str:
         """Names the place of a row: `line 17` in JSONL, `row 16` elsewhere."""
-        return f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
+        return f"line {self.lines[row]}" if self.lines is not None else f"row {self._number(row)}"
 
     def places(self, rows: Sequence[int]) -> str:
         """Names the first rows and counts the rest: `data.jsonl, lines 3, 5, 9, 12, 20 and 2 more`."""
         word = "line" if self.lines is not None else "row"
-        numbers = [self.lines[row] if self.lines is not None else row for row in rows]
+        numbers = [self.lines[row] if self.lines is not None else self._number(row) for row in rows]
         return f"{self.source}, {word}{'s' if len(rows) > 1 else ''} {first_few(numbers, SHOWN)}"
+
+    def _number(self, row: int) -> int:
+        return row if self.numbers is None else self.numbers[row]
 
 
 def type_name(value: object) -> str:

@@ -1,44 +1,78 @@
-"""Parses rows for objectives that define the segments of a sample themselves."""
+"""Reads the samples of objectives that define the segments of a sample themselves."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from lorafusion_jax.data.example import Chat, Example, Pair, Text
 from lorafusion_jax.data.rows import Rows
-from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, raise_all
+from lorafusion_jax.errors import DataError, LoraFusionError, did_you_mean, first_few, raise_all
 from lorafusion_jax.objective.protocol import Chosen, Segment
 
+MOST_EXPANDED = 1024  # rows that one row may stand for
 
-def read_segments(rows: Rows, chosen: Chosen, columns: Mapping[str, str], *, adapter: str) -> list[list[Example]]:
-    """Returns the objective's segments of every row.
+
+class RowSample(NamedTuple):
+    """One sample: a row of the file, or a group of rows.
+
+    Attributes:
+        rows: rows of the source that it comes from.
+        segments: those of the first row, then those of the second.
+        numbers: name → the number of each row.
+    """
+
+    rows: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    numbers: Mapping[str, tuple[float, ...]]
+
+
+class _OneRow(NamedTuple):
+    number: int
+    values: Mapping
+    numbers: Mapping[str, float]
+
+
+def read_samples(
+    rows: Rows, chosen: Chosen, columns: Mapping[str, str], *, adapter: str
+) -> tuple[list[RowSample], list[str]]:
+    """Returns the samples of an objective, and notes.
 
     Args:
         columns: the objective's name of a column → its name in the rows, where they differ.
         adapter: adapter name for messages.
 
-    Returns:
-        For each segment of a sample, the examples of all rows.
-
     Raises:
-        DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason; and
-            `rows.problems`.
+        DataError, ErrorList: data.missing-column, data.unknown-role; data.bad-row, with the rows and the reason;
+            data.no-group; and `rows.problems`.
     """
-    needed = columns_of(rows, chosen, columns)
-    read: list[tuple[Segment, ...]] = []
+    renamed = columns_of(rows, chosen, columns)
     bad: list[tuple[int, str]] = []
+    single: list[_OneRow] = []
     for number, row in enumerate(rows.values):
         try:
-            read.append(_segments(chosen, {role: row[column] for role, column in needed.items() if column in row}))
+            single += _expanded(chosen, number, {role: row[name] for role, name in renamed.items() if name in row})
         except KeyError as missing:
-            bad.append((number, f"it has no '{needed.get(missing.args[0], missing.args[0])}'"))
+            bad.append((number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
         except (ValueError, TypeError) as problem:
             bad.append((number, str(problem)))
+    size = chosen.group or 1
+    grouped = [single[start : start + size] for start in range(0, len(single) - size + 1, size)] if not bad else []
+    samples: list[RowSample] = []
+    for members in grouped:
+        try:
+            samples.append(_sample(chosen, members))
+        except KeyError as missing:
+            bad.append((members[0].number, f"it has no '{renamed.get(missing.args[0], missing.args[0])}'"))
+        except (ValueError, TypeError) as problem:
+            bad.append((members[0].number, str(problem)))
     errors = [] if not bad else [_bad_rows(rows, bad, adapter, chosen)]
     raise_all([*rows.problems, *errors])
-    return [[_example(segments[place]) for segments in read] for place in range(chosen.objective.num_segments)]
+    if not samples:
+        raise _no_group(rows, size, len(single), adapter)
+    return samples, _left_over(single[len(grouped) * size :], size)
 
 
 def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[str, str]:
@@ -47,8 +81,9 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
     Raises:
         DataError, ErrorList: data.missing-column, data.unknown-role.
     """
+    objective = chosen.objective
     present = list(dict.fromkeys(key for row in rows.values for key in row))
-    needed = {role: columns.get(role, role) for role in chosen.objective.columns}
+    needed = {role: columns.get(role, role) for role in (*objective.columns, *objective.optional_columns)}
     errors: list[LoraFusionError] = [
         DataError(
             "data.unknown-role",
@@ -61,13 +96,13 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
     errors += [
         DataError(
             "data.missing-column",
-            f"{rows.source} has no column '{column}', which objective {chosen.name} needs.",
+            f"{rows.source} has no column '{needed[role]}', which objective {chosen.name} needs.",
             where=rows.source,
             why=f"its columns are {', '.join(present)}",
             fix=f"data.columns: {{{role}: <column>}}",
         )
-        for role, column in needed.items()
-        if column not in present
+        for role in needed
+        if needed[role] not in present and (role in objective.columns or role in columns)
     ]
     raise_all(errors)
     return needed
@@ -75,28 +110,69 @@ def columns_of(rows: Rows, chosen: Chosen, columns: Mapping[str, str]) -> dict[s
 
 def code_of(chosen: Chosen) -> str | None:
     """Returns the source code that reads rows for an objective, as a part of the cache key. None if there is none."""
-    function = inspect.unwrap(chosen.objective.segments) if chosen.objective.segments else None
-    try:
-        file = inspect.getsourcefile(function) if function is not None else None
-        return None if file is None else Path(file).read_text(encoding="utf-8")
-    except (OSError, TypeError, UnicodeDecodeError):
-        return None
+    objective, code = chosen.objective, {}
+    for function in filter(None, (objective.segments, objective.numbers, objective.expand)):
+        try:
+            file = inspect.getsourcefile(inspect.unwrap(function))
+            if file is None:
+                return None
+            code[file] = Path(file).read_text(encoding="utf-8")
+        except (OSError, TypeError, UnicodeDecodeError):
+            return None
+    return "\n".join([f"{chosen.name} {chosen.group}", *code.values()])
 
 
-def _segments(chosen: Chosen, row: Mapping) -> tuple[Segment, ...]:
+def _expanded(chosen: Chosen, number: int, row: Mapping) -> list[_OneRow]:
+    objective = chosen.objective
+    rows = [row] if objective.expand is None else list(objective.expand(row))
+    if not 0 < len(rows) <= MOST_EXPANDED:
+        raise ValueError(f"objective {chosen.name} makes {len(rows)} rows of it")
+    return [_OneRow(number, one, _numbers(chosen, one)) for one in rows]
+
+
+def _numbers(chosen: Chosen, row: Mapping) -> dict[str, float]:
+    given = {} if chosen.objective.numbers is None else chosen.objective.numbers(row)
+    numbers = {name: float(value) for name, value in given.items()}
+    if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
+        raise ValueError(f"its '{wrong[0]}' is {numbers[wrong[0]]}, not a finite number")
+    return numbers
+
+
+def _sample(chosen: Chosen, members: Sequence[_OneRow]) -> RowSample:
     assert chosen.objective.segments is not None
-    segments, wanted = tuple(chosen.objective.segments(row)), chosen.objective.num_segments
-    if len(segments) != wanted:
+    if chosen.group is None:
+        parts = [chosen.objective.segments(members[0].values)]
+    else:
+        parts = list(chosen.objective.segments([member.values for member in members]))
+    segments = tuple(segment for part in parts for segment in part)
+    if len(parts) != len(members) or any(len(part) != chosen.objective.num_segments for part in parts):
+        wanted = chosen.objective.num_segments
+        wanted = wanted if chosen.group is None else f"{len(members)} × {wanted}"
         raise ValueError(f"objective {chosen.name} returns {len(segments)} segments for it, but declares {wanted}")
-    return segments
+    names = members[0].numbers.keys()
+    if any(member.numbers.keys() != names for member in members):
+        raise ValueError(f"objective {chosen.name} returns other numbers for it than for the rows before")
+    return RowSample(
+        tuple(member.number for member in members),
+        segments,
+        {name: tuple(member.numbers[name] for member in members) for name in names},
+    )
 
 
-def _example(segment: Segment) -> Example:
-    if segment.messages is not None:
-        return Chat([dict(message) for message in segment.messages])
-    if segment.text is not None:
-        return Text(segment.text)
-    return Pair(segment.prompt or "", segment.answer or "")
+def _left_over(members: Sequence[_OneRow], size: int) -> list[str]:
+    if not members:
+        return []
+    numbers = first_few([member.number for member in members], 5)
+    return [f"[data.group-rest] {len(members)} rows at the end are no whole group of {size}: row {numbers}"]
+
+
+def _no_group(rows: Rows, size: int, count: int, adapter: str) -> DataError:
+    return DataError(
+        "data.no-group",
+        f"{adapter}: {count} rows are fewer than one group of {size}.",
+        where=rows.source,
+        fix="more rows, or a smaller group in the adapter's objective",
+    )
 
 
 def _bad_rows(rows: Rows, bad: list[tuple[int, str]], adapter: str, chosen: Chosen) -> DataError:

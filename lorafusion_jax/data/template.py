@@ -5,6 +5,7 @@ Templates come with models and run in `sandbox.Sandbox`; `conversation` says how
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,16 @@ class ChatTemplate:
             return chat.rendered(tuple(spans))
 
         return self._attempt(messages, tools, variables, find_answers)
+
+    def render_after_prompt(
+        self, messages: Sequence[dict], first: int, *, tools: list | None = None, variables: Mapping[str, Any] = {}
+    ) -> Rendered:
+        """Renders a conversation and, as at inference, the prompt before message `first`; see `render`."""
+
+        def split(chat: Conversation) -> Rendered:
+            return dataclasses.replace(chat.rendered(()), prompt=chat.render_prompt(first))
+
+        return self._attempt(messages, tools, variables, split)
 
     def _attempt[R](
         self,

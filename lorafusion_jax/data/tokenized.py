@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +13,15 @@ from lorafusion_jax.data.formats import Layout, detect_layout
 from lorafusion_jax.data.parse_examples import parse_examples, refuse_shortened
 from lorafusion_jax.data.render import EncodedRows, encode_examples
 from lorafusion_jax.data.rows import RawSource, Rows
-from lorafusion_jax.data.segments import code_of, columns_of, read_segments
+from lorafusion_jax.data.segments import code_of
 from lorafusion_jax.data.sources import open_source, parse_rows
-from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet
-from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
+from lorafusion_jax.data.tokenized_segments import tokenize_segments
+from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
+from lorafusion_jax.data.tokenizer import Tokenizer
 from lorafusion_jax.errors import DataError
 from lorafusion_jax.objective.protocol import SFT, Chosen
 
 CHARACTERS_PER_TOKEN = 256
-QUANTILES = (0.5, 0.9, 0.98, 1.0)
 
 
 def load_samples(
@@ -52,15 +50,19 @@ def load_samples(
     own = objective.objective.segments is not None
     code = code_of(objective) if own else ""
     if code is None:  # a cache key could not reflect changes of the objective's code
-        return _tokenize_segments(raw, settings, tokenizer, adapter, objective)
-    entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=f"{objective.name} {code}" if own else "")
+        return tokenize_segments(raw, settings, tokenizer, adapter, objective)
+    entry = cache.entry_path(raw, settings, tokenizer, cache_dir, reader=code)
     stored = cache.load(entry)
     if stored is not None:
         arrays, report = stored
         lists = {name: tuple(report[name]) for name in ("dropped", "too_long", "uncut", "notes")}
-        return TokenizedSet(**arrays, report=DataReport(**{**report, **lists, "source": source}))
+        return TokenizedSet(
+            **arrays,
+            report=DataReport(**{**report, **lists, "source": source}),
+            group=objective.group or 1,
+        )
     if own:
-        samples = _tokenize_segments(raw, settings, tokenizer, adapter, objective)
+        samples = tokenize_segments(raw, settings, tokenizer, adapter, objective)
     else:
         samples = _tokenize(raw, settings, tokenizer, adapter)
     cache.store(entry, samples)
@@ -89,46 +91,6 @@ def _unused_notes(layout: Layout) -> list[str]:
     names = ", ".join(f"'{column}'" for column in layout.unused)
     columns = f"the column {names} is" if len(layout.unused) == 1 else f"the columns {names} are"
     return [f"[data.unused-column] {columns} not used; data.columns can give a column a role"]
-
-
-def _tokenize_segments(
-    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
-) -> TokenizedSet:
-    """Like `_tokenize` for rows with several segments. Each segment must fit and have a learned token."""
-    rows = parse_rows(raw)
-    loss = "completion" if settings.loss == "auto" else settings.loss
-    rendered = [
-        encode_examples(examples, tokenizer, rows=rows, adapter=adapter, loss=loss)
-        for examples in read_segments(rows, chosen, settings.columns, adapter=adapter)
-    ]
-    texts = [each.samples for each in rendered]
-    for segment in texts:
-        for text in segment:
-            text.mask[:1] = False
-    fits = [fit_length(segment, settings, rows, adapter) for segment in texts]
-    kept = sorted(set.intersection(*(set(fit.kept) for fit in fits)))
-    merged = Fit(
-        kept=kept,
-        cut=sorted({row for fit in fits for row in fit.cut} & set(kept)),
-        dropped=sorted({row for fit in fits for row in fit.dropped}),
-        too_long=sorted({row for fit in fits for row in fit.too_long}),
-        limit=settings.max_length * len(texts),
-    )
-    samples = [_concatenate(parts, settings.max_length) for parts in zip(*texts, strict=True)]
-    columns = columns_of(rows, chosen, settings.columns)
-    unused = tuple(dict.fromkeys(key for row in rows.values for key in row if key not in columns.values()))
-    layout = Layout(format=chosen.name, columns=columns, unused=unused)
-    lengths = [[min(len(segment[row].tokens), settings.max_length) for segment in texts] for row in kept]
-    longest = [max(len(part.tokens) for part in parts) for parts in zip(*texts, strict=True)]
-    notes = tuple(dict.fromkeys(note for each in rendered for note in each.notes))
-    whole = _collect(merged, EncodedRows(samples=samples, notes=notes), layout, rows, loss, raw, tokenizer)
-    report = dataclasses.replace(whole.report, uncut=_quantiles(longest))
-    return dataclasses.replace(whole, segment_lengths=np.array(lengths, np.int64), report=report)
-
-
-def _concatenate(parts: Sequence[Encoded], limit: int) -> Encoded:
-    tokens, masks = ([getattr(part, name)[:limit] for part in parts] for name in ("tokens", "mask"))
-    return Encoded(np.concatenate(tokens), np.concatenate(masks))
 
 
 def _resolve_loss(loss: str, layout: Layout, rows: Rows, adapter: str) -> str:
@@ -163,7 +125,7 @@ def _collect(
         cut=len(fit.cut),
         dropped=tuple(fit.dropped),
         too_long=tuple(fit.too_long),
-        uncut=_quantiles([len(sample.tokens) for sample in encoded]),
+        uncut=quantiles([len(sample.tokens) for sample in encoded]),
         template_hash="plain" if layout.format == "text" else tokenizer.template_hash,
         data_hash=raw.digest[:16],
         notes=(*_unused_notes(layout), *rendered.notes),
@@ -175,7 +137,3 @@ def _collect(
         rows=np.array(fit.kept, np.int64),
         report=report,
     )
-
-
-def _quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(length) for length in np.quantile(lengths, QUANTILES, method="inverted_cdf"))

@@ -6,10 +6,18 @@ T tokens of all samples together · n samples
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+
+QUANTILES = (0.5, 0.9, 0.98, 1.0)
+
+
+def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Returns the 50, 90, 98 and 100 % quantiles."""
+    return tuple(int(length) for length in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +67,16 @@ class TokenizedSet:
     Attributes:
         tokens: int32 [T].
         loss_mask: bool [T], True where the token is learned, that is, predicted from the tokens before it. Never True
-            for the first token of a sample; True at least once per sample.
+            for the first token of a segment.
         offsets: int64 [n + 1], start of each sample.
         rows: int64 [n], row of the source, from 0.
-        segment_lengths: int64 [n, S], tokens of each segment of a sample (None: one segment per sample).
+        segment_lengths: int64 [n, S], tokens of each segment of a sample (None: one segment per sample). A sample of a
+            group has the segments of its first row, then those of the second.
+        numbers: name → float32 [n] or, for groups of G rows, [n, G]: numbers of the rows.
+        values: name → float32 [T], numbers of the tokens; 0 outside of answers.
+        answer: bool [T], whether the token belongs to an answer (None: as `loss_mask`).
+        group: rows of a sample.
+        reference: what a reference says of the samples (None: no objective needs it, or it is not computed yet).
     """
 
     tokens: np.ndarray
@@ -71,6 +85,11 @@ class TokenizedSet:
     rows: np.ndarray
     report: DataReport
     segment_lengths: np.ndarray | None = None
+    numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    answer: np.ndarray | None = None
+    group: int = 1
+    reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -89,10 +108,33 @@ class TokenizedSet:
         return None if self.segment_lengths is None else tuple(self.segment_lengths[index].tolist())
 
     @cached_property
+    def segment_starts(self) -> np.ndarray:
+        """First token of each segment of each sample, int64 [n, S]."""
+        if self.segment_lengths is None:
+            return self.offsets[:-1, None]
+        return self.offsets[:-1, None] + np.cumsum(self.segment_lengths, axis=1) - self.segment_lengths
+
+    @cached_property
+    def segment_tokens(self) -> np.ndarray:
+        """Number of learned tokens of each segment of each sample, int64 [n, S]."""
+        return self.sum_segments(self.loss_mask.astype(np.int64))
+
+    def sum_segments(self, values: np.ndarray) -> np.ndarray:
+        """Sums numbers of the tokens, [T], over each segment of each sample: [n, S]."""
+        return np.add.reduceat(values, self.segment_starts.reshape(-1)).reshape(self.segment_starts.shape)
+
+    @cached_property
+    def reference_nll(self) -> np.ndarray:
+        """Σ -log p of the learned tokens of each segment under the reference, float32 [n, S]."""
+        assert self.reference is not None
+        return -self.sum_segments(self.reference.astype(np.float64)).astype(np.float32)
+
+    @cached_property
     def digest(self) -> str:
         """Hash of the samples, 16 hex digits."""
         content = hashlib.sha256()
-        for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths):
+        more = [array for named in (self.numbers, self.values) for _, array in sorted(named.items())]
+        for array in (self.tokens, self.loss_mask, self.offsets, self.segment_lengths, self.answer, *more):
             if array is not None:
                 content.update(np.ascontiguousarray(array).tobytes())
         return content.hexdigest()[:16]

@@ -88,7 +88,18 @@ class Tokenizer:
             part = samples[start : start + BATCH_ROWS]
             found = self.backend.encode_batch([sample.text for sample in part], add_special_tokens=False)
             encoded += [self._with_loss_mask(sample, encoding) for sample, encoding in zip(part, found, strict=True)]
+        for number, sample in enumerate(samples):
+            if sample.prompt is not None:
+                encoded[number] = self._after_prompt(encoded[number], sample.prompt)
         return encoded
+
+    def _after_prompt(self, whole: Encoded, prompt: str) -> Encoded:
+        """Marks the tokens after those that the text has in common with its prompt."""
+        ids = np.asarray(self.encode(prompt), np.int32)
+        length = min(len(ids), len(whole.tokens))
+        differs = np.flatnonzero(ids[:length] != whole.tokens[:length])
+        mask = np.arange(len(whole.tokens)) >= (int(differs[0]) if len(differs) else length)
+        return Encoded(whole.tokens, mask)
 
     def _with_loss_mask(self, sample: Rendered, encoding: tokenizers.Encoding) -> Encoded:
         mask = np.zeros(len(encoding.ids), bool)

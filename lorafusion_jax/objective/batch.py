@@ -2,12 +2,13 @@
 
 The objectives of a run are known at tracing. A run with only supervised fine-tuning just sums rows and needs no table
 of samples.
-T packed tokens · A adapters · M places for segments · N places for samples · S segments of a sample
+T packed tokens · A adapters · M places for segments · N places for samples · S segments of a sample · G rows of a group
+· L learned tokens of a sample · D model width
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,12 @@ from jax import Array
 
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.loss import sum_by
-from lorafusion_jax.objective.protocol import Chosen, SampleSums
+from lorafusion_jax.objective.protocol import HIDDEN, LOGPROBS, REFERENCE, Chosen, Sample
 
 
-def totals_of(losses_T: Array, batch: Any, chosen: Sequence[Chosen]) -> dict[str, Array]:
+def totals_of(
+    losses_T: Array, batch: Any, chosen: Sequence[Chosen], hidden_TD: Array | None = None
+) -> dict[str, Array]:
     """Sums of a microbatch per adapter: "loss" and the metrics of all objectives, each float32 [A].
 
     The result of an adapter depends only on its own rows, even if others are not finite.
@@ -29,18 +32,29 @@ def totals_of(losses_T: Array, batch: Any, chosen: Sequence[Chosen]) -> dict[str
         losses_T: weighted token losses, from `token_losses`.
         batch: a `Microbatch`; with the table of samples if an objective takes its mean over samples.
         chosen: the objective of each adapter.
+        hidden_TD: output of the final norm; for objectives that need hidden states.
     """
     totals = {"loss": sum_by(losses_T, batch.row_adapter, len(chosen))}
     groups = [(first, members) for first, members in _groups(chosen) if first.of_samples]
     if not groups:
         return totals
+    table = batch.samples
     places = batch.segment_lengths.shape[0]
     nll_M = sum_by(losses_T, batch.segment_ids, places)
     tokens_M = sum_by((batch.weights != 0).astype(jnp.float32), batch.segment_ids, places)
+    everything = Sample(
+        nll=nll_M[table.segments],
+        tokens=tokens_M[table.segments],
+        token_weight=table.token_weight,
+        numbers=table.numbers,
+        reference_nll=table.reference,
+        hidden=None if table.last is None or hidden_TD is None else hidden_TD[table.last].astype(jnp.float32),
+    )
+    if table.rows is not None:
+        everything = _with_tokens(everything, losses_T, batch)
     for first, members in groups:
         is_member = jnp.array([index in members for index in range(len(chosen))])
-        own = _of_samples(first, is_member, nll_M, tokens_M, batch.samples)
-        for name, sums in own.items():
+        for name, sums in _of_samples(first, is_member, everything, table).items():
             before = totals.get(name, jnp.zeros(len(chosen), jnp.float32))
             totals[name] = jnp.where(is_member, sums, before)
     return totals
@@ -48,27 +62,41 @@ def totals_of(losses_T: Array, batch: Any, chosen: Sequence[Chosen]) -> dict[str
 
 def metric_names(chosen: Sequence[Chosen]) -> list[str]:
     """Names of the metrics that `totals_of` returns in addition to the loss, in order."""
-    return list(dict.fromkeys(name for each in chosen for name in each.objective.metrics))
+    return list(dict.fromkeys(name for adapter in chosen for name in adapter.objective.metrics))
 
 
 def _groups(chosen: Sequence[Chosen]) -> Iterator[tuple[Chosen, list[int]]]:
     """Groups adapters with the same objective and settings."""
     seen: list[Chosen] = []
-    for each in chosen:
-        if not any(each.same_as(other) for other in seen):
-            seen.append(each)
-            yield each, [index for index, other in enumerate(chosen) if each.same_as(other)]
+    for first in chosen:
+        if not any(first.same_as(other) for other in seen):
+            seen.append(first)
+            yield first, [index for index, other in enumerate(chosen) if first.same_as(other)]
 
 
-def _of_samples(chosen: Chosen, is_member: Array, nll_M: Array, tokens_M: Array, table: Any) -> dict[str, Array]:
-    objective = chosen.objective
-    assert objective.loss is not None
+def _with_tokens(everything: Sample, losses_T: Array, batch: Any) -> Sample:
+    """Adds what the table holds per learned token, [N, L]."""
+    table, rows_NL = batch.samples, batch.samples.rows
+    mask_NL = rows_NL < losses_T.shape[0]
+
+    def take(array_T: Array) -> Array:  # every row belongs to one sample, so the gradient has no sums
+        return array_T.at[rows_NL].get(mode="fill", fill_value=0)
+
+    first_N1 = table.segments[:, :1]  # the segments of a sample have consecutive numbers
+    return everything._replace(
+        logprobs=-take(losses_T),
+        mask=mask_NL,
+        answer=take(table.in_answer),
+        segment=jnp.where(mask_NL, take(batch.segment_ids) - first_N1, 0),
+        reference_logprobs=None if table.reference_logprobs is None else take(table.reference_logprobs),
+        values={name: take(array_T) for name, array_T in table.values.items()},
+    )
+
+
+def _of_samples(chosen: Chosen, is_member: Array, everything: Sample, table: Any) -> dict[str, Array]:
     mine_N = (table.adapter >= 0) & is_member[table.adapter]
-    segments_NS = table.segments[:, : objective.num_segments]
-    take = partial(jnp.where, mine_N[:, None])
     # Samples of other groups are replaced before the loss, which also blocks their gradients.
-    sums = SampleSums(nll=take(nll_M[segments_NS], 0.0), tokens=take(tokens_M[segments_NS], 1.0))
-    loss_N, metrics = jax.vmap(lambda sample: _loss(chosen, sample))(sums)
+    loss_N, metrics = jax.vmap(partial(_loss, chosen))(_own_samples(chosen, everything, mine_N))
     owner_N = jnp.where(mine_N, table.adapter, -1)
 
     def mean(values_N: Array) -> Array:
@@ -77,25 +105,96 @@ def _of_samples(chosen: Chosen, is_member: Array, nll_M: Array, tokens_M: Array,
     return {name: mean(values) for name, values in {"loss": loss_N, **metrics}.items()}
 
 
-def _loss(chosen: Chosen, sample: SampleSums) -> tuple[Array, dict[str, Array]]:
+def _own_samples(chosen: Chosen, everything: Sample, mine_N: Array) -> Sample:
+    """Returns what an objective declares to need of its samples, with neutral values for those of others."""
+    S, G, needs = chosen.num_segments, chosen.group, chosen.needs
+
+    def take(array: Array, neutral: float = 0.0) -> Array:
+        return jnp.where(mine_N.reshape(-1, *(1,) * (array.ndim - 1)), array, neutral)
+
+    def by_segment(array: Array, neutral: float = 0.0) -> Array:
+        array = take(array[:, :S], neutral)
+        return array if G is None else array.reshape(len(array), G, S // G, *array.shape[2:])
+
+    sample = Sample(
+        nll=by_segment(everything.nll),
+        tokens=by_segment(everything.tokens, 1.0),
+        token_weight=by_segment(everything.token_weight),
+        numbers={
+            name: take(numbers[:, :G] if G is not None else numbers[:, 0])
+            for name, numbers in everything.numbers.items()
+        },
+        reference_nll=by_segment(everything.reference_nll) if REFERENCE in needs else None,
+        hidden=by_segment(everything.hidden) if HIDDEN in needs else None,
+    )
+    if LOGPROBS not in needs:
+        return sample
+    both = REFERENCE in needs
+    return sample._replace(
+        logprobs=take(everything.logprobs),
+        mask=take(everything.mask, False),
+        answer=take(everything.answer, False),
+        segment=take(everything.segment, 0),
+        reference_logprobs=take(everything.reference_logprobs) if both else None,
+        values={name: take(array) for name, array in everything.values.items()},
+    )
+
+
+def _loss(chosen: Chosen, sample: Sample) -> tuple[Array, dict[str, Array]]:
     assert chosen.objective.loss is not None
     loss, metrics = chosen.objective.loss(sample, chosen.options)
     return jnp.asarray(loss, jnp.float32), {name: jnp.asarray(metrics[name], jnp.float32) for name in metrics}
 
 
-def check_loss(chosen: Chosen) -> None:
-    """Traces an objective's loss on shapes, before anything is loaded or written.
+def sample_shapes(chosen: Chosen, numbers: Mapping[str, Any], values: Mapping[str, Any], width: int) -> Sample:
+    """Returns the shapes of what a loss gets.
+
+    Args:
+        numbers, values: of the rows and tokens, by name.
+        width: D.
+    """
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    needs, tokens = chosen.needs, 8  # any number of tokens
+    group = () if chosen.group is None else (chosen.group,)
+    segments = array(*group, chosen.objective.num_segments)
+    sample = Sample(
+        segments,
+        segments,
+        segments,
+        {name: array(*group) for name in numbers},
+        segments if REFERENCE in needs else None,
+        hidden=array(*segments.shape, width) if HIDDEN in needs else None,
+    )
+    if LOGPROBS not in needs:
+        return sample
+    return sample._replace(
+        logprobs=array(tokens),
+        mask=array(tokens, dtype=bool),
+        answer=array(tokens, dtype=bool),
+        segment=array(tokens, dtype=jnp.int32),
+        reference_logprobs=array(tokens) if REFERENCE in needs else None,
+        values={name: array(tokens) for name in values},
+    )
+
+
+def check_loss(
+    chosen: Chosen, *, numbers: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None, width: int = 8
+) -> None:
+    """Traces an objective's loss on shapes, before anything is loaded or written; arguments are of `sample_shapes`.
 
     Raises:
         ConfigError: `objective.broken`, the loss fails or does not return what the objective declares.
     """
     if chosen.objective.loss is None:
         return
-    S = jax.ShapeDtypeStruct((chosen.objective.num_segments,), jnp.float32)
     try:
-        loss, metrics = jax.eval_shape(lambda sample: _loss(chosen, sample), SampleSums(S, S))
-        shapes = {name: value.shape for name, value in {"loss": loss, **metrics}.items() if value.shape != ()}
-        wrong = f"these are no scalars: {shapes}" if shapes else ""
+        shapes = sample_shapes(chosen, numbers or {}, values or {}, width)
+        loss, metrics = jax.eval_shape(partial(_loss, chosen), shapes)
+        arrays = {name: value.shape for name, value in {"loss": loss, **metrics}.items() if value.shape != ()}
+        wrong = f"these are no scalars: {arrays}" if arrays else ""
         if metrics.keys() != chosen.objective.metrics.keys():
             wrong = f"it returns the metrics {sorted(metrics)} and declares {sorted(chosen.objective.metrics)}"
     except Exception as problem:  # code of another package may raise anything

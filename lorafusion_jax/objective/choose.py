@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lorafusion_jax.errors import did_you_mean
-from lorafusion_jax.objective.protocol import OBJECTIVES, Chosen, Objective
+from lorafusion_jax.objective.protocol import OBJECTIVES, REFERENCE, Chosen, Objective
 from lorafusion_jax.plugins import find, not_known
 
 GROUP = "lorafusion_jax.objectives"
@@ -32,11 +32,11 @@ def unknown_objective(name: str) -> str | None:
     return not_known(GROUP, OBJECTIVES, name)
 
 
-def choose(name: str, options: Mapping[str, Any]) -> Chosen:
+def choose(name: str, options: Mapping[str, Any], reference: str | None = None) -> Chosen:
     """Returns an objective with its settings.
 
     Raises:
-        ValueError: the objective does not have an option.
+        ValueError: the objective does not have an option, or no reference.
         pydantic.ValidationError: the value of an option is invalid.
         ConfigError: as in `objective`.
     """
@@ -52,4 +52,10 @@ def choose(name: str, options: Mapping[str, Any]) -> Chosen:
         key: str(value).lower() if isinstance(value, bool) and known[key].type not in (bool, "bool") else value
         for key, value in options.items()
     }
-    return Chosen(name=name, objective=found, options=TypeAdapter(found.options).validate_python(given))
+    chosen = Chosen(
+        name=name, objective=found, options=TypeAdapter(found.options).validate_python(given), reference=reference
+    )
+    if reference is not None and REFERENCE not in chosen.needs:
+        raise ValueError(f"options of {name}, which has no reference")
+    assert chosen.num_segments
+    return chosen

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-GIVEN: frozenset[str] = frozenset()  # further inputs that a run can provide; none yet
+REFERENCE, LOGPROBS, HIDDEN, SCORE = "reference", "logprobs", "hidden", "score"
+GIVEN = frozenset({REFERENCE, LOGPROBS, HIDDEN})  # further inputs that a run can provide
 TAKEN = (
     "kind",
     "adapter",
@@ -20,14 +21,26 @@ TAKEN = (
     "eval_loss",
     "eval_tokens",
 )
+MOST_IN_GROUP = 1024
+DEFAULTED = ("lora.dropout", "optim.lr", "data.max_length", "data.on_long")
+type Learn = Literal["answer", "all", "nothing"]
+type Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One text of a sample. It does not attend to other segments.
 
-    Give either prompt and answer, or `messages`, or `text`. The model's chat template formats the first two; the
-    answer, or the last answer of the messages, is learned. All of `text` is learned.
+    Give exactly one of: prompt and answer, `messages`, `text`, or the token ids of both, `prompt_ids` and `answer_ids`.
+    The model's chat template formats the first two. The answer is what `answer` and `answer_ids` hold, the last answer
+    of the messages, and all of `text`.
+
+    Args:
+        name: for messages.
+        prompt_messages: number of messages before the answer (None: the answer is the last message of the assistant).
+        template: whether the chat template formats prompt and answer; else they are joined as they are.
+        learn: which tokens have a log-likelihood: those of the answer, all, or none.
+        values: name → numbers of the answer's tokens: one for all of them, or a list with one for each.
     """
 
     name: str
@@ -35,21 +48,59 @@ class Segment:
     answer: str | None = None
     messages: Sequence[dict] | None = None
     text: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    answer_ids: Sequence[int] | None = None
+    prompt_messages: int | None = None
+    template: bool = True
+    learn: Learn = "answer"
+    values: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        pair = (self.prompt is not None) + (self.answer is not None)
-        if pair == 1 or (pair > 0) + (self.messages is not None) + (self.text is not None) != 1:
-            raise ValueError(f"segment '{self.name}' needs exactly one of prompt and answer, messages, or text")
+        pairs = [(self.prompt, self.answer), (self.prompt_ids, self.answer_ids)]
+        halves = [(one is not None) + (other is not None) for one, other in pairs]
+        given = sum(half > 0 for half in halves) + (self.messages is not None) + (self.text is not None)
+        if 1 in halves or given != 1:
+            raise ValueError(
+                f"segment '{self.name}' needs exactly one of prompt and answer, messages, text, or the ids of both"
+            )
 
 
-class SampleSums(NamedTuple):
-    """Sums of one sample with S segments. Fields may be added, so access them by name.
+class Sample(NamedTuple):
+    """What a loss sees of one sample with S segments. Fields may be added, so access them by name.
 
-    nll [S]: Σ -log p of the learned tokens of each segment, in nats. tokens [S]: number of these tokens.
+    In an objective over groups of G rows, segments are [G, S] and numbers [G]. Arrays per token hold the learned tokens
+    of all segments in order, L is the most of any sample; where `mask` is False there is no token, and they hold 0.
+
+    Attributes:
+        nll: [S], Σ -log p of the learned tokens, in nats.
+        tokens: [S], number of learned tokens.
+        token_weight: [S], (samples of the global batch) / (learned tokens of this segment in the global batch): the
+            mean over samples of nll · token_weight is the mean over the tokens of the global batch.
+        numbers: the numbers of the row, scalars.
+        reference_nll: [S], `nll` under the reference: data, without a gradient. Needs "reference".
+        logprobs: [L], log p. Needs "logprobs".
+        mask: [L], bool. Needs "logprobs".
+        answer: [L], bool, whether the token belongs to the answer; differs from `mask` with `learn="all"` only.
+        segment: [L], number of the token's segment, in a group row · S + segment.
+        reference_logprobs: [L]; needs both.
+        values: name → [L], from `Segment.values`; 0 outside of the answer.
+        hidden: [S, D], final-normed state of the last token of each segment. Needs "hidden".
+        score: [S], scalar head of the adapter on `hidden`. Needs "score".
     """
 
     nll: Any
     tokens: Any
+    token_weight: Any
+    numbers: Mapping[str, Any] = {}
+    reference_nll: Any = None
+    logprobs: Any = None
+    mask: Any = None
+    answer: Any = None
+    segment: Any = None
+    reference_logprobs: Any = None
+    values: Mapping[str, Any] = {}
+    hidden: Any = None
+    score: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +118,21 @@ class Objective:
     adapters.
 
     Args:
-        loss: (SampleSums, options) → (loss, metrics): scalars by jax operations. jax differentiates the loss.
+        loss: (Sample, options) → (loss, metrics): scalars by jax operations. jax differentiates the loss.
         metrics: names of the metrics that `loss` returns, with their units. They are averaged like the loss.
-        segments: row → its `num_segments` segments; raises ValueError with a reason for an unusable row. None: rows
-            are read as `data.format` says, one segment each.
+        segments: row → its `num_segments` segments; raises ValueError with a reason for an unusable row. With `group`
+            it gets the rows of one group and returns the segments of each. None: rows are read as `data.format` says,
+            one segment each.
+        num_segments: S, of a row.
         columns: columns that `segments` needs; `data.columns` may rename them.
-        options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`.
-        needs: further inputs that the run must provide.
+        optional_columns: columns that it reads where they exist.
+        numbers: row → numbers that the loss needs, by name; the same names for every row.
+        expand: row of the file → the rows that it stands for; raises ValueError.
+        group: number of consecutive rows of the file that form one sample, or options → this number. The planner keeps
+            them together, and samples are counted in groups. None: every row is a sample.
+        options: frozen dataclass of the settings: the keys of `objective` in a job file except `name`, `reference`.
+        needs: further inputs that the run must provide, or options → these.
+        defaults: defaults of the job file for adapters with this objective, e.g. {"lora.dropout": 0.0}.
 
     Example:
         >>> OBJECTIVES["sft"].mean_over
@@ -81,36 +140,81 @@ class Objective:
     """
 
     mean_over: Literal["tokens", "samples"] = "samples"
-    loss: Callable[[SampleSums, Any], tuple[Any, Mapping[str, Any]]] | None = None
+    loss: Callable[[Sample, Any], tuple[Any, Mapping[str, Any]]] | None = None
     metrics: Mapping[str, str] = field(default_factory=dict)
-    segments: Callable[[Mapping[str, Any]], tuple[Segment, ...]] | None = None
+    segments: Callable[[Any], Sequence[Any]] | None = None
     num_segments: int = 1
     columns: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
+    numbers: Callable[[Row], Mapping[str, float]] | None = None
+    expand: Callable[[Row], Sequence[Row]] | None = None
+    group: int | Callable[[Any], int] | None = None
     options: type = NoOptions
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.loss is None) != (self.mean_over == "tokens"):
             raise ValueError("mean_over='samples' needs a loss, mean_over='tokens' has none")
-        if (self.segments is None) != (not self.columns) or (self.segments is None and self.num_segments != 1):
+        reads_rows = self.columns or self.optional_columns
+        if (self.segments is None) != (not reads_rows) or (self.segments is None and self.num_segments != 1):
             raise ValueError("give segments, columns and num_segments together")
+        if self.segments is None and (self.numbers or self.expand or self.group is not None):
+            raise ValueError("numbers, expand and group need segments")
         if taken := set(self.metrics) & set(TAKEN):
             raise ValueError(f"metrics cannot be called {', '.join(sorted(taken))}")
-        if missing := self.needs - GIVEN:
-            raise ValueError(f"a run does not provide {', '.join(sorted(missing))}")
+        if wrong := [setting for setting in self.defaults if setting not in DEFAULTED]:
+            raise ValueError(f"an objective has no defaults of {', '.join(wrong)}, only of {', '.join(DEFAULTED)}")
+        if not callable(self.needs):
+            check_needs(self.needs)
+
+
+def check_needs(needs: frozenset[str]) -> frozenset[str]:
+    """Returns the needs of an objective.
+
+    Raises:
+        ValueError: a run does not provide one of them.
+    """
+    if missing := needs - GIVEN:
+        raise ValueError(f"a run does not provide {', '.join(sorted(missing))}, only {', '.join(sorted(GIVEN))}")
+    return needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """An objective with its settings."""
+    """An objective with its settings.
+
+    Attributes:
+        reference: what the job file says: "base", "start", an adapter of the job or a PEFT folder (None: the default).
+    """
 
     name: str
     objective: Objective
     options: Any
+    reference: str | None = None
 
     @property
     def of_samples(self) -> bool:
         return self.objective.mean_over == "samples"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        needs = self.objective.needs
+        return check_needs(needs(self.options)) if callable(needs) else needs
+
+    @property
+    def group(self) -> int | None:
+        """Rows of a sample; None if samples are single rows."""
+        group = self.objective.group
+        rows = group(self.options) if callable(group) else group
+        if rows is not None and not 0 < rows <= MOST_IN_GROUP:
+            raise ValueError(f"a group of 1 to {MOST_IN_GROUP} rows, not {rows}")
+        return rows
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments of a sample."""
+        return (self.group or 1) * self.objective.num_segments
 
     def same_as(self, other: Chosen) -> bool:
         return (self.name, self.options) == (other.name, other.options)

@@ -144,9 +144,11 @@ def check_adapters(config: JobConfig, prepared: Prepared) -> None:
         CheckpointError: the base computes differently at this sample length.
         ConfigError: `objective.broken`.
     """
-    for adapter in config.adapters:
-        check_loss(adapter.objective.chosen)
     directory = base_directory(config)
+    width = ModelConfig.from_hf(directory).hidden_size
+    for adapter in config.adapters:
+        train = prepared.adapters[adapter.name].train
+        check_loss(adapter.objective.chosen, numbers=train.numbers, values=train.values, width=width)
     longest = max(int(longest_texts(prepared.adapters[adapter.name].train).max()) for adapter in config.adapters)
     ModelConfig.from_hf(directory).check_length(longest, where=str(directory))
 

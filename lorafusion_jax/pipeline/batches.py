@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
 from lorafusion_jax.data.assemble import (
     Microbatch,
     Weights,
@@ -16,10 +16,12 @@ from lorafusion_jax.data.assemble import (
     batch_loss_tokens,
     num_segments,
     pieces_of_slot,
+    segment_weights,
     stacked,
 )
-from lorafusion_jax.data.prepare import Prepared
-from lorafusion_jax.objective.protocol import Chosen
+from lorafusion_jax.data.prepare import AdapterData, Prepared
+from lorafusion_jax.data.sample_table import TableShape, table_shape
+from lorafusion_jax.data.tokenized_set import TokenizedSet
 from lorafusion_jax.pipeline.profile import Load
 from scheduling import Plan, SampleRef
 from scheduling.simulate import slot_squares
@@ -43,7 +45,7 @@ class Batches:
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
         parts = _parts(plan)
         for size in sorted(parts):
-            room = _room(config, parts[size])
+            room = _room(config, prepared, parts[size])
             self._rooms[size] = room.union(self._rooms[size]) if size in self._rooms else room
         self.loss_tokens = {
             (a.name, batch): int(count)
@@ -51,9 +53,9 @@ class Batches:
             for batch, count in enumerate(batch_loss_tokens(prepared.adapters[a.name], a.global_samples))
         }
         self._weights = {
-            (name, batch): _weights(chosen, self.loss_tokens[name, batch], size)
-            for name, chosen, sizes in _batch_sizes(config, prepared)
-            for batch, size in enumerate(sizes)
+            (adapter.name, batch): weights
+            for adapter in config.adapters
+            for batch, weights in enumerate(_batch_weights(adapter, prepared.adapters[adapter.name]))
         }
 
     def of(self, slot: int) -> Microbatch:
@@ -79,7 +81,7 @@ class Batches:
         return found
 
     def _assemble(self, replicas: Sequence[Sequence[SampleRef]], capacity_tokens: int) -> Microbatch:
-        room = self._rooms.get(capacity_tokens, _room(self._config, ()))
+        room = self._rooms.get(capacity_tokens, _room(self._config, self._prepared, ()))
         rows = [
             assemble(
                 pieces_of_slot(replicas[replica], self._prepared.adapters, self._index, self._weights),
@@ -98,21 +100,21 @@ class _Room(NamedTuple):
     """Static places of the microbatches of one capacity; see `places` and `adapter_places`."""
 
     segments: int
-    table: tuple[int, int] | None
+    table: TableShape | None
     adapters: int
 
     def union(self, other: _Room) -> _Room:
         """Room for the microbatches of both."""
-        table = self.table if other.table is None else other.table if self.table is None else None
-        if self.table is not None and other.table is not None:
-            table = max(self.table[0], other.table[0]), max(self.table[1], other.table[1])
+        tables = [table for table in (self.table, other.table) if table is not None]
+        table = tables[0].union(tables[-1]) if tables else None
         return _Room(max(self.segments, other.segments), table, max(self.adapters, other.adapters))
 
 
-def _room(config: JobConfig, parts: Sequence[Sequence[str]]) -> _Room:
+def _room(config: JobConfig, prepared: Prepared, parts: Sequence[Sequence[str]]) -> _Room:
     """Room for microbatches with these samples, given by their adapters."""
     together = max((len(set(part)) for part in parts), default=1)
-    return _Room(*places(config, parts), adapter_places(together, len(config.adapters)))
+    data = {name: own.train for name, own in prepared.adapters.items()}
+    return _Room(*places(config, data, parts), adapter_places(together, len(config.adapters)))
 
 
 def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
@@ -137,23 +139,24 @@ def mask_adapters(batch: Microbatch, adapters: Collection[int]) -> Microbatch:
     )
 
 
-def places(config: JobConfig, parts: Sequence[Sequence[str]]) -> tuple[int, tuple[int, int] | None]:
+def places(
+    config: JobConfig, data: Mapping[str, TokenizedSet], parts: Sequence[Sequence[str]]
+) -> tuple[int, TableShape | None]:
     """Returns the static sizes of a plan's microbatches.
 
     Args:
+        data: samples of each adapter.
         parts: the adapter of each sample, for each microbatch.
 
     Returns:
-        (places for segments, (places for samples, segments of each) or None if no objective needs samples)
+        (places for segments, shape of the table of samples; None if no objective needs it)
     """
     chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
-    segments = {name: each.objective.num_segments for name, each in chosen.items()}
+    segments = {name: own.num_segments for name, own in chosen.items()}
     most = max((sum(segments[name] for name in part) for part in parts), default=1)
-    widths = [segments[name] for name, each in chosen.items() if each.of_samples]
-    if not widths:
-        return num_segments(most), None
     samples = max((sum(chosen[name].of_samples for name in part) for part in parts), default=1)
-    return num_segments(most), (max(samples, 1), max(widths))
+    members = [(chosen[name], own) for name, own in data.items() if name in chosen]
+    return num_segments(most), table_shape(max(samples, 1), members)
 
 
 def _parts(plan: Plan) -> dict[int, list[list[str]]]:
@@ -164,13 +167,11 @@ def _parts(plan: Plan) -> dict[int, list[list[str]]]:
     return parts
 
 
-def _batch_sizes(config: JobConfig, prepared: Prepared) -> Iterator[tuple[str, Chosen, list[int]]]:
-    """Yields each adapter's name, its objective and the number of samples of each of its global batches."""
-    for adapter in config.adapters:
-        data = prepared.adapters[adapter.name]
-        sizes = np.diff(np.append(data.batch_starts(adapter.global_samples), len(data.order)))
-        yield adapter.name, adapter.objective.chosen, sizes.tolist()
-
-
-def _weights(chosen: Chosen, loss_tokens: int, size: int) -> Weights:
-    return Weights(1.0, 1.0 / size) if chosen.of_samples else Weights(1.0 / loss_tokens)
+def _batch_weights(adapter: AdapterConfig, data: AdapterData) -> Iterator[Weights]:
+    """Yields the weights of each of an adapter's global batches."""
+    tokens = batch_loss_tokens(data, adapter.global_samples)
+    if not adapter.objective.chosen.of_samples:
+        yield from (Weights(1.0 / count) for count in tokens.tolist())
+        return
+    for samples in np.split(data.order, data.batch_starts(adapter.global_samples)[1:]):
+        yield Weights(1.0, 1.0 / len(samples), segment_weights(data.train, samples))

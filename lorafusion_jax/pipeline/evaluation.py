@@ -15,13 +15,15 @@ from lorafusion_jax.data.assemble import (
     Weights,
     assemble,
     pieces_of_evaluation,
+    segment_weights,
     stacked,
 )
 from lorafusion_jax.data.prepare import Prepared
 from lorafusion_jax.pipeline.batches import places
 from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.move import to_local
-from scheduling import AdapterJob, Plan, SampleRef, Slot, make_plan
+from lorafusion_jax.planning.training_plan import plan_of_set
+from scheduling import Plan, SampleRef, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +49,21 @@ class Evaluator:
         held_out = {adapter.name: prepared.adapters[adapter.name].eval for adapter in config.adapters}
         self._sets = {name: samples for name, samples in held_out.items() if samples is not None}
         self._index = {adapter.name: index for index, adapter in enumerate(config.adapters)}
-        self._plans = {name: self._plan(name) for name in self._sets}
+        self._plans = {name: plan_of_set(config, name, own.lengths) for name, own in self._sets.items()}
         self._chosen = {adapter.name: adapter.objective.chosen for adapter in config.adapters}
-        self._weights = {name: Weights(1.0, 1.0) if c.of_samples else EACH_ONE for name, c in self._chosen.items()}
+        self._weights = {
+            name: Weights(1.0, 1.0, segment_weights(own)) if self._chosen[name].of_samples else EACH_ONE
+            for name, own in self._sets.items()
+        }
         parts = [
             [ref.adapter for ref in part]
             for plan in self._plans.values()
             for slot in plan.slots
             for part in slot.replicas
         ]
-        self._segments, self._table = places(config, parts)  # one shape, so one compilation, for all adapters
+        # One shape, so one compilation, for all adapters. The program computes the losses of all of them.
+        data = {adapter.name: prepared.adapters[adapter.name].train for adapter in config.adapters} | self._sets
+        self._segments, self._table = places(config, data, parts)
 
     def __call__(self, name: str) -> Evaluation:
         plan, index, chosen = self._plans[name], self._index[name], self._chosen[name]
@@ -100,16 +107,3 @@ class Evaluator:
             for samples in replicas
         ]
         return stacked(rows)
-
-    def _plan(self, name: str) -> Plan:
-        lengths = self._sets[name].lengths.tolist()
-        job = AdapterJob(name=name, sample_tokens=lengths, global_batch=len(lengths))
-        return make_plan(
-            [job],
-            capacity_tokens=self._config.batch.largest,
-            num_stages=1,
-            data_parallel=self._config.mesh.replicas,
-            tile_tokens=self._config.batch.tile_tokens,
-            time_limit_s=0,  # no search: every process must find the same plan, whatever its load
-            seed=0,
-        )

@@ -27,7 +27,7 @@ from lorafusion_jax.models.loading import Weight
 from lorafusion_jax.modules import LoRAContext
 from lorafusion_jax.objective.batch import totals_of
 from lorafusion_jax.objective.loss import token_losses
-from lorafusion_jax.objective.protocol import SFT, Chosen
+from lorafusion_jax.objective.protocol import HIDDEN, SFT, Chosen
 from lorafusion_jax.pipeline.leaves import LAYERS, Columns, all_columns, own_names, windows
 from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels.frozen_weight import FrozenWeight
@@ -230,7 +230,13 @@ class Parts:
         weights = jnp.where(batch.row_adapter >= 0, batch.weights, 0.0)
         hidden = final_norm(x_TD, norm, self.model)
         losses_T = token_losses(hidden, head.T, batch.targets, weights, chunk=self.settings.loss_chunk)
-        return totals_of(losses_T, batch, self.chosen)
+        needs_hidden = any(HIDDEN in adapter.needs for adapter in self.chosen)
+        return totals_of(losses_T, batch, self.chosen, hidden if needs_hidden else None)
+
+    def token_logprobs(self, norm: Array, head: Array, x_TD: Array, batch: Any) -> Array:
+        """Computes log p of the learned target of each row, float32 [T]; 0 where nothing is learned."""
+        hidden, learned = final_norm(x_TD, norm, self.model), (batch.weights != 0).astype(jnp.float32)
+        return -token_losses(hidden, head.T, batch.targets, learned, chunk=self.settings.loss_chunk)
 
 
 def cut(frozen: Mapping[str, Any], stages: Sequence[Extent]) -> list[StageWeights]:

@@ -73,6 +73,7 @@ class StagePrograms:
         self.evaluate = self._jit(self._evaluate, block, ROWS, options=kernels)
         self.head = self._jit(self._head, (REPLICATED, table_spec, ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), donate=(4,))
         self.totals = self._jit(self._totals, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
+        self.token_logprobs = self._jit(self._token_logprobs, (REPLICATED, table_spec, ROWS, ROWS), REPLICATED)
 
     def close_batch(self, spec: AdapterSpec, place: Place, sums: Leaves, totals: Totals | None, alive: Array):
         """Extracts an adapter's gradient from the sums and adds it up over replicas. Reads only its own columns.
@@ -248,6 +249,11 @@ class StagePrograms:
     def _totals(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Totals:
         totals = self._parts.totals(norm, _gather(table, self._table_axis), x[0], _own(batch))
         return totals if self._stage.replicas == 1 else lax.psum(totals, REPLICAS)
+
+    def _token_logprobs(self, norm: Array, table: Array, x: Array, batch: Microbatch) -> Array:
+        """Returns log p of the learned targets of all replicas, [R, T]."""
+        own = self._parts.token_logprobs(norm, _gather(table, self._table_axis), x[0], _own(batch))
+        return own[None] if self._stage.replicas == 1 else lax.all_gather(own, REPLICAS)
 
     def _materialize(self, stored: StoredWeights, x: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer or half layer in the form that its ops use.

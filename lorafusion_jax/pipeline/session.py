@@ -23,6 +23,7 @@ from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import SetReferences
 from lorafusion_jax.layout.layer import RematPolicy
 from lorafusion_jax.models import ModelConfig
 from lorafusion_jax.pipeline.base import check_tables, memory_warning, open_base
@@ -32,6 +33,7 @@ from lorafusion_jax.pipeline.executor import Executor
 from lorafusion_jax.pipeline.growth import grow_stages
 from lorafusion_jax.pipeline.leaves import Leaves
 from lorafusion_jax.pipeline.reading import BASE, Reading, Times
+from lorafusion_jax.pipeline.references import compute_references
 from lorafusion_jax.pipeline.release import release_unused
 from lorafusion_jax.pipeline.snapshot import Snapshot, Snapshots
 from lorafusion_jax.pipeline.spans import Spans
@@ -192,6 +194,21 @@ class Session:
     def evaluate(self, name: str) -> Evaluation:
         """Evaluates an adapter on its held-out data."""
         return self._evaluator(name)
+
+    def compute_references(
+        self, prepared: Prepared, names: Sequence[str], on_progress: Callable[[str], None] = lambda text: None
+    ) -> dict[str, SetReferences]:
+        """Computes what the references of these adapters say of their samples. Waits; collective over processes.
+
+        The adapters, and those that are their references, must be at their first step.
+        """
+        self.executor.wait_dispatched()
+        with self.executor.blaming(None, None):
+            return compute_references(self._config, prepared, self._stages, names, on_progress)
+
+    def take_data(self, prepared: Prepared) -> None:
+        """Replaces the data of the adapters, whose samples now have references."""
+        self._evaluator = Evaluator(self._config, prepared, self.executor)
 
     def snapshot(self) -> Snapshot:
         """Copies the current trainable state. Collective over processes.

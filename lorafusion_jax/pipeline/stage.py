@@ -302,13 +302,22 @@ class Stage:
 
     def evaluate(self, batch: Microbatch, x: Array | None) -> Array | Totals:
         """Runs a held-out microbatch without dropout. The last stage returns sums [A] over all replicas."""
+        here, weights = self._run_forward(batch, x), self.weights
+        return here if weights.head is None else self.programs.totals(weights.norm, weights.head, here, batch)
+
+    def token_logprobs(self, batch: Microbatch, x: Array | None) -> Array:
+        """Like `evaluate`; the last stage returns log p of the learned targets of all replicas, [R, T]."""
+        here, weights = self._run_forward(batch, x), self.weights
+        return here if weights.head is None else self.programs.token_logprobs(weights.norm, weights.head, here, batch)
+
+    def _run_forward(self, batch: Microbatch, x: Array | None) -> Any:
         programs, weights = self.programs, self.weights
         inputs = programs.inputs_without_dropout(batch)
         here: Any = x if weights.embed is None else programs.embed(weights.embed, batch.tokens)
         assert here is not None, "only the first stage begins with tokens"
         for block, number in zip(self._blocks, self._numbers, strict=True):
             here = programs.evaluate(block, self.lora, number, here, inputs)
-        return here if weights.head is None else programs.totals(weights.norm, weights.head, here, batch)
+        return here
 
     def adapter(self, index: int) -> Leaves:
         """Copies one adapter's weights. Later steps do not change the copy."""

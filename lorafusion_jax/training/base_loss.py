@@ -6,9 +6,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import with_references
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.weights.table import NONE
 
@@ -73,6 +75,8 @@ def _evaluate_base(config: JobConfig, prepared: Prepared, quantize: str) -> dict
     try:
         session.start({})
         session.finish_loading()
+        references = session.compute_references(prepared, adapters_with_references(config))
+        session.take_data(with_references(prepared, references))
         return {name: session.evaluate(name).loss for name in prepared.adapters}
     finally:
         session.close()

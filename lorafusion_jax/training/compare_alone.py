@@ -13,6 +13,7 @@ import numpy as np
 from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.peft_leaves import Arrays, take_adapter
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
+from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.config.specs import adapter_specs
 from lorafusion_jax.data.prepare import Prepared, prepare
@@ -26,6 +27,7 @@ from lorafusion_jax.training.job import Job
 from lorafusion_jax.training.loop import Loop
 from lorafusion_jax.training.resume_run import checked_base
 from lorafusion_jax.training.state import AdapterProgress, Progress
+from lorafusion_jax.training.stored_references import read_references
 from scheduling import Plan
 
 # Relative to the tensor, as in CONTRIBUTING.md. float32: sums have another order, and optimizer steps carry the
@@ -78,6 +80,7 @@ def compare_alone(run: Path, name: str, steps: int) -> Comparison:
         )
     prepared = prepare(config)
     check_record(record, prepared, plan)
+    prepared = read_references(run, record, prepared, adapters_with_references(config))
     checked_base(record, config, False)
     check_warm_starts(record.get("warm_starts", {}), config)
     steps = min(steps, plan.job_of[name].num_batches)

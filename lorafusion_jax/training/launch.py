@@ -14,9 +14,11 @@ from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.assemble import Microbatch
 from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.pipeline.batches import Batches
 from lorafusion_jax.pipeline.compiles import CompileCounter
@@ -30,6 +32,7 @@ from lorafusion_jax.training.job import Job, first_steps
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.run import Run, StartUp
 from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.stored_references import store_references
 from scheduling import Plan
 
 
@@ -68,10 +71,18 @@ def launch(
             rows = Batches(config, prepared, plan, session.executor.local_replicas).empty(progress.slot)
         start_up = _finish_loading(session, rows, began, progress.slot, emit)
         stop_if_asked()
+        references = {}
+        if before is None and start_up.failure is None:
+            references = session.compute_references(
+                prepared, adapters_with_references(initial), lambda text: emit(PhaseBegun(text=text))
+            )
+            prepared = with_references(prepared, references)
+        session.take_data(prepared)
         if is_first():  # after the model has loaded, so that a failed start changes nothing
             if before is None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 resources.enter_context(run_lock(folder.path))
+            record = store_references(folder.path, record, references, config)
             _write_folder(folder, config, record, plan, before, progress.slot, emit)
         barrier("folder is there")
         if not is_first():

@@ -130,6 +130,7 @@ class Loop:
                 added += [change.adapter] if change.action == "add" else []
         if added:
             self._hooks.add(added, self._progress.slot)
+            self._tables.renew()  # the samples of new adapters have references now
             self._compile_missing()
 
     def _evaluate_and_export(self, adapter: AdapterProgress) -> None:

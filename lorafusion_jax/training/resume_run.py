@@ -12,7 +12,8 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.requests import request_files
 from lorafusion_jax.checkpoint.saved_states import FoundCheckpoint, find_checkpoint
 from lorafusion_jax.checkpoint.warm_start import check_warm_starts, read_warm_starts
-from lorafusion_jax.config.join import in_force
+from lorafusion_jax.config.join import in_force, select_adapters
+from lorafusion_jax.config.references import adapters_with_references
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.data.prepare import prepare
 from lorafusion_jax.pipeline.base import check_mesh
@@ -27,6 +28,7 @@ from lorafusion_jax.training.launch import fan_out, initial_adapters, launch, lo
 from lorafusion_jax.training.outcome import RunResult
 from lorafusion_jax.training.relayout import apply_resume_overrides, check_drop, check_settings, plan_for_mesh
 from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.stored_references import read_references
 from pallas_kernels import config_store
 from pallas_kernels.device import device_kind
 from scheduling import Plan
@@ -93,6 +95,8 @@ def _continue_run(
             read_warm_starts(config)  # reports a missing folder
             check_warm_starts(record.get("warm_starts", {}), config)
         folder.check_record_file()
+        present = select_adapters(config, initial_adapters(config, found, recorded_changes(folder)))
+        prepared = read_references(folder.path, record, prepared, adapters_with_references(present))
         failed = [name for name, what in status.items() if what == "failed"]
         plan = plan_for_mesh(before, config, found.slot or 0, drop=drop, failed=failed)
     after = -1 if found.slot is None else found.slot  # -1: keep no rows, not even those before the first slot

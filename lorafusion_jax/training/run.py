@@ -12,9 +12,11 @@ from lorafusion_jax.checkpoint.folder import RunFolder
 from lorafusion_jax.checkpoint.store import StateStore
 from lorafusion_jax.checkpoint.warm_start import read_warm_starts
 from lorafusion_jax.config.join import select_adapters
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.references import with_references
 from lorafusion_jax.errors import RunError
 from lorafusion_jax.log_file import read_rows
-from lorafusion_jax.pipeline.processes import any_process, is_first
+from lorafusion_jax.pipeline.processes import any_process, barrier, is_first
 from lorafusion_jax.pipeline.session import Session
 from lorafusion_jax.planning.prediction import predicted_run
 from lorafusion_jax.planning.training_plan import slots_of_sizes
@@ -41,6 +43,7 @@ from lorafusion_jax.training.outcome import RunResult, stop_event
 from lorafusion_jax.training.revisions import Revisions
 from lorafusion_jax.training.saver import Saver
 from lorafusion_jax.training.state import Progress
+from lorafusion_jax.training.stored_references import read_references, split_stored, store_references
 
 POLL_S = 0.1  # how often a run that waits at its end looks whether a stop is asked for
 
@@ -248,10 +251,27 @@ class Run:
         weights = {first + place: arrays for place, arrays in read_warm_starts(new).items()}
         with self._session.spans.pause("adding adapters"):
             self._session.add(config, self._job.prepared, weights)
+            self._add_references(new, slots_done)
             self._session.compile_reads()
         for name in names:
             self._evaluations.evaluate(name, 0, slots_done)
         self._end_dropped(slots_done)
+
+    def _add_references(self, new: JobConfig, slots_done: int) -> None:
+        """Reads the references of new adapters, or computes them if the run never had these adapters."""
+        folder = self._folder
+        stored, missing = split_stored(new, folder.read_record())
+        prepared = read_references(folder.path, folder.read_record(), self._job.prepared, stored)
+        if missing:
+            made = self._session.compute_references(
+                prepared, missing, lambda text: self._emit(PhaseBegun(slot=slots_done, text=text))
+            )
+            prepared = with_references(prepared, made)
+            if is_first():
+                folder.write_record(store_references(folder.path, folder.read_record(), made, self._job.config))
+            barrier("references are there")
+        self._job.prepared = prepared
+        self._session.take_data(prepared)
 
     def _finish_caching(self, asked: Event) -> None:
         """Waits until the quantised base is cached; if a stop is asked for, closing the session ends the writing."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafusion_jax.data.assemble import Piece, Weights, assemble, num_segments, row_keys, sample_key
+from lorafusion_jax.data.assemble import Piece, assemble, num_segments, row_keys, sample_key
 
 TILE, CAPACITY = 16, 160
 
@@ -15,7 +15,7 @@ def piece(adapter: int, length: int, key: int = 0, weight: float = 0.5) -> Piece
     mask = np.zeros(length, bool)
     mask[length // 2 :] = True
     mask[0] = False
-    return Piece(adapter, tokens, mask, Weights(weight), key)
+    return Piece(adapter, tokens, mask, weight, key)
 
 
 def packed(pieces):

@@ -325,7 +325,7 @@ def test_columns_may_have_other_names_and_missing_ones_are_named(job, tmp_path, 
 
 def test_all_texts_of_a_sample_must_fit_into_a_microbatch(job, capsys):
     assert run(["check", job(sections={"data": {"max_length": 320}})]) == 2
-    assert "2 texts of data.max_length=320 does not fit" in " ".join(capsys.readouterr().err.split())
+    assert "2 texts of data.max_length=320 do not fit" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_finished_adapter_is_a_peft_folder_with_its_objective_on_record(job, tmp_path, capsys):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lorafusion_jax.data.assemble import Piece, Weights, assemble, num_segments, stacked
+from lorafusion_jax.data.sample_table import PieceTable, TableShape
 from lorafusion_jax.errors import ConfigError
 from lorafusion_jax.objective.batch import check_loss, metric_names, totals_of
 from lorafusion_jax.objective.protocol import SFT, Chosen, NoOptions, Objective, Segment
@@ -43,7 +44,8 @@ def pairs(beta: float = 1.0) -> Chosen:
 def piece(adapter: int, lengths: tuple[int, ...], weights: Weights) -> Piece:
     tokens = np.arange(sum(lengths), dtype=np.int32)
     learned = np.ones(len(tokens), bool)
-    return Piece(adapter, tokens, learned, weights, 7, lengths if len(lengths) > 1 else None)
+    table = None if weights.sample is None else PieceTable(weights.sample, [1.0] * len(lengths))
+    return Piece(adapter, tokens, learned, weights.token, 7, lengths if len(lengths) > 1 else None, table)
 
 
 def batch():
@@ -56,7 +58,12 @@ def batch():
         piece(2, (6, 2), Weights(1.0, 1.0)),
     ]
     own = assemble(
-        pieces, capacity_tokens=T, tile_tokens=TILE, max_segments=num_segments(8), max_adapters=4, table=(6, 2)
+        pieces,
+        capacity_tokens=T,
+        tile_tokens=TILE,
+        max_segments=num_segments(8),
+        max_adapters=4,
+        table=TableShape(6, 2),
     )
     return jax.tree.map(jnp.asarray, own)
 
@@ -125,7 +132,7 @@ def test_segments_of_a_sample_are_isolated():
         tile_tokens=TILE,
         max_segments=num_segments(2),
         max_adapters=1,
-        table=(1, 2),
+        table=TableShape(1, 2),
     )
     assert rows.positions[:13].tolist() == [*range(5), *range(8)]
     assert rows.segment_ids[:13].tolist() == [0] * 5 + [1] * 8
@@ -166,7 +173,7 @@ def test_a_loss_that_breaks_its_declaration_is_an_error(loss, says):
         {"mean_over": "samples"},
         {"loss": contrast, "num_segments": 2},
         {"loss": contrast, "metrics": {"loss": "nats"}},
-        {"loss": contrast, "needs": frozenset({"reference"})},
+        {"loss": contrast, "needs": frozenset({"dreams"})},
     ],
     ids=["loss of tokens", "no loss", "no segments", "taken name", "not given"],
 )

@@ -1,0 +1,74 @@
+"""References of adapters: which weights an objective compares with, from the key `objective.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lorafusion_jax.config.peft_config import CONFIG_FILE
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.errors import did_you_mean
+from lorafusion_jax.objective.protocol import REFERENCE
+
+BASE, START = "base", "start"
+
+
+class ReferenceWeights(NamedTuple):
+    """Weights of a reference.
+
+    Attributes:
+        kind: the base alone, an adapter of the job before its first step, or a PEFT folder.
+        name: of the adapter, or path of the folder as the job file spells it.
+    """
+
+    kind: Literal["base", "adapter", "folder"]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name if self.kind == "folder" else f"{self.name} at its start" if self.name else "the base"
+
+
+def reference_of(adapter: AdapterConfig, names: Collection[str]) -> ReferenceWeights | None:
+    """Returns the reference of an adapter; None if its objective needs none.
+
+    Args:
+        names: adapters of the job.
+
+    >>> from lorafusion_jax.config.schema import DataSettings
+    >>> reference_of(AdapterConfig(name="law", data=DataSettings(train="law.jsonl")), ["law"])
+    """
+    chosen = adapter.objective.chosen
+    if REFERENCE not in chosen.needs:
+        return None
+    given = chosen.reference or (BASE if adapter.lora.init_from is None else START)
+    if given == BASE:
+        return ReferenceWeights("base")
+    if given == START:
+        return ReferenceWeights("adapter", adapter.name)
+    return ReferenceWeights("adapter" if given in names else "folder", given)
+
+
+def unknown_reference(adapter: AdapterConfig, names: Collection[str], directory: Path) -> str | None:
+    """Explains a reference that does not exist; None if it does."""
+    reference = reference_of(adapter, names)
+    if reference is None or reference.kind != "folder" or (directory / reference.name / CONFIG_FILE).is_file():
+        return None
+    near = did_you_mean(reference.name, [BASE, START, *names])
+    what = f"there is no adapter '{reference.name}' in the job, and no PEFT folder of that name"
+    return f"{what}; {near}" if near else what
+
+
+def reference_sources(config: JobConfig) -> dict[str, str]:
+    """Returns what the reference of each adapter is that needs one, in words."""
+    names = [adapter.name for adapter in config.adapters]
+    return {
+        adapter.name: str(reference)
+        for adapter in config.adapters
+        if (reference := reference_of(adapter, names)) is not None
+    }
+
+
+def adapters_with_references(config: JobConfig) -> list[str]:
+    """Returns the adapters whose objective needs a reference."""
+    return [adapter.name for adapter in config.adapters if REFERENCE in adapter.objective.chosen.needs]

@@ -1,0 +1,240 @@
+"""Tokenises the samples of objectives that define the segments of a sample themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lorafusion_jax.config.schema import DataSettings
+from lorafusion_jax.data.example import Chat, Example, Pair, Text
+from lorafusion_jax.data.fit_length import fit_length
+from lorafusion_jax.data.messages import checked_text, parse_messages
+from lorafusion_jax.data.render import AFTER_PROMPT, encode_examples
+from lorafusion_jax.data.rows import RawSource, Rows
+from lorafusion_jax.data.segments import RowSample, columns_of, read_samples
+from lorafusion_jax.data.sources import parse_rows
+from lorafusion_jax.data.tokenized_set import DataReport, TokenizedSet, quantiles
+from lorafusion_jax.data.tokenizer import Encoded, Tokenizer
+from lorafusion_jax.errors import DataError
+from lorafusion_jax.objective.protocol import Chosen, Segment
+
+
+@dataclass(slots=True, kw_only=True)
+class _Text:
+    """One segment. Arrays have an entry per token."""
+
+    tokens: np.ndarray
+    answer: np.ndarray
+    learned: np.ndarray
+    values: Mapping[str, np.ndarray]
+
+    def cut(self, limit: int) -> _Text:
+        values = {name: array[:limit] for name, array in self.values.items()}
+        return _Text(
+            tokens=self.tokens[:limit], answer=self.answer[:limit], learned=self.learned[:limit], values=values
+        )
+
+
+def tokenize_segments(
+    raw: RawSource, settings: DataSettings, tokenizer: Tokenizer, adapter: str, chosen: Chosen
+) -> TokenizedSet:
+    """Reads and tokenises a source. Each segment must fit and have an answer.
+
+    Raises:
+        DataError, ErrorList: all problems of the source, with their rows.
+    """
+    rows = parse_rows(raw)
+    samples, notes = read_samples(rows, chosen, settings.columns, adapter=adapter)
+    loss = AFTER_PROMPT if settings.loss in ("auto", "completion") else settings.loss
+    width = chosen.objective.num_segments
+    texts: list[list[_Text]] = []  # by place of the segment in its sample
+    kept, cut, dropped, too_long = set(range(len(samples))), set(), set(), set()
+    for place in range(chosen.num_segments):
+        places = rows.at([sample.rows[place // width] for sample in samples])
+        segments = [sample.segments[place] for sample in samples]
+        encoded, more = _encode(segments, tokenizer, places, adapter, loss)
+        fit = fit_length(encoded, settings, places, adapter)
+        kept, cut = kept & set(fit.kept), cut | set(fit.cut)
+        dropped, too_long = dropped | set(fit.dropped), too_long | set(fit.too_long)
+        texts.append(_texts(segments, encoded, places, adapter))
+        notes = [*notes, *more]
+    if not kept:
+        raise _none_left(rows, adapter, settings)
+    longest = [max(len(segment[number].tokens) for segment in texts) for number in range(len(samples))]
+    order = sorted(kept)
+    parts = [[segment[number].cut(settings.max_length) for segment in texts] for number in order]
+
+    def rows_of(numbers: set[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(row for number in sorted(numbers) for row in samples[number].rows))
+
+    columns = columns_of(rows, chosen, settings.columns)
+    report = DataReport(
+        source=raw.name,
+        format=chosen.name,
+        columns={role: name for role, name in columns.items() if any(name in row for row in rows.values)},
+        loss="completion" if loss == AFTER_PROMPT else loss,
+        rows=len(rows.values),
+        tokens=sum(len(text.tokens) for sample in parts for text in sample),
+        loss_tokens=sum(int(text.learned.sum()) for sample in parts for text in sample),
+        longest=max(sum(len(text.tokens) for text in sample) for sample in parts),
+        cut=len(rows_of(cut & kept)),
+        dropped=rows_of(dropped),
+        too_long=rows_of(too_long),
+        uncut=quantiles(longest),
+        template_hash=tokenizer.template_hash,
+        data_hash=raw.digest[:16],
+        notes=tuple(dict.fromkeys([*_unused(rows, columns), *notes])),
+    )
+    return _collect(parts, [samples[number] for number in order], chosen, report)
+
+
+def _collect(
+    parts: Sequence[Sequence[_Text]], samples: Sequence[RowSample], chosen: Chosen, report: DataReport
+) -> TokenizedSet:
+    flat = [text for sample in parts for text in sample]
+    lengths = np.array([[len(text.tokens) for text in sample] for sample in parts], np.int64)
+    names = dict.fromkeys(name for text in flat for name in text.values)
+    answer = np.concatenate([text.answer for text in flat])
+    learned = np.concatenate([text.learned for text in flat])
+    numbers = {name: np.array([sample.numbers[name] for sample in samples], np.float32) for name in samples[0].numbers}
+    return TokenizedSet(
+        tokens=np.concatenate([text.tokens for text in flat]),
+        loss_mask=learned,
+        offsets=np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]),
+        rows=np.array([sample.rows[0] for sample in samples], np.int64),
+        report=report,
+        segment_lengths=lengths,
+        numbers=numbers if chosen.group is not None else {name: array[:, 0] for name, array in numbers.items()},
+        values={
+            name: np.concatenate([text.values.get(name, np.zeros(len(text.tokens), np.float32)) for text in flat])
+            for name in names
+        },
+        answer=answer if (answer != learned).any() else None,
+        group=chosen.group or 1,
+    )
+
+
+def _encode(
+    segments: Sequence[Segment], tokenizer: Tokenizer, rows: Rows, adapter: str, loss: str
+) -> tuple[list[Encoded], list[str]]:
+    """Returns tokens and the mask of the answer for each segment, and notes."""
+    encoded: dict[int, Encoded] = {}
+    examples: dict[int, Example] = {}
+    bad: list[tuple[int, str]] = []
+    for number, segment in enumerate(segments):
+        try:
+            if segment.prompt_ids is not None:
+                encoded[number] = _given_ids(segment)
+            else:
+                examples[number] = _example(segment)
+        except (ValueError, TypeError, OverflowError) as problem:
+            bad.append((number, str(problem)))
+    if bad:
+        raise _bad_texts(rows, bad, adapter)
+    notes: list[str] = []
+    as_it_is = dataclasses.replace(tokenizer, chat_template=None)
+    for is_text, templated in itertools.product((False, True), (False, True)):
+        numbers = [
+            number
+            for number, example in examples.items()
+            if isinstance(example, Text) == is_text and segments[number].template == templated
+        ]
+        if numbers:
+            rendered = encode_examples(
+                [examples[number] for number in numbers],
+                tokenizer if templated else as_it_is,
+                rows=rows.at(numbers),
+                adapter=adapter,
+                loss="all" if is_text else loss,
+            )
+            encoded |= dict(zip(numbers, rendered.samples, strict=True))
+            notes += rendered.notes
+    for sample in encoded.values():
+        sample.mask[:1] = False  # the first token cannot be predicted
+    return [encoded[number] for number in range(len(segments))], notes
+
+
+def _texts(segments: Sequence[Segment], encoded: Sequence[Encoded], rows: Rows, adapter: str) -> list[_Text]:
+    texts, bad = [], []
+    for number, (segment, sample) in enumerate(zip(segments, encoded, strict=True)):
+        learned = {"answer": sample.mask, "all": np.ones_like(sample.mask), "nothing": np.zeros_like(sample.mask)}
+        learned["all"][:1] = False
+        try:
+            values = {name: _values(name, given, sample.mask) for name, given in segment.values.items()}
+        except (ValueError, TypeError) as problem:
+            bad.append((number, str(problem)))
+            continue
+        texts.append(_Text(tokens=sample.tokens, answer=sample.mask, learned=learned[segment.learn], values=values))
+    if bad:
+        raise _bad_texts(rows, bad, adapter)
+    return texts
+
+
+def _values(name: str, given: float | Sequence[float], answer: np.ndarray) -> np.ndarray:
+    """Returns an array with an entry per token; 0 outside of the answer."""
+    numbers, count = np.asarray(given, np.float32), int(answer.sum())
+    if numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != count):
+        raise ValueError(
+            f"its '{name}' has {numbers.size} numbers and its answer {count} tokens, the end token included"
+        )
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"its '{name}' has a number that is not finite")
+    array = np.zeros(len(answer), np.float32)
+    array[answer] = numbers
+    return array
+
+
+def _given_ids(segment: Segment) -> Encoded:
+    parts = []
+    for ids in (segment.prompt_ids or (), segment.answer_ids or ()):
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+            raise ValueError(f"segment '{segment.name}' has token ids that are no whole numbers from 0")
+        parts.append(np.asarray(ids, np.int32))
+    if not len(parts[0]) or not len(parts[1]):
+        raise ValueError(f"segment '{segment.name}' has no token in its {'prompt' if not len(parts[0]) else 'answer'}")
+    return Encoded(np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))
+
+
+def _example(segment: Segment) -> Example:
+    if segment.messages is not None:
+        messages, muted = parse_messages(list(segment.messages))
+        return Chat(messages, muted=muted, answer_from=segment.prompt_messages or 0)
+    if segment.text is not None:
+        return Text(checked_text(segment.text, f"segment '{segment.name}'"))
+    prompt, answer = (checked_text(part, f"segment '{segment.name}'") for part in (segment.prompt, segment.answer))
+    return Pair(prompt, answer)
+
+
+def _unused(rows: Rows, columns: Mapping[str, str]) -> list[str]:
+    unused = list(dict.fromkeys(key for row in rows.values for key in row if key not in columns.values()))
+    if not unused:
+        return []
+    names = ", ".join(f"'{column}'" for column in unused)
+    return [
+        f"[data.unused-column] the column{'s' if len(unused) > 1 else ''} {names} "
+        f"{'are' if len(unused) > 1 else 'is'} not used; data.columns can give a column a role"
+    ]
+
+
+def _bad_texts(rows: Rows, bad: list[tuple[int, str]], adapter: str) -> DataError:
+    return DataError(
+        "data.bad-row",
+        f"{adapter}: {len(bad)} of {len(rows.values)} rows cannot be used.",
+        where=rows.places([row for row, _ in bad]),
+        why=f"{rows.place(bad[0][0])}: {bad[0][1]}",
+        fix="repair these rows or take them out",
+    )
+
+
+def _none_left(rows: Rows, adapter: str, settings: DataSettings) -> DataError:
+    return DataError(
+        "data.too-long",
+        f"{adapter}: no sample is left, each has a text that is too long or without an answer.",
+        where=rows.source,
+        why=f"data.max_length is {settings.max_length}",
+        fix="a larger data.max_length",
+    )

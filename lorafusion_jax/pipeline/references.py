@@ -1,0 +1,149 @@
+"""Computes what the references of adapters say of their samples: one forward pass over each set, before it is trained.
+
+Each set is packed alone, so the result does not depend on the other adapters of the job.
+R replicas · T packed tokens
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jax import Array
+
+from lorafusion_jax.adapters.spec import AdapterSpec
+from lorafusion_jax.checkpoint.peft import Arrays, read_described
+from lorafusion_jax.checkpoint.warm_start import start_from
+from lorafusion_jax.config.references import ReferenceWeights, reference_of
+from lorafusion_jax.config.schema import AdapterConfig, JobConfig
+from lorafusion_jax.data.assemble import EACH_ONE, assemble, num_segments, piece_of, stacked
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.data.references import EVAL, TRAIN, SetReferences
+from lorafusion_jax.data.tokenized_set import TokenizedSet
+from lorafusion_jax.pipeline.base import stages_for
+from lorafusion_jax.pipeline.move import to_local, to_stage, transfer
+from lorafusion_jax.pipeline.stage import Stage
+from lorafusion_jax.planning.training_plan import plan_of_set
+from scheduling import SampleRef
+
+BASE_ALONE = -1  # place of rows without an adapter
+
+
+def compute_references(
+    config: JobConfig,
+    prepared: Prepared,
+    stages: Sequence[Stage],
+    names: Sequence[str],
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, SetReferences]:
+    """Computes the references of some adapters. No work may be in flight on the stages.
+
+    Args:
+        config: of the adapters on the stages. Those that are references must be at their first step.
+        on_progress: called with what is computed.
+
+    Raises:
+        CheckpointError: a folder cannot be read or belongs to another base.
+    """
+    places = {adapter.name: place for place, adapter in enumerate(config.adapters)}
+    made: dict[str, SetReferences] = {}
+    for name in names:
+        reference = reference_of(config.adapter(name), places)
+        assert reference is not None
+        used, place = list(stages), BASE_ALONE
+        if reference.kind == "adapter":
+            place = places[reference.name]
+        elif reference.kind == "folder":
+            used, place = _stages_of_folder(config, config.adapter(name), stages, reference), 0
+        data = prepared.adapters[name]
+        sets = {TRAIN: data.train} | ({} if data.eval is None else {EVAL: data.eval})
+        told = partial(_tell, on_progress, name)
+        made[name] = {key: _logprobs(config, name, samples, used, place, told) for key, samples in sets.items()}
+    return made
+
+
+def read_reference_folder(config: JobConfig, reference: ReferenceWeights) -> tuple[AdapterSpec, Arrays]:
+    """Reads the PEFT folder of a reference.
+
+    Raises:
+        CheckpointError, ErrorList: see `read_described`.
+    """
+    described, arrays = read_described(Path(config.directory) / reference.name)
+    return described.spec, arrays
+
+
+def _stages_of_folder(
+    config: JobConfig, adapter: AdapterConfig, stages: Sequence[Stage], reference: ReferenceWeights
+) -> list[Stage]:
+    """Returns stages on the same base whose only adapter is that of a PEFT folder."""
+    spec, arrays = read_reference_folder(config, reference)
+    one = config.model_copy(update={"adapters": (adapter,)})
+    own = stages_for(stages, one, [spec])
+    lora = start_from(own[0].first_lora(), {0: arrays})
+    for stage in own:
+        stage.take_weights(lora)
+    return own
+
+
+def _tell(on_progress: Callable[[str], None], name: str, share: str) -> None:
+    on_progress(f"reference of {name}, {share}")
+
+
+def _logprobs(
+    config: JobConfig,
+    name: str,
+    samples: TokenizedSet,
+    stages: Sequence[Stage],
+    place: int,
+    on_progress: Callable[[str], None],
+) -> np.ndarray:
+    """Returns log p of the learned tokens of a set, [T]."""
+    result = np.zeros(len(samples.tokens), np.float32)
+    plan = plan_of_set(config, name, samples.lengths)
+    width = 1 if samples.segment_lengths is None else samples.segment_lengths.shape[1]
+    most = max(len(part) for slot in plan.slots for part in slot.replicas) * width
+    in_flight: deque[tuple[tuple[tuple[SampleRef, ...], ...], Array]] = deque()
+
+    def read_oldest() -> None:
+        replicas, logprobs = in_flight.popleft()
+        for part, row in zip(replicas, to_local(logprobs), strict=True):
+            for tokens, rows in _learned_rows(samples, part):
+                result[tokens] = row[rows]
+
+    for number, slot in enumerate(plan.slots):
+        if len(in_flight) > len(stages):  # enough to keep every stage busy
+            read_oldest()
+            on_progress(f"microbatch {number} of {len(plan.slots)}")
+        rows = stacked(
+            [
+                assemble(
+                    [piece_of(samples, ref.sample, place, EACH_ONE, key=0) for ref in slot.replicas[replica]],
+                    capacity_tokens=config.batch.largest,
+                    tile_tokens=config.batch.tile_tokens,
+                    max_segments=num_segments(most),
+                    max_adapters=1,
+                )
+                for replica in stages[0].mesh.local_replicas
+            ]
+        )
+        x = None
+        for stage in stages:
+            x = stage.token_logprobs(to_stage(rows, stage.mesh), None if x is None else transfer(x, stage.mesh))
+        assert x is not None
+        in_flight.append((slot.replicas, x))
+    while in_flight:
+        read_oldest()
+    return result
+
+
+def _learned_rows(samples: TokenizedSet, part: Sequence[SampleRef]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the learned tokens of each sample of a microbatch, in the set, and the rows that predict them."""
+    end = 0
+    for ref in part:
+        _, learned = samples.sample(ref.sample)
+        (tokens,) = np.nonzero(learned)
+        yield int(samples.offsets[ref.sample]) + tokens, end + tokens - 1
+        end += len(learned)
