@@ -8,17 +8,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from lorafusion_jax.api.choices_screen import show_choices
 from lorafusion_jax.api.plan_screen import show_plan
+from lorafusion_jax.checkpoint.base_model import base_directory
 from lorafusion_jax.cli.common import JobFile, Json, Overrides, ends_in, next_command, typed
 from lorafusion_jax.config.job_checks import ineffective
 from lorafusion_jax.config.load import examine_config
+from lorafusion_jax.config.model import ModelConfig
 from lorafusion_jax.config.overrides import unreached
 from lorafusion_jax.config.read import read_source
 from lorafusion_jax.config.schema import JobConfig
 from lorafusion_jax.files import replace_text
 from lorafusion_jax.planning.checks import checked_data, layer_problems
+from lorafusion_jax.planning.choices import compare_choices
 from lorafusion_jax.planning.planned import make_planned
-from lorafusion_jax.planning.prediction import PredictedMemory
+from lorafusion_jax.planning.prediction import PredictedMemory, this_device
 from lorafusion_jax.report.console import out, say, warn
 from lorafusion_jax.report.trackers import missing_packages
 
@@ -32,19 +36,28 @@ def command(
     compare: Annotated[bool, typer.Option("--compare", help="compare with one adapter after another")] = False,
     timeline: Annotated[Path | None, typer.Option(help="draw the predicted timeline as an .html page")] = None,
     device: Annotated[
-        Literal["h200", "h100", "cpu"] | None,
+        Literal["h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu"] | None,
         typer.Option(help="device for predictions; default that of this machine"),
     ] = None,
     device_memory: Annotated[float | None, typer.Option(min=0, help="GiB per device; default by device")] = None,
     cost_model: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="measured costs, from lorafusion profile")
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="compare all meshes of so many devices, and sizes of microbatches"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Plans a run: rows, tokens, steps, microbatches, predicted times, memory per stage.
 
+    With --gpus it compares meshes and sizes of microbatches instead, and says which one to take and why.
+
     Example: lorafusion plan jobs.yaml -o plan.json
     """
+    if gpus is not None:
+        _compare(jobs, overrides, gpus, device or this_device(), as_json=as_json)
+        return
     if timeline:
         ends_in(timeline, ".html")
     config, errors = examine_config(jobs, overrides or ())
@@ -75,6 +88,22 @@ def command(
         return
     saved_plan = f" --plan {output}" if output else ""
     next_command(console, f"lorafusion train {typed(jobs, overrides)} --out runs/{jobs.stem}{saved_plan}")
+
+
+def _compare(jobs: Path, overrides: Overrides, gpus: int, device: str, *, as_json: bool) -> None:
+    """Shows every mesh of so many devices; reads no timeline and writes no plan."""
+    config, prepared = checked_data(*examine_config(jobs, overrides or ()))
+    model = ModelConfig.from_hf(base_directory(config))
+    compared = compare_choices(config, model, prepared, device=device, gpus=gpus)
+    if as_json:
+        choices = [choice.to_json() for choice in compared.choices]
+        print(json.dumps({"device": device, "gpus": gpus, "choices": choices, "why": compared.why}))
+        return
+    console = out()
+    show_choices(console, compared)
+    if compared.best is not None:
+        settings = [*(overrides or ()), *compared.best.settings]
+        next_command(console, f"lorafusion train {typed(jobs, settings)} --out runs/{jobs.stem}")
 
 
 def _setting_to_try(config: JobConfig, memory: PredictedMemory) -> str:

@@ -88,15 +88,15 @@ def lengths_fit(
             f"{'do' if adapter.objective.chosen.num_segments > 1 else 'does'} not fit into a "
             f"microbatch of {capacity} tokens.",
             where=f"{', '.join(typed)} on the command line" if typed else str(source.path),
-            fix=f"batch.capacity_tokens: {_round_up(_largest_sample(adapter), tile)}   or   data.max_length: "
+            fix=f"batch.capacity_tokens: {_round_up(largest_sample(adapter), tile)}   or   data.max_length: "
             f"{capacity // adapter.objective.chosen.num_segments}",
         )
         for adapter in adapters
-        if _largest_sample(adapter) > capacity
+        if largest_sample(adapter) > capacity
     ]
 
 
-def _largest_sample(adapter: schema.AdapterConfig) -> int:
+def largest_sample(adapter: schema.AdapterConfig) -> int:
     """Maximum tokens of a sample, over all its texts."""
     return adapter.data.max_length * adapter.objective.chosen.num_segments
 

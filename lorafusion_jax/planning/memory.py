@@ -27,7 +27,14 @@ from lorafusion_jax.weights.table import NONE, stored_kind
 from pallas_kernels import policy
 
 GIB = 2**30
-DEVICE_BYTES = {"h100": 79 * GIB, "h200": 140 * GIB}  # memory that the driver reports
+DEVICE_BYTES = {  # memory that the driver reports
+    "h100": 79 * GIB,
+    "h200": 140 * GIB,
+    "a100": 79 * GIB,
+    "l40s": 44 * GIB,
+    "a6000": 47 * GIB,
+    "rtx6000-ada": 47 * GIB,
+}
 USABLE = 0.92  # share of the device; the rest is for NOT_MODELLED
 ALLOCATOR_USABLE = 0.97  # share of an allocator's limit (95 % of the device), which excludes CUDA and NCCL
 # Less with fsdp: a backward pass gathers the weights of all layers of a program into one contiguous block, which a

@@ -34,7 +34,7 @@ from scheduling import (
     stages_from_parts,
 )
 
-DEVICES = ("h200", "h100", "cpu")
+DEVICES = ("h200", "h100", "a100", "l40s", "a6000", "rtx6000-ada", "cpu")
 ROOMY = 0.9  # share of a device's memory
 
 

@@ -1,0 +1,240 @@
+"""Compares meshes and microbatch sizes of a job on a number of devices, before any device is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorafusion_jax.config.job_checks import largest_sample
+from lorafusion_jax.config.model import ModelConfig
+from lorafusion_jax.config.schema import JobConfig
+from lorafusion_jax.data.prepare import Prepared
+from lorafusion_jax.errors import ConfigError
+from lorafusion_jax.planning.prediction import adapter_tokens, memory_of, predicted_costs, predicted_memory
+from lorafusion_jax.planning.training_plan import train_jobs
+from lorafusion_jax.weights.table import NONE
+from scheduling import AdapterJob, make_plan, plan_statistics
+
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768)  # capacities that are tried, if they hold the longest sample
+MOST_SIZES = 4  # of them: larger ones gain little and need memory
+STORED = ("fp8", "nf4")  # tried where no mesh holds the base as it is
+MOST_SAMPLES = 400  # of each adapter that are planned: rates need no more
+EFFORT_S = 0.05  # of the planner's search
+CLOSE = 1.01  # times within this factor are equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to run a job.
+
+    Attributes:
+        stages, data, fsdp: the mesh.
+        capacity_tokens: of a microbatch.
+        quantize: how the base is stored.
+        remat: what a layer's forward leaves for its backward.
+        memory_bytes: of the fullest device.
+        fits: whether it is within a device's memory; None if that is unknown.
+        tokens_per_s: predicted useful tokens; None if it does not fit.
+        seconds: predicted, of the whole job.
+        bubble_share: idle share of the stages between fill and drain.
+    """
+
+    stages: int
+    data: int
+    fsdp: int
+    capacity_tokens: int
+    quantize: str
+    remat: str
+    memory_bytes: int
+    fits: bool | None
+    tokens_per_s: float | None = None
+    seconds: float | None = None
+    bubble_share: float | None = None
+
+    @property
+    def settings(self) -> list[str]:
+        """The overrides of a command line that make this choice."""
+        mesh = {"stages": self.stages, "data": self.data, "fsdp": self.fsdp}
+        chosen = [f"mesh.{name}={count}" for name, count in mesh.items() if count > 1]
+        stored = [] if self.quantize == NONE else [f"base.quantize={self.quantize}"]
+        return [*chosen, f"batch.capacity_tokens={self.capacity_tokens}", *stored]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"settings": self.settings}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """All ways that were compared, those that fit first, fastest first.
+
+    Attributes:
+        why: one sentence on the first choice; empty if nothing fits.
+    """
+
+    device: str
+    gpus: int
+    choices: tuple[Choice, ...]
+    why: str
+
+    @property
+    def best(self) -> Choice | None:
+        return self.choices[0] if self.choices and self.choices[0].fits is not False else None
+
+
+def compare_choices(config: JobConfig, model: ModelConfig, prepared: Prepared, *, device: str, gpus: int) -> Choices:
+    """Compares every mesh of `gpus` devices at several capacities.
+
+    A part of each adapter's samples is planned and simulated at the device's rates. The base is quantised only if it
+    fits on no mesh as the job stores it.
+
+    Raises:
+        ConfigError: `plan.no-mesh`, the model has too few layers for any mesh of so many devices.
+    """
+    jobs, tokens = _sample(train_jobs(config, prepared)), sum(adapter_tokens(prepared).values())
+    stored = [config.base.quantize, *(STORED if config.base.quantize == NONE else ())]
+    choices: list[Choice] = []
+    for quantize in stored:
+        choices += [
+            _measure(_with(config, mesh, size, quantize), model, prepared, jobs, tokens, device)
+            for mesh in _meshes(gpus, model.num_layers, config)
+            for size in _sizes(config)
+        ]
+        if any(choice.fits is not False for choice in choices):
+            break
+    if not choices:
+        raise ConfigError(
+            "plan.no-mesh",
+            f"no mesh of {gpus} devices is possible.",
+            why=f"the model has {model.num_layers} layers, and every replica needs samples of each global batch",
+            fix="fewer --gpus",
+        )
+    ordered = sorted(choices, key=lambda choice: (choice.fits is False, choice.seconds or choice.memory_bytes))
+    why = _reason(ordered)
+    return Choices(
+        device=device,
+        gpus=gpus,
+        choices=tuple(_prefer_simple(ordered)),
+        why=why + _shorter(config, jobs) if why else "",
+    )
+
+
+def _meshes(gpus: int, layers: int, config: JobConfig) -> Iterator[tuple[int, int, int]]:
+    """(stages, data, fsdp) with `gpus` devices."""
+    for stages in _divisors(gpus):
+        for data in _divisors(gpus // stages):
+            if stages <= layers:
+                yield stages, data, gpus // stages // data
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
+
+
+def _sizes(config: JobConfig) -> list[int]:
+    """The first capacities that hold every sample that the job allows, in whole tiles."""
+    tile = config.batch.tile_tokens
+    longest = -(-max(map(largest_sample, config.adapters)) // tile) * tile
+    return [longest, *(size for size in SIZES if size > longest)][:MOST_SIZES]
+
+
+def _shorter(config: JobConfig, jobs: Sequence[AdapterJob]) -> str:
+    """Advice for a job that allows much longer samples than it has."""
+    allowed, longest = max(map(largest_sample, config.adapters)), max(max(job.sample_tokens) for job in jobs)
+    if 2 * longest > allowed:
+        return ""
+    return f"; samples have {longest} tokens at most, so a smaller data.max_length allows smaller microbatches"
+
+
+def _sample(jobs: Sequence[AdapterJob]) -> list[AdapterJob]:
+    """The jobs with whole batches of evenly spread samples, the longest among them."""
+    return [_thinned(job) for job in jobs]
+
+
+def _thinned(job: AdapterJob) -> AdapterJob:
+    count = len(job.sample_tokens)
+    if count <= MOST_SAMPLES:
+        return job
+    batches = max(1, MOST_SAMPLES // job.global_batch)
+    wanted = min(count, batches * job.global_batch)
+    picked = [job.sample_tokens[index * count // wanted] for index in range(wanted)]
+    picked[0] = max(job.sample_tokens)
+    return dataclasses.replace(job, sample_tokens=tuple(picked), cuts=())
+
+
+def _with(config: JobConfig, mesh: tuple[int, int, int], size: int, quantize: str) -> JobConfig:
+    stages, data, fsdp = mesh
+    return config.model_copy(
+        update={
+            "mesh": config.mesh.model_copy(update={"stages": stages, "data": data, "fsdp": fsdp, "layers": None}),
+            "batch": config.batch.model_copy(update={"capacity_tokens": size}),
+            "base": config.base.model_copy(update={"quantize": quantize}),
+        }
+    )
+
+
+def _measure(
+    config: JobConfig, model: ModelConfig, prepared: Prepared, jobs: Sequence[AdapterJob], tokens: int, device: str
+) -> Choice:
+    memory, mesh = predicted_memory(config, model, memory_of(device)), config.mesh
+    choice = Choice(
+        stages=mesh.stages,
+        data=mesh.data,
+        fsdp=mesh.fsdp,
+        capacity_tokens=config.batch.largest,
+        quantize=config.base.quantize,
+        remat=memory.remat,
+        memory_bytes=max(stage.total for stage in memory.stages),
+        fits=memory.fits,
+    )
+    if choice.fits is False:
+        return choice
+    plan = make_plan(
+        jobs,
+        capacity_tokens=config.batch.largest,
+        num_stages=mesh.stages,
+        data_parallel=mesh.replicas,
+        tile_tokens=config.batch.tile_tokens,
+        seed=0,
+        time_limit_s=EFFORT_S,
+    )
+    known = config.model_copy(update={"train": config.train.model_copy(update={"remat": memory.remat})})
+    statistics = plan_statistics(plan, predicted_costs(known, model, device, adapter_tokens(prepared)))
+    return dataclasses.replace(
+        choice,
+        tokens_per_s=statistics.tokens_per_s,
+        seconds=tokens / statistics.tokens_per_s,
+        bubble_share=statistics.bubble_share,
+    )
+
+
+def _prefer_simple(ordered: Sequence[Choice]) -> list[Choice]:
+    """Moves the choice with the fewest stages, then the least memory, to the front of those that are as fast."""
+    if not ordered or ordered[0].seconds is None:
+        return list(ordered)
+    fastest = ordered[0].seconds
+    equal = [choice for choice in ordered if choice.seconds is not None and choice.seconds <= CLOSE * fastest]
+    rest = [choice for choice in ordered if choice not in equal]
+    return [*sorted(equal, key=lambda choice: (choice.stages, choice.fsdp, choice.memory_bytes)), *rest]
+
+
+def _reason(ordered: Sequence[Choice]) -> str:
+    best = _prefer_simple(ordered)[0]
+    if best.seconds is None:
+        return ""
+    stored = "" if best.quantize == NONE else f", stored as {best.quantize},"
+    if best.stages == best.fsdp == 1:
+        where = f"the base{stored} fits on one device" + ("" if best.data == 1 else ", and replicas wait for nothing")
+    elif best.fsdp > 1:
+        where = f"replicas share the base{stored}, and gathering it costs less than a pipeline"
+    else:
+        where = f"the base{stored} is split over {best.stages} stages, idle {best.bubble_share or 0:.1%} of the time"
+    others = [one for one in ordered if _mesh_of(one) != _mesh_of(best) and one.seconds]
+    if not others:
+        return f"{where}; no other mesh fits" if len({_mesh_of(one) for one in ordered}) > 1 else where
+    return f"{where}; the next best mesh takes {min(one.seconds or 0 for one in others) / best.seconds:.2f} × the time"
+
+
+def _mesh_of(choice: Choice) -> tuple[int, int, int]:
+    return choice.stages, choice.data, choice.fsdp
